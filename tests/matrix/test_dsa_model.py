@@ -5,13 +5,15 @@ Runs on the release of the quick tests, too.
 
 from __future__ import annotations
 
+import functools
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.features.dsa.model.feature import FLAGS
+from mindspeed_dsa.features.dsa.model.feature import FLAGS, MODEL_SIZES, MODELS, fill_arguments
 from mindspeed_dsa.patches import versions
 from tests.matrix import make_indexer_reference as of_0_19
 from tests.matrix.make_reference import summary
@@ -88,6 +90,56 @@ def test_an_order_that_the_indexer_does_not_have_is_refused(pool):
             f"{CASES}:refused", 1, switches={}, overrides={"dsa_indexer_normalised_query": False}
         )
         assert "always normalises the indexer's query" in said
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_models_name_sets_its_fields(pool, model):
+    sizes = {"num_layers": 8, **dict.fromkeys(MODEL_SIZES[model])}
+    (result,) = pool.run(f"{CASES}:made", 1, switches={"dsa_model": model}, overrides=sizes)
+    expected = DEFAULTS | MODELS[model]
+    assert result["made"] == result["copied"] == result["derived"] == expected
+    assert result["other"] == DEFAULTS
+    assert result["sizes"] == MODEL_SIZES[model]
+
+
+def test_a_models_name_leaves_the_sizes_of_the_job(pool):
+    overrides = {"num_layers": 8, "dsa_indexer_topk": 5}
+    (result,) = pool.run(f"{CASES}:made", 1, switches={"dsa_model": "glm-5"}, overrides=overrides)
+    assert result["sizes"]["dsa_indexer_topk"] == 5
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_models_name_fills_arguments(model):
+    args = Namespace(experimental_attention_variant="dsa", dsa_model=model, dsa_indexer_topk=16, **DEFAULTS)
+    (said,) = fill_arguments(args)
+    assert said.startswith(f"--dsa-model {model} sets ")
+    expected = DEFAULTS | MODELS[model] | MODEL_SIZES[model] | {"dsa_indexer_topk": 16}
+    assert {name: vars(args)[name] for name in expected} == expected
+    assert not fill_arguments(args), "called again it finds nothing left to do"
+
+
+def test_what_contradicts_a_models_name_is_refused(pool):
+    named = {"dsa_model": "glm-5.2"}
+    run = functools.partial(pool.run, f"{CASES}:refused", 1)
+    (setting,) = run(switches={**named, "dsa_indexer_topk_freq": 1}, overrides={})
+    assert (
+        "dsa_indexer_topk_freq=1) contradicts --dsa-model glm-5.2, which has dsa_indexer_topk_freq=4"
+        in setting
+    )
+    assert "omit it, or omit --dsa-model" in setting
+    (passed,) = run(switches=named, overrides={"dsa_indexer_scoring_relu": False, "num_layers": 8})
+    assert "dsa_indexer_scoring_relu=False is passed" in passed
+    assert "--dsa-model glm-5.2" in passed
+
+
+def test_a_models_name_trains_as_its_fields_do(pool):
+    sizes: dict[str, object] = {"num_layers": 8}
+    if str(versions.of_megatron()) not in SpecifierSet("<0.13"):
+        sizes["transformer_impl"] = "local"
+    step = functools.partial(pool.run, "tests.matrix.model:one_step", 1, num_microbatches=1)
+    (named,) = step(switches={"use_fused_dsa": True, "dsa_model": "glm-5.2"}, overrides=sizes)
+    (told,) = step(switches={"use_fused_dsa": True}, overrides={**sizes, **MODELS["glm-5.2"]})
+    assert summary(named) == summary(told)
 
 
 WAYS = {

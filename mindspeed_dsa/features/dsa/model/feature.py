@@ -7,7 +7,7 @@ tests: tests/matrix/test_dsa_model.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, MLA
+from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import Setting, Settings
 
@@ -121,6 +122,77 @@ INDEXER_FLAGS = (
 )
 FLAGS = (*SHARING_FLAGS, *INDEXER_FLAGS)
 
+# -- models by name ----------------------------------------------------------------------------
+
+_DEEPSEEK: dict[str, Any] = {
+    TOPK_FREQ.dest: 1,
+    SKIP_TOPK_OFFSET.dest: 0,
+    TOPK_PATTERN.dest: None,
+    ROPE_FIRST.dest: True,
+    ROPE_INTERLEAVED.dest: False,
+    NORMALISED_QUERY.dest: True,
+    ROTATE_ACTIVATION.dest: True,
+    SCORING_RELU.dest: True,
+    K_NORM_EPSILON.dest: 1e-6,
+}
+_GLM = _DEEPSEEK | {ROPE_INTERLEAVED.dest: True, ROTATE_ACTIVATION.dest: False}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v3.2": _DEEPSEEK,
+    "glm-5": _GLM,
+    "glm-5.2": _GLM | {TOPK_FREQ.dest: 4, SKIP_TOPK_OFFSET.dest: 3},
+}
+"""Fields by model, as its publisher's code and configuration have them."""
+MODEL_SIZES = {
+    "deepseek-v3.2": SIZES,
+    "glm-5": SIZES | {"dsa_indexer_n_heads": 32},
+    "glm-5.2": SIZES | {"dsa_indexer_n_heads": 32},
+}
+"""Sizes of the indexer by model, for jobs that name none."""
+MODEL_NAME = Flag(
+    "--dsa-model",
+    "Set the indexer's options and which layers select keys as this model has them: deepseek-v3.2; glm-5, "
+    "which is GLM-5.1 as well; glm-5.2, which is GLM-5.3 as well. Sizes of the indexer are set where the job "
+    "names none.",
+    kind="value",
+    choices=tuple(MODELS),
+)
+
+
+def fill_arguments(args: Any) -> Sequence[str]:
+    """Give a job's arguments the fields of ``--dsa-model`` that it leaves open; ``Feature.rewrite``."""
+    model = argument(args, MODEL_NAME.dest)
+    if model is None or argument(args, "experimental_attention_variant") != "dsa":
+        return ()
+    unset = {flag.dest: _open_values(flag) for flag in FLAGS} | dict.fromkeys(SIZES, (None,))
+    filled = {
+        name: value
+        for name, value in (MODELS[model] | MODEL_SIZES[model]).items()
+        if argument(args, name) in unset[name] and argument(args, name) != value
+    }
+    for name, value in filled.items():
+        setattr(args, name, value)
+    return (sets(model, filled),) if filled else ()
+
+
+def _open_values(flag: Flag) -> tuple[Any, ...]:
+    """Return what a job's arguments have where nobody sets a flag; parsers made of fields know no None."""
+    return (None, flag.unset, bool(flag.unset)) if flag.kind == "auto" else (None, flag.unset)
+
+
+def sets(model: str, filled: Mapping[str, Any]) -> str:
+    """Say which fields a model's name has filled."""
+    return f"{MODEL_NAME.name} {model} sets " + ", ".join(f"{name}={value}" for name, value in filled.items())
+
+
+def _against(model: str, said: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
+    """Say which values contradict a model's, by field; ``said`` says how a user has set each of them."""
+    return [
+        f"{said[name]} contradicts {MODEL_NAME.name} {model}, which has {name}={MODELS[model][name]}: omit "
+        f"it, or omit {MODEL_NAME.name} and set each option by its flag"
+        for name, value in values.items()
+        if name in MODELS[model] and value != MODELS[model][name]
+    ]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -129,10 +201,12 @@ class Options:
     Attributes:
         chosen: by name, the fields that API, environment or command line set, with who says so.
         release: of Megatron-core; None where there is none.
+        model: by whose name fields are set; ``chosen`` has them as well.
     """
 
     chosen: Mapping[str, Setting]
     release: str | None
+    model: str | None = None
 
     @property
     def native(self) -> bool:
@@ -141,11 +215,27 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings; a job's arguments choose nothing, they are what is checked."""
+        """Build from resolved settings; a job's arguments choose nothing, they are what is checked.
+
+        Raises:
+            SettingsError: a setting contradicts the model that another one names.
+        """
         said = settings.chosen() if isinstance(settings, Settings) else {}
+        chosen = {flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said}
+        model = getattr(settings, MODEL_NAME.dest, None)
+        if model is not None:
+            who = {name: f"{name}={setting.value!r} of {setting.who}" for name, setting in chosen.items()}
+            problems = _against(model, who, {name: setting.value for name, setting in chosen.items()})
+            if problems:
+                raise SettingsError("mindspeed_dsa: dsa-model: " + "; ".join(problems))
+        if model is not None and MODEL_NAME.dest in said:
+            source = said[MODEL_NAME.dest].source
+            named = f"{MODEL_NAME.name} {model}"
+            chosen = {name: Setting(value, source, named) for name, value in MODELS[model].items()} | chosen
         return cls(
-            chosen={flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said},
+            chosen=chosen,
             release=versions.of_megatron(getattr(settings, "megatron_root", "megatron")),
+            model=model,
         )
 
 
@@ -153,20 +243,29 @@ def wanted(settings: Any) -> bool:
     """Return whether the model uses DSA, or anything is said of a DSA model."""
     if getattr(settings, "experimental_attention_variant", None) == "dsa":
         return True
-    said = any(getattr(settings, flag.dest, flag.unset) != flag.unset for flag in FLAGS)
+    said = any(getattr(settings, flag.dest, flag.unset) != flag.unset for flag in (*FLAGS, MODEL_NAME))
     return said or bool(getattr(settings, "dsa_backport", False))
 
 
 def check_model(args: Any, options: Options) -> Iterator[str]:
     """Yield what a job's arguments, or a model's configuration, contradict themselves in."""
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
-        said = [flag.name for flag in FLAGS if argument(args, flag.dest) not in (None, flag.unset)]
+        described = (*FLAGS, MODEL_NAME)
+        said = [flag.name for flag in described if argument(args, flag.dest) not in (None, flag.unset)]
         if said:
             yield (
                 f"{', '.join(said)} describe DSA, and the model has none: add "
                 "--experimental-attention-variant dsa, or omit them"
             )
         return
+    if options.model is not None:
+        given = {}
+        for flag in FLAGS:
+            value = argument(args, flag.dest)
+            if value not in _open_values(flag):
+                given[flag.dest] = value
+        said_as = {name: f"{name}={value!r}" for name, value in given.items()}
+        yield from _against(options.model, said_as, given)
     yield from Sharing.of(args).problems(argument(args, "num_layers"))
     first, interleaved = argument(args, ROPE_FIRST.dest), argument(args, ROPE_INTERLEAVED.dest)
     if interleaved and not first and not options.native:
@@ -226,9 +325,10 @@ MODEL = Feature(
     name="dsa-model",
     summary="DSA's model as its configuration says it: the fields and flags of Megatron-core 0.19 on every "
     "release, checked together.",
-    flags=(*FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
+    flags=(*FLAGS, MODEL_NAME, EXPERIMENTAL_ATTENTION_VARIANT),
     active=wanted,
     options=Options.of,
+    rewrite=fill_arguments,
     check=check_model,
     doc="dsa-model.md",
     patches=(

@@ -14,10 +14,12 @@ from typing import Any, Optional
 from mindspeed_dsa.feature import Context, Flag
 from mindspeed_dsa.features.dsa.model.feature import (
     FLAGS,
+    MODEL_SIZES,
     NORMALISED_QUERY,
     ROPE_FIRST,
     Options,
     check_model,
+    sets,
 )
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.patches.errors import SettingsError
@@ -70,7 +72,13 @@ def take_fields(original: Callable[..., None], context: Context[Options]) -> Cal
             given = {name: kwargs[name] for name in _NAMES if kwargs.get(name) is not None}
             refuse(context, self, _contradictions(given, context.options))
             chosen = {name: setting.value for name, setting in context.options.chosen.items()}
-            kwargs |= {name: value for name, value in chosen.items() if name in known} | given
+            if context.options.model is not None:
+                sizes = MODEL_SIZES[context.options.model]
+                chosen |= {name: size for name, size in sizes.items() if kwargs.get(name) is None}
+            filled = {name: value for name, value in chosen.items() if name in known and name not in given}
+            kwargs |= filled
+            if context.options.model is not None and filled:
+                context.log.info("%s", sets(context.options.model, filled), once=True)
         for name in (name for name in known if name not in taken):
             value = kwargs.pop(name, None)
             setattr(self, name, known[name].default if value is None else value)

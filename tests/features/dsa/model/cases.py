@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from mindspeed_dsa.features.dsa.model.feature import FLAGS
+from mindspeed_dsa.megatron.dsa import SIZES
 from tests.support import model as tiny
 from tests.support.model import error_of
 
@@ -40,6 +41,7 @@ def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
         "copied": fields_of(dataclasses.replace(cfg, layernorm_epsilon=1e-4)),
         "derived": fields_of(Derived(**unsaid)),
         "other": fields_of(plain),
+        "sizes": {name: getattr(cfg, name) for name in SIZES},
         "listed": [
             {*NAMES} <= {field.name for field in dataclasses.fields(kind)}
             for kind in (MLATransformerConfig, TransformerConfig)
