@@ -332,6 +332,11 @@ def state_of(optimizer: Any, feature: str) -> OptimizerState | None:
     return state
 
 
+def features_of(optimizer: Any) -> list[str]:
+    """Return the names of the features that keep weights or moments of an optimizer elsewhere."""
+    return sorted(vars(optimizer).get(_ATTRIBUTE, {}))
+
+
 def is_sharded(optimizer: Any) -> bool:
     """Return whether it is Megatron's distributed optimizer."""
     return hasattr(optimizer, "shard_fp32_from_float16_groups")

@@ -23,7 +23,7 @@ import torch
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.stages.parameters import is_indexers, learns
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.optimizer import is_sharded, model_parameters
+from mindspeed_dsa.megatron.optimizer import features_of, is_sharded, model_parameters
 from mindspeed_dsa.patches.errors import SettingsError
 
 ENTRY = "dsa_stage"
@@ -198,6 +198,8 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
         entry = state_dict.get(ENTRY, {})
         state = {name: value for name, value in state_dict.items() if name != ENTRY}
         here, trained = trained_in(context.options.stage), trained_by(entry)
+        if "new" in entry or trained != here:
+            _check_keepers(self, context.options.stage)
         if "new" not in entry and trained != here:
             if is_sharded(self):
                 raise SettingsError(buffers_refused(trained, here, "torch"))
@@ -218,6 +220,26 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
         return result
 
     return load_state_dict
+
+
+def _check_keepers(optimizer: Any, stage: str) -> None:
+    """Refuse a state of another stage where weights or moments do not lie in the optimizer itself.
+
+    Raises:
+        SettingsError: they are a feature's, Megatron's offloading's, or shards of FSDP2.
+    """
+    keepers = [f"--{name}" for name in features_of(optimizer)]
+    if type(optimizer.optimizer).__name__ == "HybridDeviceOptimizer":
+        keepers.append("--optimizer-cpu-offload")
+    groups = optimizer.optimizer.param_groups
+    if any(type(each).__name__ == "DTensor" for group in groups for each in group["params"]):
+        keepers.append("--use-torch-fsdp2")
+    if keepers:
+        raise SettingsError(
+            "mindspeed_dsa: the checkpoint's optimizer state is that of another stage than --dsa-stage "
+            f"{stage}, and does not go from stage to stage beside {', '.join(keepers)}; load the "
+            f"weights alone with --no-load-optim, or without {' and '.join(keepers)}"
+        )
 
 
 def load_chain(original: _Function, context: Context[Options]) -> _Function:

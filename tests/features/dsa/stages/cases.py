@@ -34,10 +34,11 @@ def chain(
         for each stage what it found, once loaded and at its end: see :func:`found`.
     """
     results, done = [], 0
+    plain = {name: value for name, value in options.items() if name != "switches"}
     for number, stage in enumerate(stages):
-        start({"dsa_stage": stage}, ep=ep, pp=pp)
+        start({"dsa_stage": stage, **options.get("switches", {})}, ep=ep, pp=pp)
         overrides = {"pipeline_model_parallel_size": pp, **options.get("overrides", {})}
-        job = optimizers.assemble(**{**options, "ep": ep, "overrides": overrides})
+        job = optimizers.assemble(**{**plain, "ep": ep, "overrides": overrides})
         if number:
             optimizers.load_from(job, way, str(Path(folder, str(number - 1))))
         loaded = found(job)
