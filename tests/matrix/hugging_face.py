@@ -10,10 +10,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from mindspeed_dsa.patches import versions
 from tests.matrix import model as tiny
 from tests.matrix.sharing_steps import communication
 from tests.matrix.steps import job_of_any_release
@@ -27,9 +25,8 @@ its configuration says, while Megatron has one for all."""
 INDEX_HEADS, INDEX_WIDTH, ROTARY = 32, 16, 8
 """As many as GLM has. A sum over few heads is often exactly 0, and of keys with the same score transformers
 takes any and Megatron the first; over so many no sum is, and both take the same."""
-NATIVE = SpecifierSet(">=0.19").contains(str(versions.of_megatron()), prereleases=True)
-"""Whether the release has the indexer of these models itself."""
-SWITCHES = {} if NATIVE else {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
+INDEXER = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
+"""Of both models; what releases before 0.19 do only when told."""
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -102,10 +99,10 @@ class Model:
 
     def ours(self) -> dict[str, Any]:
         """Return what Megatron's configuration has to say for the same."""
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = dict(INDEXER)
         if self.yarn:
             fields |= {"rope_type": "yarn", **_yarn()}
-        if self.kind == GLM and NATIVE:
+        if self.kind == GLM:
             fields |= {"dsa_indexer_rope_interleaved": True, "dsa_indexer_rotate_activation": False}
         if self.pattern:
             fields["dsa_indexer_topk_pattern"] = self.pattern
@@ -204,15 +201,6 @@ def of_megatron(name: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensors[theirs] if index is None else tensors[theirs][index] for theirs, index in parts(name)]
 
 
-_ROTATED = re.compile(r"indexer\.(linear_wq_b|linear_wk|k_norm)\.")
-
-
-def _interleave(tensor: Tensor) -> None:
-    """Reorder the rotary rows of index heads: GLM rotates pairs, and here half is rotated against half."""
-    rotary = tensor.unflatten(0, (-1, INDEX_WIDTH))[:, :ROTARY]
-    rotary.copy_(rotary.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).clone())
-
-
 def of_transformers(model: Model, names: Collection[str]) -> dict[str, Any]:
     """Compute what transformers makes of the batch of :func:`step`, the mean loss over its tokens derived.
 
@@ -238,8 +226,6 @@ def of_transformers(model: Model, names: Collection[str]) -> dict[str, Any]:
         weight = tiny.weight_of(name, [sum(rows), *pieces[0].shape[1:]])
         for piece, part in zip(pieces, weight.split(rows), strict=True):
             piece.copy_(part)
-        if model.kind == GLM and not NATIVE and _ROTATED.search(name):
-            _interleave(pieces[0])
     with job_of_any_release(1, 0):
         tokens = job.samples(SAMPLES)
     logits = theirs(tokens[:, :-1], use_cache=False).logits
@@ -285,7 +271,7 @@ def step(model: Model, switches: Mapping[str, Any], **layout: int) -> dict[str, 
 
     with job_of_any_release(layout.get("cp", 1), 0), mock.patch.object(tiny, "gpt_model", gpt_model):
         fields = {**model.ours(), **communication(**layout)}
-        return tiny.one_step({**SWITCHES, **switches}, fields, micro_batch_size=SAMPLES, **layout) | found
+        return tiny.one_step(dict(switches), fields, micro_batch_size=SAMPLES, **layout) | found
 
 
 def _expert_biases(chunk: torch.nn.Module) -> dict[str, Tensor]:
