@@ -105,18 +105,19 @@ ATTENTION = [
             "use-fused-lightning-indexer-loss": "use-fused-lightning-indexer-kl-loss",
             "use-sparse-flash-attn": "use-fused-sparse-flash-attention",
             "enable-mla-absorb": "use-dsa-absorb",
+            "index-topk-freq": "dsa-indexer-topk-freq",
+            "index-skip-topk-offset": "dsa-indexer-skip-topk-offset",
+            "index-topk-pattern": "dsa-indexer-topk-pattern",
+            "index-share-for-mtp-iteration": "dsa-indexer-share-for-mtp",
+            "no-use-sparse-c8-indexer": "no-dsa-indexer-rotate-activation",
         },
         switch="--enable-dsa-indexer",
     ),
-    *not_needed(
-        "apply-rope-no-in-complex",
-        "The order in which rotated dimensions lie; weights differ by a permutation of rows.",
+    *renamed(
+        {"apply-rope-no-in-complex": "dsa-indexer-rope-interleaved"},
+        "The indexer then rotates even and odd dimensions in pairs, else half against half.",
+        switch="--enable-dsa-indexer",
     ),
-    *not_needed("no-use-sparse-c8-indexer", "The rotation it leaves out does not change scores."),
-    *different("index-topk-freq", "Layers that share selected keys are not here.", ("1",)),
-    *different("index-topk-pattern", "Layers that share selected keys are not here."),
-    *not_needed("index-skip-topk-offset", "Only --index-topk-freq reads it."),
-    *different("index-share-for-mtp-iteration", "Layers that share selected keys are not here."),
     *different(
         "kv-compress compress-ratios compress-rope-theta rope-theta rope-factor original-seq-len o-groups "
         "o-lora-rank sliding-window-size indexer-qk-quant-scheme",

@@ -176,6 +176,7 @@ def _sparse_attention(job: Job) -> None:
         return
     now = [_flag("--experimental-attention-variant", "dsa"), _flag("--dsa-indexer-use-sparse-loss")]
     now += [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
+    now += _shared_selections(job)
     if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
         now.append(_flag("--dsa-indexer-rope-first"))
         if "--enable-mla-absorb" in job:
@@ -185,6 +186,21 @@ def _sparse_attention(job: Job) -> None:
         f"The indexer reads the {query}."
     )
     job.becomes(flag, now, why)
+
+
+def _shared_selections(job: Job) -> list[Given]:
+    """Return the offset that MindSpeed-LLM has by default, where Megatron has 0; a pattern overrules it."""
+    frequency, offset = "--index-topk-freq", "--index-skip-topk-offset"
+    if "--index-topk-pattern" in job:
+        for flag in (frequency, offset):
+            if flag in job:
+                job.is_dropped(flag, "--index-topk-pattern overrules it there.")
+        return []
+    if frequency in job and offset not in job:
+        return [_flag("--dsa-indexer-skip-topk-offset", "2")]
+    if offset in job and frequency not in job:
+        job.is_dropped(offset, f"Only {frequency} reads it.")
+    return []
 
 
 def _flash_attention(job: Job) -> None:

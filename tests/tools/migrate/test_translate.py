@@ -356,3 +356,28 @@ def test_every_outcome_is_counted_once():
         for kind in ("same", "megatron", "unchanged", "not needed", "not served", "unknown")
     } == dict.fromkeys(("same", "megatron", "unchanged", "not needed", "not served", "unknown"), 1)
     assert counts["change results"] == 1
+
+
+SHARING = "--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset"
+
+
+@pytest.mark.parametrize("release", ["0.12.1", "0.16.1", "0.18.2", "0.19.0", None])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--index-topk-freq 4 --index-skip-topk-offset 3", [f"{SHARING} 3"]),
+        ("--index-topk-freq 4", ["--dsa-indexer-topk-freq 4", "--dsa-indexer-skip-topk-offset 2"]),
+        ("--index-topk-pattern CSCS --index-topk-freq 4", ["--dsa-indexer-topk-pattern CSCS"]),
+        ("--index-share-for-mtp-iteration", ["--dsa-indexer-share-for-mtp"]),
+        ("--apply-rope-no-in-complex", ["--dsa-indexer-rope-interleaved"]),
+        ("--no-use-sparse-c8-indexer", ["--no-dsa-indexer-rotate-activation"]),
+    ],
+    ids=["GLM-5.2", "offset by default", "pattern", "MTP", "rotary", "rotation"],
+)
+def test_the_indexers_of_glm(release, theirs, ours):
+    text = f"{INDEXER} --enable-mla-absorb {theirs}"
+    new = command(text, release)
+    assert all(part in new for part in ours), new
+    assert ("--dsa-indexer-topk-freq" in new) == ("freq" in ours[0])
+    assert not translated(text, release).refused
+    assert command(new, release) == new
