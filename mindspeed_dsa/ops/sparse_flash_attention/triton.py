@@ -323,7 +323,8 @@ def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
     """Programs hold a gradient of BLOCK_N x 576 in registers and stream query and output gradient."""
     memory = shared_memory(query.device)
     if query.dtype == torch.float32:  # queries and output gradients are 2 x BLOCK_H rows of shared memory
-        return _tiles(16 if memory > SMALL else 8, 16, 8, 1)
+        # A head of its own leaves half of 16 rows empty, and 256 + 256 wide they spill 1.7 KB.
+        return _tiles(16 if memory > SMALL and heads > 8 else 8, 16, 8, 1)
     if memory < LARGE:
         # Products of single warps keep more in registers: with 64 keys a thread spills 5 KB.
         return _tiles(16, 32, 8, 2)
