@@ -58,6 +58,7 @@ USED = {
     "indexer": (1, "--dsa-indexer-head-dim 16 --dsa-backend cpu"),
     "indexer's rotary": (1, "--dsa-indexer-rope-first --dsa-indexer-rope-interleaved"),
     "indexers of some layers": (1, "--dsa-indexer-topk-pattern CS"),
+    "indexer of a known model": (1, "--dsa-model glm-5"),
     "mla-sp-tp-sp": (2, f"--mla-sp-tp-sp {DENSE} {TP}"),
     "mla-sp-tp-sp, context parallel": (4, f"--mla-sp-tp-sp {DENSE} {TP} {CP}"),
     "recompute norms": (1, "--recompute-norm --recompute-norm-num-layers 1"),
