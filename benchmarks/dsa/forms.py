@@ -101,7 +101,7 @@ def step_in(form: str, inputs: Inputs, grad_out: Tensor, sizes: Sizes) -> Step:
 
 
 def operands_in(form: str, inputs: Inputs, sizes: Sizes) -> Operands:
-    """What the main attention reads in a form, projected from the inputs."""
+    """Operands of the main attention in a form, projected from the inputs."""
     if form == BY_HEAD:
         return Operands(*projected(inputs, sizes), sizes.softmax_scale)
     query, key = absorbed(inputs)

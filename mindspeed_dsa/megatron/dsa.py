@@ -18,8 +18,10 @@ SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 
 SIZES = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}
 """Sizes that a DSA model needs, with those of DeepSeek-V3.2."""
-SHARED_KEYS = ">=0.19,<0.21"
-"""Releases whose context parallel ranks share keys by our gathers."""
+OWN_LOOP = ">=0.16,<0.19"
+"""Releases whose DSA is one class, without kernel backends and without shared selections."""
+KERNELS = ">=0.19,<0.21"
+"""Releases whose DSA has kernel backends, context parallel ranks and shared selections."""
 
 
 def dsa_repair(
@@ -57,6 +59,12 @@ def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
 
 STAGES = ("dense", "warmup", "sparse", "frozen")
 """Stages of the indexer's training, in the order in which a job goes through them."""
+
+
+def uses_dsa(settings: Any) -> bool:
+    """Return whether a job's settings or arguments, or a model's configuration, are of a DSA model."""
+    return getattr(settings, "experimental_attention_variant", None) == "dsa"
+
 
 PARTS = (
     "use_dsa_absorb",
@@ -158,6 +166,5 @@ def shares_keys(config: Any, chosen: Options) -> bool:
         config: Megatron's, of a model.
         chosen: the parts that run on our operators.
     """
-    is_dsa = getattr(config, "experimental_attention_variant", None) == "dsa"
     # Dense attention goes through Megatron's code, which gathers by itself.
-    return chosen.all_ours and is_dsa and not chosen.attends_densely
+    return chosen.all_ours and uses_dsa(config) and not chosen.attends_densely

@@ -228,7 +228,7 @@ def _compact(stages: Sequence[str]) -> str:
 def check_chunks(args: Any) -> Iterator[str]:
     """Yield why the layers of a job's pipeline cannot share selections, with the nearest splits that can.
 
-    What Megatron itself refuses, and a sharing that is wrong in any split, is left to others.
+    Others refuse splits that Megatron does not make, and a sharing that is wrong in any split.
 
     Args:
         args: a job's arguments or a model's configuration; nothing is said where they name no layers.

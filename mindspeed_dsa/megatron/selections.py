@@ -1,9 +1,9 @@
-"""Which layers select keys, and which attend to the keys that a layer below has selected.
+"""Layers that select keys, and layers that attend to the keys which one below has selected.
 
 From GLM-5.2 on one indexer serves several layers: a *computing* layer scores and selects, and the *sharing*
-layers above it, up to the next computing one, attend to the same keys and own no indexer. Which layers
-compute is said by Megatron-core 0.19's rule, for layers ``n`` counted from 1 and ``o = max(offset, 1)``:
-layer ``n`` computes if ``max(n - o, 0) % frequency == 0``. Hugging Face writes it for layers counted from 0,
+layers above it, up to the next computing one, attend to the same keys and own no indexer. The rule is that
+of Megatron-core 0.19, for layers ``n`` counted from 1 and ``o = max(offset, 1)``: layer ``n`` computes if
+``max(n - o, 0) % frequency == 0``. Hugging Face writes it for layers counted from 0,
 ``full if max(i - offset + 1, 0) % frequency == 0``, or as a list, which a pattern of letters stands for here.
 """
 

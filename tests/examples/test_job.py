@@ -242,7 +242,7 @@ def test_bad_input_is_refused_before_a_process_group(
 
 
 SHARING = ("--num-layers", "4", "--dsa-indexer-topk-freq", "4", "--dsa-indexer-skip-topk-offset", "3")
-"""Of four layers the last has no indexer."""
+"""Flags of a model whose last layer of four has no indexer."""
 
 
 def test_layers_share_a_selection(jobs: JobServer, tmp_path: Path) -> None:

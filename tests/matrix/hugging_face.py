@@ -20,13 +20,13 @@ from tests.support import model as job
 DEEPSEEK, GLM = "DeepseekV32", "GlmMoeDsa"
 EXPERTS, SAMPLES = 8, 4
 EPSILON = 1e-6
-"""Of all norms: what transformers gives those of the latent query and key and of the indexer's keys, whatever
-its configuration says, while Megatron has one for all."""
+"""Epsilon of all norms. Transformers gives it to those of the latent query and key and of the indexer's keys
+whatever its configuration says, and Megatron has one for all."""
 INDEX_HEADS, INDEX_WIDTH, ROTARY = 32, 16, 8
-"""As many as GLM has. A sum over few heads is often exactly 0, and of keys with the same score transformers
-takes any and Megatron the first; over so many no sum is, and both take the same."""
+"""GLM has as many index heads. A sum over few is often exactly 0, and of keys with the same score
+transformers takes any and Megatron the first; a sum over so many never is, and both take the same."""
 INDEXER = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
-"""Of both models; what releases before 0.19 do only when told."""
+"""Options of both models, which releases before 0.19 follow only when told."""
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 

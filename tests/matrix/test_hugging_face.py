@@ -21,14 +21,14 @@ pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
 STEP = "tests.matrix.hugging_face:step"
 BOUND = 1e-4
-"""How far logits may be apart, and gradients as a share of the largest of their tensor."""
+"""Largest difference of logits, and of gradients as a share of the largest of their tensor."""
 FORMS = {
     "absorbed": {"use_fused_dsa": True, "use_dsa_absorb": True},
     "by head": {"use_fused_dsa": True, "use_dsa_absorb": False},
     "Megatron's": {},
 }
 GLM_5_2 = Model(GLM, 8, frequency=4, offset=3)
-"""As GLM-5.2 begins, where layers 1, 2, 3 and 7 select."""
+"""The first layers of GLM-5.2, of which 1, 2, 3 and 7 select."""
 SHARING = [
     *(Model(GLM, 8, 2, offset) for offset in range(4)),
     *(Model(GLM, 8, 4, offset) for offset in range(3)),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
 
 STEP = "tests.matrix.sharing_steps:step"
 FUSED = {"use_fused_dsa": True}
+SWAPPED = {**FUSED, "swap_attention": True, "swap_attention_min_bytes": 0}
 ON_TWO = {**FUSED, "context_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GROUPS = {**FULL, "recompute_num_layers": 2}
@@ -26,22 +27,20 @@ GLM_STAGES = {**GLM, "num_layers_in_first_pipeline_stage": 6}
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.1}
 
 
-_ALONE: dict[str, dict] = {}
-
-
 def one_process(pool, overrides, switches=None):
-    """Return a step of one process; several cases are compared with the same one."""
-    key = repr((overrides, switches))
-    if key not in _ALONE:
-        (_ALONE[key],) = pool.run(STEP, 1, switches=switches, overrides=overrides, num_microbatches=4)
-    return _ALONE[key]
+    (result,) = pool.baseline(STEP, 1, switches=switches, overrides=overrides, num_microbatches=4)
+    return result
 
 
 def layout(pool, ranks, overrides, switches=None, **sizes):
     results = pool.run(STEP, ranks, switches=switches, overrides=overrides, num_microbatches=4, **sizes)
+    of_all = {
+        "selected": sum(result["selected"] for result in results),
+        "ahead": sum(result["ahead"] for result in results),
+    }
     if sizes.get("cp", 1) > 1:  # losses are those of a rank's own rows, gradients are summed
-        return {**results[0], "losses": []}
-    return {**results[-1], "gradients": put_together(results)}
+        return {**results[0], **of_all, "losses": []}
+    return {**results[-1], **of_all, "gradients": put_together(results)}
 
 
 def same(result, expected, rtol=1e-4):
@@ -108,7 +107,9 @@ QUICK = {
 def test_recomputed_layers_read_their_own_microbatchs_selection(pool, sharing, sizes, recompute, switches):
     alone = {name: value for name, value in sharing.items() if name.startswith("dsa")}
     expected = one_process(pool, alone, switches)
-    same(layout(pool, 2, {**sharing, **recompute}, switches, **sizes), expected)
+    result = layout(pool, 2, {**sharing, **recompute}, switches, **sizes)
+    same(result, expected)
+    assert result["selected"] > expected["selected"], "nothing was recomputed"
 
 
 @pytest.mark.parametrize("switches", [{}, FUSED], ids=["Megatron's functions", "fused"])
@@ -116,7 +117,9 @@ def test_recomputed_layers_read_their_own_microbatchs_selection(pool, sharing, s
 def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
     expected = one_process(pool, {**sharing, **MTP}, switches)
     switches = {**switches, "mtp_recompute": True}  # which released cores need, and flags would switch on
-    same(one_process(pool, {**sharing, **MTP, **FULL}, switches), expected)
+    result = one_process(pool, {**sharing, **MTP, **FULL}, switches)
+    same(result, expected)
+    assert result["selected"] == 2 * expected["selected"]
 
 
 @pytest.mark.releases(">=0.19", quick=True)
@@ -129,21 +132,23 @@ def test_a_repeated_layer_of_multi_token_prediction_selects_once(pool, switches)
 
 
 @pytest.mark.parametrize(
-    ("switches", "overrides", "ranks", "sizes"),
+    ("switches", "overrides", "sizes", "event"),
     [
-        ({}, {}, 2, {"tp": 2}),
-        (FUSED, CORE, 2, {"tp": 2}),
-        (ON_TWO, {}, 2, {"cp": 2}),
-        (ON_TWO, CORE, 2, {"cp": 2}),
-        ({**FUSED, "recompute_in_advance": True}, FULL, 2, {"pp": 2, "vpp": 2}),
-        ({**FUSED, "recompute_in_bubble": True}, FULL, 2, {"pp": 2, "vpp": 2}),
-        ({**FUSED, "swap_attention": True, "swap_attention_min_bytes": 0}, {}, 2, {"pp": 2}),
+        ({}, {}, {"tp": 2}, ""),
+        (FUSED, CORE, {"tp": 2}, ""),
+        (ON_TWO, {}, {"cp": 2}, ""),
+        (ON_TWO, CORE, {"cp": 2}, ""),
+        ({**FUSED, "recompute_in_advance": True}, FULL, {"pp": 2, "vpp": 2}, "ahead"),
+        ({**FUSED, "recompute_in_bubble": True}, FULL, {"pp": 2, "vpp": 2}, "ahead"),
+        (SWAPPED, {}, {"pp": 2}, events.EVENTS["swap-attention"]),
     ],
     ids=["TP2", "TP2, core", "CP2", "CP2, core", "ahead", "bubble", "swapped"],
 )
-def test_layouts(pool, switches, overrides, ranks, sizes):
+def test_layouts(pool, switches, overrides, sizes, event):
     expected = one_process(pool, HALF)
-    same(layout(pool, ranks, {**HALF, **overrides}, switches, **sizes), expected)
+    result = layout(pool, 2, {**HALF, **overrides}, switches, **sizes)
+    same(result, expected)
+    assert not event or result["ahead"] or result["counts"][event]
 
 
 @pytest.mark.releases(">=0.16")
@@ -164,7 +169,9 @@ def test_second_stream_and_compiled_regions(pool, overrides):
 def test_pairs_of_forward_and_backward(pool):
     """The plan of pairs runs layers without the block's forward, beside another microbatch's backward."""
     expected = layout(pool, 2, HALF, FUSED, ep=2)
-    same(layout(pool, 2, {**HALF, **CORE}, {**FUSED, "moe_fb_overlap": True}, ep=2), expected)
+    result = layout(pool, 2, {**HALF, **CORE}, {**FUSED, "moe_fb_overlap": True}, ep=2)
+    same(result, expected)
+    assert result["counts"][events.STARTED] > expected["counts"].get(events.STARTED, 0)
 
 
 @pytest.mark.releases(">=0.19")

@@ -27,7 +27,7 @@ def of_layout(layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def of_stage(stage: str) -> Callable[[str], bool]:
-    """Which parameters a stage trains, by name."""
+    """Parameters that a stage trains, by name."""
     return lambda name: (".indexer." in name) == (stage == "warmup")
 
 

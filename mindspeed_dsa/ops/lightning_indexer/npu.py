@@ -114,8 +114,8 @@ def score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-    Of what the operator does not take, such as GLM's 32 heads, they are computed by PyTorch in chunks, which
-    is logged once with the reason. The layout is that of the selection; it is found from indices that come
+    PyTorch computes them in chunks where the operator declines, as for GLM's 32 heads, and the reason is
+    logged once. The layout is that of the selection; it is found from indices that come
     from elsewhere.
     """
     reason = _gradient_declines(call, topk_indices.shape[2])

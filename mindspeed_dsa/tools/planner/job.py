@@ -24,7 +24,7 @@ class LayerKind(NamedTuple):
 
 
 EVERY_LAYER = Sharing()
-"""Of models in which each layer selects keys for itself."""
+"""Sharing in models whose layers all select keys for themselves."""
 
 
 @dataclass(frozen=True)

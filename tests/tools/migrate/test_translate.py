@@ -198,7 +198,7 @@ def test_the_indexer_gets_what_mindspeed_llm_has_by_default(release):
     ],
 )
 def test_absorbed_the_indexer_reads_the_normalised_query(release, layout):
-    """As MindSpeed-LLM's does there; Megatron 0.19 does so itself."""
+    """The indexer of MindSpeed-LLM reads it then, and that of Megatron 0.19 always."""
     text = f"{INDEXER} --enable-mla-absorb"
     assert command(text, release) == f"{OF_THE_INDEXER}{layout} --dsa-indexer-topk 1024 --use-dsa-absorb"
     (outcome,) = (

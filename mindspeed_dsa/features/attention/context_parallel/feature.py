@@ -21,7 +21,7 @@ from mindspeed_dsa.context_parallel.algorithms import (
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import MLA, megatron_flag
+from mindspeed_dsa.megatron.dsa import MLA, megatron_flag, uses_dsa
 from mindspeed_dsa.patches.spec import Patch
 
 _IMPL = "mindspeed_dsa.features.attention.context_parallel"
@@ -104,7 +104,7 @@ NAMES = Feature(
 
 def wanted(settings: Any) -> bool:
     """Return whether a dense model has context parallel ranks, or latent attention on Megatron's modules."""
-    if getattr(settings, "experimental_attention_variant", None) == "dsa":
+    if uses_dsa(settings):
         return False
     latent = getattr(settings, "multi_latent_attention", False)
     local = getattr(settings, "transformer_impl", None) == "local"

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
-from mindspeed_dsa.megatron.dsa import SHARED_KEYS, megatron_flag, shares_keys
+from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
@@ -63,7 +63,7 @@ _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)
 _REFUSED_BY_DSA = SpecifierSet(">=0.16,<0.19", prereleases=True)
 _DELIVERS_SFT = SpecifierSet(">=0.17", prereleases=True)
 _CUTS_DOCUMENTS = SpecifierSet(">=0.19", prereleases=True)
-_SHARE_KEYS = SpecifierSet(SHARED_KEYS, prereleases=True)
+_SHARE_KEYS = SpecifierSet(KERNELS, prereleases=True)
 
 
 def check_packs(args: Any, options: Any) -> Sequence[str]:
@@ -80,7 +80,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
             f"multi-token prediction of Megatron-core {release} looks into the next document of a pack; "
             "omit --mtp-num-layers or --pack-documents, or use Megatron-core 0.16 or later"
         )
-    if getattr(args, "experimental_attention_variant", None) == "dsa" and release in _REFUSED_BY_DSA:
+    if uses_dsa(args) and release in _REFUSED_BY_DSA:
         fused = Fused.of(args)
         if not (fused.all_ours or fused.attends_densely):
             problems.append(

@@ -19,6 +19,7 @@ from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.job import problems_of
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
 from mindspeed_dsa.features.dsa.problem import query_and_key
+from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
 from mindspeed_dsa.megatron.mla_projections import Projections, Rotate, derived_by
@@ -32,7 +33,7 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
     """
 
     def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        if not _uses_dsa(config):
+        if not uses_dsa(config):
             original(self, config, submodules, *args, **kwargs)
             return
         problems = problems_of(config)
@@ -56,7 +57,7 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
     """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, pass its inputs on as well."""
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
-        if not _uses_dsa(layer.config):
+        if not uses_dsa(layer.config):
             return None
         if generates:
             raise ValueError(
@@ -67,10 +68,6 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
         return _derive(projections, hidden_states, context.options)
 
     return derived_by(original, derive)
-
-
-def _uses_dsa(config: Any) -> bool:
-    return getattr(config, "experimental_attention_variant", None) == "dsa"
 
 
 def _derive(

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
 from mindspeed_dsa.features.dsa import feature as fused_dsa
-from mindspeed_dsa.megatron.dsa import DSA, SHARED_KEYS, megatron_flag
+from mindspeed_dsa.megatron.dsa import DSA, KERNELS, megatron_flag
 from mindspeed_dsa.megatron.dsa import Options as FusedOptions
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
@@ -62,7 +62,6 @@ def kernel_hooks_wanted(settings: Any) -> bool:
 _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
-_RELEASES = ">=0.19,<0.21"
 _OF_OPERATORS = tuple(flag for flag in fused_dsa.FUSED.flags if flag.dest in ("dsa_backend", "dsa_cpu_bf16"))
 
 FEATURE = Feature(
@@ -90,7 +89,7 @@ FEATURE = Feature(
             "entry",
             f"{_HERE}.hooks:module_name",
             "Megatron's table of kernel backends lacks ours",
-            versions=_RELEASES,
+            versions=KERNELS,
             key="mindspeed",
             factory=True,
         ),
@@ -100,7 +99,7 @@ FEATURE = Feature(
             f"{_HERE}.hooks:accept_our_backend",
             "Megatron knows only its own backends, and requires CUDA for them",
             params=("dsa_kernel_backend",),
-            versions=_RELEASES,
+            versions=KERNELS,
         ),
         *(
             Patch(
@@ -108,7 +107,7 @@ FEATURE = Feature(
                 "entry",
                 f"{_HERE}.hooks:FIELD",
                 "Megatron-LM reads the choices of --dsa-kernel-backend from the field",
-                versions=_RELEASES,
+                versions=KERNELS,
                 key="dsa_kernel_backend",
             )
             for name in ("TransformerConfig", "MLATransformerConfig")
@@ -118,7 +117,7 @@ FEATURE = Feature(
             "wrap",
             f"{_HERE}.hooks:choose_our_backend",
             "--use-fused-dsa selects the backend without a second flag",
-            versions=_RELEASES,
+            versions=KERNELS,
         ),
         Patch(
             f"{_ABSORBED}.get_query_key_value_tensors",
@@ -126,7 +125,7 @@ FEATURE = Feature(
             f"{_HERE}.shared_keys:start_with_the_key",
             "Megatron gathers keys of context parallel ranks when everything else is done",
             params=("hidden_states", "key_value_states", "packed_seq_params", "inference_context"),
-            versions=SHARED_KEYS,
+            versions=KERNELS,
         ),
         Patch(
             f"{_ABSORBED}._checkpointed_attention_forward",
@@ -134,14 +133,14 @@ FEATURE = Feature(
             f"{_HERE}.shared_keys:wait_before_checkpoint",
             "a gather of keys under way cannot be recomputed",
             params=("q_absorbed", "k_compressed"),
-            versions=SHARED_KEYS,
+            versions=KERNELS,
         ),
         Patch(
             f"{_ABSORBED}.forward",
             "wrap",
             "mindspeed_dsa.features.dsa.key_exchange.layers:gather_again_early",
             "the keys that backward reads are gathered behind the output projection's backward",
-            versions=SHARED_KEYS,
+            versions=KERNELS,
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
@@ -160,14 +159,14 @@ FEATURE = Feature(
                 "packed_seq_params",
                 "up_v_weight",
             ),
-            versions=SHARED_KEYS,
+            versions=KERNELS,
         ),
         Patch(
             f"{DSA}:DSAIndexer.__init__",
             "wrap",
             f"{_HERE}.shared_keys:mark_where_keys_are_shared",
             "key and weights are projected from a rank's own rows: their gradients are parts, to be summed",
-            versions=SHARED_KEYS,
+            versions=KERNELS,
             priority=100,  # after the mark that asks for an average
         ),
     ),

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, MEGATRON_FLAGS, Algorithms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, MLA
+from mindspeed_dsa.megatron.dsa import DSA, MLA, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -58,7 +58,7 @@ class Options(Algorithms):
 
 def wanted(settings: Any) -> bool:
     """Return whether a DSA model is trained on several context parallel ranks."""
-    is_dsa = getattr(settings, "experimental_attention_variant", None) == "dsa"
+    is_dsa = uses_dsa(settings)
     return is_dsa and (getattr(settings, "context_parallel_size", None) or 1) > 1
 
 

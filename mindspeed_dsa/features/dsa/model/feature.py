@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES
+from mindspeed_dsa.megatron.dsa import DSA, KERNELS, MLA, OWN_LOOP, SIZES, uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -241,7 +241,7 @@ class Options:
 
 def wanted(settings: Any) -> bool:
     """Return whether the model uses DSA, or anything is said of a DSA model."""
-    if getattr(settings, "experimental_attention_variant", None) == "dsa":
+    if uses_dsa(settings):
         return True
     said = any(getattr(settings, flag.dest, flag.unset) != flag.unset for flag in (*FLAGS, MODEL_NAME))
     return said or bool(getattr(settings, "dsa_backport", False))
@@ -287,7 +287,6 @@ _CONFIG = "megatron.core.transformer.transformer_config"
 CONFIGS = ("TransformerConfig", "MLATransformerConfig")
 _LACKING = ">=0.12.1,<0.19"
 _ANY = ">=0.12.1,<0.21"
-_NATIVE = ">=0.19,<0.21"
 _WHY = "Megatron's configuration lacks the field, and Megatron-LM copies arguments to fields it knows"
 
 
@@ -314,8 +313,6 @@ def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY
     )
 
 
-_OWN_INDEXER = ">=0.16,<0.19"
-"""Releases whose indexer does not read these fields; older ones get ours, which does."""
 _OURS = (ROPE_FIRST, NORMALISED_QUERY)
 """Options that 0.19 and later have without a name: always on."""
 _NOWHERE = (TOPK_PATTERN, SHARE_FOR_MTP)
@@ -336,7 +333,7 @@ MODEL = Feature(
             tuple(flag.dest for flag in FLAGS if flag not in _NOWHERE), f"{_HERE}.fields:FIELDS", _LACKING
         ),
         *field_rows(tuple(flag.dest for flag in _NOWHERE), f"{_HERE}.fields:FIELDS", _ANY),
-        *field_rows(tuple(flag.dest for flag in _OURS), f"{_HERE}.fields:NATIVE", _NATIVE),
+        *field_rows(tuple(flag.dest for flag in _OURS), f"{_HERE}.fields:NATIVE", KERNELS),
         *(
             Patch(
                 f"{_CONFIG}:{name}.__init__",
@@ -370,7 +367,7 @@ MODEL = Feature(
             f"{_HERE}.indexer:rotate_where_wanted",
             "the indexer of these releases always rotates its queries and keys",
             params=("x",),
-            versions=_OWN_INDEXER,
+            versions=OWN_LOOP,
             priority=100,  # outside of what does the rotation
         ),
         Patch(
@@ -411,7 +408,7 @@ NORMALISED_LATENT_QUERY = Feature(
             "wrap",
             f"{_HERE}.indexer:normalise_latent_query",
             "the norm is fused into the up projection, after the point where the indexer branches off",
-            versions=_OWN_INDEXER,
+            versions=OWN_LOOP,
         ),
     ),
 )
@@ -429,7 +426,7 @@ INDEXER_ROTARY = Feature(
             f"{_HERE}.indexer:rotate_as_configured",
             "the indexer of these releases rotates its last dimensions, in interleaved pairs",
             params=("x", "rotary_pos_emb", "mscale"),
-            versions=_OWN_INDEXER,
+            versions=OWN_LOOP,
             priority=-100,  # inside of what passes on the angles of packed documents
         ),
     ),

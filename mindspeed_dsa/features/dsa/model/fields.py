@@ -22,6 +22,7 @@ from mindspeed_dsa.features.dsa.model.feature import (
     sets,
 )
 from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.patches.errors import SettingsError
 
 
@@ -62,7 +63,7 @@ _NAMES = tuple(flag.dest for flag in FLAGS)
 def take_fields(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
     """Decorate a configuration's ``__init__``, which was generated without some fields.
 
-    Of a DSA model's fields an argument decides, then a setting, then the default; None is no argument.
+    An argument decides about a DSA model's field, then a setting, then the default; None is no argument.
     """
     taken = inspect.signature(original).parameters
 
@@ -93,7 +94,7 @@ def settle_fields(original: Callable[..., None], context: Context[Options]) -> C
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         chosen = {}
-        if getattr(self, "experimental_attention_variant", None) == "dsa":
+        if uses_dsa(self):
             chosen = {name: setting.value for name, setting in context.options.chosen.items()}
         given = {}
         for name in _NAMES:
@@ -104,7 +105,7 @@ def settle_fields(original: Callable[..., None], context: Context[Options]) -> C
             setattr(self, name, chosen.get(name, value) if value in (None, default) else value)
         if chosen:
             refuse(context, self, _contradictions(given, context.options))
-        if getattr(self, "experimental_attention_variant", None) == "dsa":
+        if uses_dsa(self):
             require(context, check_model, self)
         original(self, *args, **kwargs)
 

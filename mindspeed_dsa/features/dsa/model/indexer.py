@@ -133,7 +133,7 @@ def build_key_norm(original: Callable[..., None], context: Context[Options]) -> 
 # -- Hadamard rotation and scores --------------------------------------------------------------
 
 _rotates: ContextVar[bool] = ContextVar("_rotates", default=True)
-"""Whether the indexer that is projecting rotates its queries and keys."""
+"""True while the indexer that is projecting rotates its queries and keys."""
 
 
 def rotate_where_wanted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -16,13 +16,11 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, MLA, SIZES, SPECS, dsa_repair, megatron_flag
+from mindspeed_dsa.megatron.dsa import DSA, KERNELS, MLA, OWN_LOOP, SIZES, SPECS, dsa_repair, megatron_flag
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.dsa.repairs"
-_OWN_LOOP = ">=0.16,<0.19"
-"""Releases whose DSA is one class; later ones have kernel backends."""
 _ANY = ">=0.16,<0.21"
 _KERNELS = f"{DSA.rpartition('.')[0]}.dsa_kernels"
 
@@ -87,7 +85,7 @@ LOCAL_PROVIDER = dsa_repair(
             "entry",
             f"{_HERE}.specs:full_copy_linear",
             "absorbed MLA accepts a replicated down projection only under the name Linear",
-            versions=">=0.19,<0.21",
+            versions=KERNELS,
             key="Linear",
             factory=True,
         ),
@@ -142,7 +140,7 @@ SPEC_DISPATCH = dsa_repair(
             f"{_HERE}.specs:layer_specs_with_dsa",
             "MTP layers get a core attention that fails on the inputs of DSA",
             params=("config",),
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
     ),
 )
@@ -197,21 +195,21 @@ LOSS_GATE = dsa_repair(
             "wrap",
             f"{_HERE}.loss:skip_unwanted_loss",
             "Megatron computes the indexer loss at coefficient 0, and crashes without a coefficient",
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
         Patch(
             f"{DSA}:DSAIndexer.forward_with_scores",
             "wrap",
             f"{_HERE}.loss:score_without_graph",
             "the graph of the indexer's scores is built and kept although it is not used",
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
             "wrap",
             f"{_HERE}.loss:keep_indexer_gradients",
             "without the loss the indexer gets no gradients, and overlapped reduction waits for them",
-            versions=">=0.19,<0.21",
+            versions=KERNELS,
         ),
     ),
 )
@@ -245,7 +243,7 @@ LOSS_SCALE = dsa_repair(
             f"{_HERE}.loss:weigh_by_tokens",
             "with --calculate-per-token-loss gradients are divided by the number of tokens at the end",
             params=("ctx", "grad_output"),
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
     ),
 )
@@ -320,7 +318,7 @@ CP_LOSS_GRADS = dsa_repair(
             f"{_HERE}.loss:start_with_share",
             "the indexer loss is a mean over a rank's own rows, and its scale holds the number of ranks",
             params=("ctx", "grad_topk_indices", "grad_loss"),
-            versions=">=0.19,<0.21",
+            versions=KERNELS,
         ),
         *(
             Patch(
@@ -329,7 +327,7 @@ CP_LOSS_GRADS = dsa_repair(
                 f"{_HERE}.loss:share_of_kernels",
                 "losses of kernel backends are means over a rank's own rows, and their scale holds the "
                 "number of ranks",
-                versions=">=0.19,<0.21",
+                versions=KERNELS,
             )
             for name in ("run_fused_dsa_attention", "run_fused_qk_topk_with_loss")
         ),
@@ -349,7 +347,7 @@ CORE_ATTENTION_RECOMPUTE = dsa_repair(
             "wrap",
             f"{_HERE}.backward:leave_recompute_to_dsa",
             "MLA's own checkpointed path does not pass the indexer's inputs and fails",
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
@@ -357,7 +355,7 @@ CORE_ATTENTION_RECOMPUTE = dsa_repair(
             f"{_HERE}.backward:recompute_in_backward",
             "DSA's core attention is recomputed together with its indexer",
             params=("query", "key", "value", "attention_mask", "x", "qr"),
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
             priority=100,  # outside all wrappers that change what the forward does
         ),
     ),
@@ -376,7 +374,7 @@ INDEXER_TP_GRADS = dsa_repair(
             "wrap",
             f"{_HERE}.backward:average_over_tensor_parallel_ranks",
             "every rank computes the indexer's full gradient, and sequence parallelism sums these copies",
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
     ),
 )
@@ -391,7 +389,7 @@ ROTARY_KEY_TP_GRADS = dsa_repair(
             "wrap",
             f"{_HERE}.backward:sum_rotary_key_gradients",
             "each rank keeps the rotary key's gradient of its own heads only, and the copies drift apart",
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
     ),
 )

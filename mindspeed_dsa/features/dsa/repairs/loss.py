@@ -21,6 +21,7 @@ from mindspeed_dsa.features.dsa.indexer_loss import (
     indexer_loss,
     with_zero_gradients,
 )
+from mindspeed_dsa.megatron.dsa import uses_dsa
 
 # -- dsa-loss-gate: a loss that is not used ----------------------------------------------------
 
@@ -104,7 +105,7 @@ def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None])
         result = original(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments
         config, cp_size = arguments["config"], arguments.get("cp_group_size")
-        if getattr(config, "experimental_attention_variant", None) == "dsa":
+        if uses_dsa(config):
             if cp_size is None:
                 cp_size = context.megatron("core.parallel_state").get_context_parallel_world_size()
             output = result[0][0] if isinstance(result[0], (list, tuple)) else result[0]

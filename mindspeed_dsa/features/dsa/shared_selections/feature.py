@@ -6,28 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature
-from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, Options
+from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, Options, uses_dsa
 from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
-from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.dsa.shared_selections.layers"
 _ALL = ">=0.12.1,<0.21"
-_OWN_LOOP = ">=0.16,<0.19"
-"""Releases whose DSA is one class without sharing."""
-_NATIVE = ">=0.19,<0.21"
-"""Releases with Megatron's own sharing."""
-
-
-def uses_dsa(settings: Any) -> bool:
-    """Return whether the model uses DSA; a configuration that no flag has made may share as well."""
-    return getattr(settings, "experimental_attention_variant", None) == "dsa"
 
 
 def check_sharing(args: Any, options: Options) -> Iterator[str]:
-    """Yield problems of the layers that share, in arguments or in a model's configuration."""
-    yield from Sharing.of(args).problems(argument(args, "num_layers"))
+    """Yield why the chunks of a pipeline cannot share; ``dsa-model`` checks which layers do."""
     yield from check_chunks(args)
 
 
@@ -70,7 +58,7 @@ SHARED_SELECTIONS = Feature(
             f"{_HERE}:attend_with_megatron",
             "Megatron's DSA of these releases always selects",
             params=("query", "key", "value"),
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
         Patch(
             f"{DSA}:unfused_dsa_fn",
@@ -78,14 +66,14 @@ SHARED_SELECTIONS = Feature(
             f"{_HERE}:hand_on_indices",
             "Megatron's DSA of these releases keeps its selection to itself",
             params=("query", "key", "value", "topk_indices"),
-            versions=_OWN_LOOP,
+            versions=OWN_LOOP,
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
             "wrap",
             f"{_HERE}:repeat_with_megatron",
             "Megatron's layers select in every run or in none, repeated ones of multi-token prediction too",
-            versions=_NATIVE,
+            versions=KERNELS,
         ),
         Patch(
             f"{DSA}:DSAttention._get_index_share_topk_holder",
@@ -93,7 +81,7 @@ SHARED_SELECTIONS = Feature(
             f"{_HERE}:hold_indices",
             "Megatron keeps selections on the configuration, where a recomputed layer reads those of a later "
             "microbatch",
-            versions=_NATIVE,
+            versions=KERNELS,
             factory=True,
         ),
         Patch(
@@ -101,7 +89,7 @@ SHARED_SELECTIONS = Feature(
             "replace",
             f"{_HERE}:hold_lengths",
             "Megatron keeps the lengths of selections on the configuration as well",
-            versions=_NATIVE,
+            versions=KERNELS,
             factory=True,
         ),
         Patch(

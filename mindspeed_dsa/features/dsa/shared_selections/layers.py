@@ -168,7 +168,7 @@ def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
 def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward``: a layer that repeats attends to its first run's keys in the others.
 
-    Whether it selects is an attribute there, and follows the run.
+    Megatron reads from an attribute whether a layer selects; here it follows the run.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:

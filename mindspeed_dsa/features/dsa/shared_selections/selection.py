@@ -82,10 +82,10 @@ class Selections:
     def __init__(self, latest: Selected | None = None) -> None:
         self.latest = latest
 
-    def store(self, place: Place, *topk_indices: Tensor | None, lengths: Tensor | None = None) -> None:
+    def store(self, place: Place, *topk_indices: Tensor | None) -> None:
         """Keep a layer's selection for the layers above, if one of them reads it."""
         if place.hands_on:
-            self.latest = Selected(place.source, topk_indices, lengths)
+            self.latest = Selected(place.source, topk_indices)
 
     def read(self, place: Place) -> Selected:
         """Return the selection that a sharing layer attends to.

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.megatron import optimizer
-from mindspeed_dsa.megatron.dsa import DSA, STAGES, Options, megatron_flag
+from mindspeed_dsa.megatron.dsa import DSA, KERNELS, STAGES, Options, megatron_flag, uses_dsa
 from mindspeed_dsa.patches.spec import Patch
 
 WITHOUT_LOSS = ("dense", "frozen")
@@ -20,11 +20,6 @@ _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 def stage_wanted(settings: Any) -> bool:
     """Return whether the job is in another stage than the default one."""
     return Options.of(settings).stage != "sparse"
-
-
-def uses_dsa(settings: Any) -> bool:
-    """Return whether the model uses DSA."""
-    return getattr(settings, "experimental_attention_variant", None) == "dsa"
 
 
 def warmup_wanted(settings: Any) -> bool:
@@ -87,7 +82,7 @@ STAGE = Feature(
             f"{_HERE}.megatron_attention:attend_by_stage",
             "Megatron's DSA attends sparsely from the first step on",
             params=("query", "key", "value", "attention_mask", "x", "qr", "up_v_weight"),
-            versions=">=0.19,<0.21",
+            versions=KERNELS,
             priority=100,  # outside of what serves sparse attention
         ),
     ),

@@ -11,8 +11,8 @@ from typing import Any
 from weakref import ref
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.stages.parameters import mark_indexers, uses_dsa
-from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.features.dsa.stages.parameters import mark_indexers
+from mindspeed_dsa.megatron.dsa import Options, uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.stages.feature import WITHOUT_LOSS
-from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.dsa import Options, uses_dsa
 
 _MARK = "dsa_indexer_coefficient"
 """Attribute of an indexer's parameter: the coefficient of the indexer loss."""
@@ -42,11 +42,6 @@ def is_indexers(parameter: Any) -> bool:
 def learns(parameter: Any) -> bool:
     """Return whether an indexer's parameter has a loss."""
     return bool(getattr(parameter, _MARK) > 0)
-
-
-def uses_dsa(config: Any) -> bool:
-    """Return whether a model's configuration is one of DSA."""
-    return getattr(config, "experimental_attention_variant", None) == "dsa"
 
 
 # -- models ------------------------------------------------------------------------------------

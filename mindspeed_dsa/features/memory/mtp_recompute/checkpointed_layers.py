@@ -19,8 +19,8 @@ from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of releases that save every input.
 
-    It passes the inputs on by position; by name where Transformer Engine checkpoints, or where the method
-    ``block`` recomputes nothing.
+    The original passes inputs on by position, and by name where Transformer Engine checkpoints or where the
+    method ``block`` recomputes nothing.
 
     Args:
         original: takes the forward that is checkpointed, and its inputs by name: hidden states and embeddings

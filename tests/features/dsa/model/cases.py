@@ -50,12 +50,12 @@ def made(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def refused(switches: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
-    """What is said of a configuration that cannot be."""
+    """Message about a configuration that cannot be."""
     return error_of(f"{__name__}:made", switches=switches, overrides=overrides)
 
 
 def parsed(line: str, switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What Megatron-LM's parser makes of a command line, by its own rule for fields where it has one."""
+    """Arguments that Megatron-LM's parser makes of a command line, by its rule for fields if it has one."""
     import mindspeed_dsa
 
     mindspeed_dsa.enable(experimental_attention_variant="dsa", **(switches or {}))

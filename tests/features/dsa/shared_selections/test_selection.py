@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_dsa.features.dsa.model.feature import MODEL
 from mindspeed_dsa.features.dsa.shared_selections.feature import SHARED_SELECTIONS
 from mindspeed_dsa.features.dsa.shared_selections.layers import decoder_place, mtp_place
 from mindspeed_dsa.features.dsa.shared_selections.selection import Carrying, Selections, current, recomputing
@@ -140,4 +141,5 @@ def test_a_selection_is_freed_when_its_last_reader_is_recomputed():
 )
 def test_refused_before_training(arguments, message):
     args = SimpleNamespace(experimental_attention_variant="dsa", **arguments)
-    assert any(message in problem for problem in SHARED_SELECTIONS.problems(args))
+    problems = [*MODEL.problems(args), *SHARED_SELECTIONS.problems(args)]
+    assert sum(message in problem for problem in problems) == 1

@@ -94,7 +94,7 @@ def _put_together(pieces: dict[str, Any], part: Any) -> dict[str, Tensor]:
 
 
 def error_of_chain(stages: Sequence[str], folder: str, way: str, **options: Any) -> str:
-    """What loading a stage's checkpoint in the next one says."""
+    """Message of loading a stage's checkpoint in the next one."""
     try:
         chain(stages, folder, way, **options)
     except Exception as error:
@@ -109,7 +109,7 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 
 def lines_of_build(coefficient: float) -> list[str]:
-    """What is logged while a model and its optimizer are built."""
+    """Log of building a model and its optimizer."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def lines_of_build(coefficient: float) -> list[str]:
 
 
 def error_of_state_dict() -> str:
-    """What a model says that is given no indexer for one of its layers."""
+    """Message of a model that is given no indexer for one of its layers."""
     model = optimizers.build().model.module.module
     state = model.state_dict()
     try:

@@ -1,4 +1,4 @@
-"""What is said of stages before training: indexers in other layers, weight decay without a loss."""
+"""Messages about stages before training: indexers in other layers, weight decay without a loss."""
 
 from __future__ import annotations
 
