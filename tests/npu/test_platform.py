@@ -77,7 +77,7 @@ assert facts == {
     "product": "Atlas A2",
 }
 from mindspeed_dsa.tools.cli import doctor
-findings = {"versions": {}, "features": [], "sites": [], "problems": []}
+findings = {"versions": {}, "layers": "", "features": [], "sites": [], "problems": []}
 told = doctor.as_text({**findings, "platform": platforms.describe("npu")}).splitlines()
 assert "  limits:" in told and "    tensor parallel ranks of MC2: 2, 4, 8" in told
 assert "    TASK_QUEUE_ENABLE: 2" in told
