@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,14 +134,8 @@ def _block_spec(cfg: Any, stage: dict[str, Any]) -> Any:
 def _mtp_spec(cfg: Any, block: Any, stage: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    try:
-        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-    except ImportError:
-        layer = block
-    else:
-        layers = getattr(specs, "get_transformer_layer_with_experimental_attention_variant_spec", None)
-        layers = layers or partial(gpt_layer_specs.get_gpt_decoder_layer_specs, use_transformer_engine=False)
-        layer = layers(cfg)[-1]
+    layers = getattr(gpt_layer_specs, "get_gpt_decoder_layer_specs", None)
+    layer = block if layers is None else layers(cfg, use_transformer_engine=False)[-1]
     return gpt_layer_specs.get_gpt_mtp_block_spec(cfg, layer, use_transformer_engine=False, **stage)
 
 

@@ -138,9 +138,9 @@ SPEC_DISPATCH = dsa_repair(
             "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_layer_specs",
             "wrap",
             f"{_HERE}.specs:layer_specs_with_dsa",
-            "MTP layers get a core attention that fails on the inputs of DSA",
+            "MTP layers get a core attention that fails on the inputs of DSA, and from 0.19 on none",
             params=("config",),
-            versions=OWN_LOOP,
+            versions=_ANY,
         ),
     ),
 )

@@ -40,12 +40,18 @@ def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callab
 
 
 def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the layer specs for MTP: MLA passes a DSA core attention more inputs than others accept."""
+    """Decorate the layer specs for MTP: MLA passes a DSA core attention more inputs than others accept.
+
+    From 0.19 on the function refuses DSA, and another one has the specs of all layers.
+    """
 
     def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.experimental_attention_variant != "dsa":
             return original(config, *args, **kwargs)
         specs = context.megatron("core.models.gpt.experimental_attention_variant_module_specs")
+        of_layers = getattr(specs, "get_transformer_layer_with_experimental_attention_variant_spec", None)
+        if of_layers is not None:
+            return of_layers(config)
         # The block spec holds the layers of one pipeline stage, the caller needs those of the model.
         whole = copy.copy(config)
         whole.pipeline_model_parallel_size = 1
