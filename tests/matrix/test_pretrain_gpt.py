@@ -55,10 +55,12 @@ def has_installed_sources(core: Path) -> bool:
     return all(theirs.is_file() and filecmp.cmp(file, theirs, shallow=False) for file, theirs in pairs)
 
 
-def pretrain(folder: Path, features: str, layout: str = LAYOUT) -> dict[str, Any]:
-    """Some steps of the recipe on two ranks: what each step recorded, and which features were at work."""
+def pretrain(
+    folder: Path, features: str, layout: str = LAYOUT, script: str = "pretrain_gpt_dsa.sh"
+) -> dict[str, Any]:
+    """Some steps of a recipe on two ranks: what each step recorded, and which features were at work."""
     folder.mkdir()
-    command = ["bash", str(RECIPE / "pretrain_gpt_dsa.sh"), *layout.split(), *features.split()]
+    command = ["bash", str(RECIPE / script), *layout.split(), *features.split()]
     command += f"--train-iters {STEPS} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
     command += ["--step-metrics-file", str(folder / "steps.jsonl"), "--mindspeed-report-dir", str(folder)]
     # The dataset helpers are compiled in the checkout, for the Python whose python3-config comes first.
@@ -67,6 +69,7 @@ def pretrain(folder: Path, features: str, layout: str = LAYOUT) -> dict[str, Any
         **os.environ,
         "MEGATRON_LM": str(checkout()),
         "NPROC": "2",
+        "TINY": "1",
         "PYTHON": sys.executable,
         "PATH": os.pathsep.join(programs),
         "PYTHONPATH": os.pathsep.join([str(RECIPE.parents[1]), *sys.path]),
@@ -113,4 +116,27 @@ def test_pretrain_gpt_shards_with_fsdp2(note: Note, tmp_path: Path, name: str, l
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     assert "fsdp2" in set(ours["at work"]) - set(plain["at work"])
+    note.trained([ours])
+
+
+GLM_STAGES = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.timeout(1100)
+@pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release")
+def test_glm_shares_selections_through_pretrain_gpt(note: Note, tmp_path: Path) -> None:
+    """Layers 1, 2, 3 and 7 select, and that of multi-token prediction; recomputed ones read the same keys."""
+    note.begins("pretrain_gpt.py, PP2", "dsa-shared-selections", "dsa-model")
+    plain, ours = (
+        pretrain(tmp_path / name, flags, GLM_STAGES, "pretrain_gpt_glm52.sh")
+        for name, flags in (("plain", ""), ("recomputed", RECOMPUTED))
+    )
+    assert [record["step"] for record in ours["steps"]] == list(range(1, STEPS + 1))
+    for mine, theirs in zip(ours["steps"], plain["steps"], strict=True):
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert mine["indexer_loss"] > 0
+    assert ours["steps"][-1]["lm_loss"] < ours["steps"][0]["lm_loss"]
+    assert {"dsa-shared-selections", "dsa-model"} <= set(ours["at work"])
     note.trained([ours])
