@@ -209,11 +209,11 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
         counted_together = is_sharded(self) or "common_step" in _inner(state)["state"]
         if new and _MASTERS in state:
             state = {**state, _MASTERS: _masters(self, state[_MASTERS], new)}
+        begun = _weights_of(self, new) if new and is_sharded(self) else {}
         result = original(self, state, *args, **kwargs)
         lag = float(entry.get("lag", 0.0))
         setattr(self, _LAG, lag)
-        if new and is_sharded(self):
-            _begin_shards(self, new)
+        _begin_shards(self, begun)
         if lag and counted_together:
             for each in _indexer_entries(self):
                 each["step"] = each["step"] + lag
@@ -309,15 +309,32 @@ def _kind(parameter: Any) -> str:
     return INDEXERS if is_indexers(parameter) else OTHERS
 
 
-@torch.no_grad()
-def _begin_shards(optimizer: Any, new: frozenset[str]) -> None:
-    """Give parameters without a saved state the one that they begin with, in the distributed optimizer."""
+def _weights_of(optimizer: Any, new: frozenset[str]) -> dict[Any, torch.Tensor]:
+    """Return this rank's part, fp32, of the weights of parameters without a saved state.
+
+    Those of fp32 parameters are copies: the distributed optimizer works on the model's own memory, which
+    loading overwrites.
+    """
+    begun = {}
     for parameter in optimizer.model_param_group_index_map:
-        if _kind(parameter) not in new:
-            continue
+        if _kind(parameter) in new:
+            place = optimizer._get_model_param_range_map(parameter)["param"]
+            part = parameter.detach().view(-1)[place.start : place.end]
+            begun[parameter] = part.clone() if part.dtype == torch.float32 else part
+    return begun
+
+
+@torch.no_grad()
+def _begin_shards(optimizer: Any, begun: Mapping[Any, torch.Tensor]) -> None:
+    """Give parameters without a saved state the one that they begin with, in the distributed optimizer.
+
+    Args:
+        optimizer: has loaded the state of the others.
+        begun: weights by parameter, see :func:`_weights_of`.
+    """
+    for parameter, weights in begun.items():
         state = dict(optimizer._get_main_param_and_optimizer_states(parameter))
-        place = optimizer._get_model_param_range_map(parameter)["param"]
-        state["param"] = parameter.detach().view(-1)[place.start : place.end].float()
+        state["param"] = weights.float()
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state:
                 state[name] = torch.zeros_like(state[name])

@@ -19,6 +19,8 @@ WAYS = {
     "torch": ("torch", 1, {}),
     "fp32, torch": ("torch", 1, {"precision": "fp32"}),
     "fp32": ("torch_dist", 1, {"precision": "fp32"}),
+    "distributed, fp32": ("fully_reshardable", 1, {"precision": "fp32", **DISTRIBUTED}),
+    "distributed, fp32, DP2": ("fully_reshardable", 2, {"precision": "fp32", **DISTRIBUTED}),
     "distributed, DP2": ("fully_reshardable", 2, DISTRIBUTED),
     "distributed, overlap, DP2": ("fully_reshardable", 2, {**DISTRIBUTED, **OVERLAP}),
     "distributed, PP2": ("fully_reshardable", 2, {"pp": 2, **DISTRIBUTED}),
@@ -32,7 +34,7 @@ def _unless(name: str, quick: set[str]) -> Any:
     return pytest.param(name, id=name, marks=[] if name in quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize("name", [_unless(name, {"torch"}) for name in WAYS])
+@pytest.mark.parametrize("name", [_unless(name, {"torch", "distributed, fp32"}) for name in WAYS])
 def test_a_job_goes_through_all_stages(pool: Any, tmp_path: Path, name: str) -> None:
     way, ranks, options = WAYS[name]
     stages = [*CHAIN, "sparse"]
