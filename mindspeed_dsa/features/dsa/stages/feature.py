@@ -184,6 +184,13 @@ CHECKPOINTS = Feature(
             "a state of another stage has other parameters, in other numbers of steps",
             _ALL,
         ),
+        Patch(
+            f"{optimizer.DISTRIBUTED}.sharded_param_state_fully_reshardable",
+            "wrap",
+            f"{_HERE}.checkpoint:cut_without_padding",
+            "Megatron saves wrong moments and master weights of buffers with several padded buckets",
+            versions=">=0.15,<0.20",
+        ),
         *_rows(
             "load_state_dict",
             "load_chain",

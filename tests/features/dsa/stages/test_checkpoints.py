@@ -12,7 +12,6 @@ from tests.features.dsa.stages.cases import differing
 CASES = "tests.features.dsa.stages.cases"
 CHAIN = ["dense", "warmup", "sparse", "frozen"]
 DISTRIBUTED = {"distributed": True}
-# Megatron-core 0.16 writes wrong moments where buffers have several padded buckets, in any stage.
 OVERLAP = {"overlap": True, "ddp_options": {"bucket_size": None}}
 WAYS = {
     "torch_dist": ("torch_dist", 1, {}),
@@ -23,6 +22,8 @@ WAYS = {
     "distributed, fp32, DP2": ("fully_reshardable", 2, {"precision": "fp32", **DISTRIBUTED}),
     "distributed, DP2": ("fully_reshardable", 2, DISTRIBUTED),
     "distributed, overlap, DP2": ("fully_reshardable", 2, {**DISTRIBUTED, **OVERLAP}),
+    "distributed, padded buckets": ("fully_reshardable", 1, {**DISTRIBUTED, "overlap": True}),
+    "distributed, padded buckets, DP2": ("fully_reshardable", 2, {**DISTRIBUTED, "overlap": True}),
     "distributed, PP2": ("fully_reshardable", 2, {"pp": 2, **DISTRIBUTED}),
     "EP2": ("torch_dist", 2, {"ep": 2}),
     "EP2, distributed": ("fully_reshardable", 2, {"ep": 2, **DISTRIBUTED}),
@@ -34,7 +35,9 @@ def _unless(name: str, quick: set[str]) -> Any:
     return pytest.param(name, id=name, marks=[] if name in quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize("name", [_unless(name, {"torch", "distributed, fp32"}) for name in WAYS])
+@pytest.mark.parametrize(
+    "name", [_unless(name, {"torch", "distributed, fp32", "distributed, padded buckets"}) for name in WAYS]
+)
 def test_a_job_goes_through_all_stages(pool: Any, tmp_path: Path, name: str) -> None:
     way, ranks, options = WAYS[name]
     stages = [*CHAIN, "sparse"]
