@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import json
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from tests.matrix.make_reference import summary
+from tests.matrix.make_reference import write
 
 FILE = Path(__file__).with_name("indexer_reference.json")
 DEEPSEEK = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
@@ -30,19 +26,5 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    from tests.matrix import model
-    from tests.support import worker
-
-    found = {}
-    for name, overrides in CASES.items():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        step = model.one_step(overrides={"transformer_impl": "local", **overrides}, num_microbatches=2)
-        found[name] = summary(step)
-        worker.forget_everything()
-    content = {"megatron-core": metadata.version("megatron-core"), "cases": found}
-    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    write(FILE, CASES)

@@ -39,20 +39,21 @@ def summary(step: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def write(file: Path, cases: dict[str, dict[str, Any]]) -> None:
+    """Take a step of each case, in one process, and keep what comes out."""
     from tests.matrix import model
     from tests.support import worker
 
     found = {}
-    for name, overrides in CASES.items():
+    for name, overrides in cases.items():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         # Its own modules only have norms and linear layers in one: the same values in another order.
         step = model.one_step(overrides={"transformer_impl": "local", **overrides}, num_microbatches=2)
         found[name] = summary(step)
         worker.forget_everything()
     content = {"megatron-core": metadata.version("megatron-core"), "cases": found}
-    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(FILE, CASES)

@@ -69,17 +69,20 @@ def test_whole_buffers_are_refused(pool: Any, tmp_path: Path, way: str, stages: 
 
 
 @pytest.mark.parametrize(
-    ("switch", "way"),
+    ("switch", "value", "way"),
     [
-        ("swap_optimizer", "torch_dist"),
-        pytest.param("reuse_fp32_param", "torch_dist", marks=pytest.mark.full),
-        pytest.param("swap_optimizer", "torch", marks=pytest.mark.full),
-        pytest.param("reuse_fp32_param", "torch", marks=pytest.mark.full),
+        ("swap_optimizer", True, "torch_dist"),
+        pytest.param("virtual_optimizer", ["all"], "torch_dist", marks=pytest.mark.full),
+        pytest.param("reuse_fp32_param", True, "torch_dist", marks=pytest.mark.full),
+        pytest.param("swap_optimizer", True, "torch", marks=pytest.mark.full),
+        pytest.param("reuse_fp32_param", True, "torch", marks=pytest.mark.full),
     ],
 )
-def test_state_kept_elsewhere_is_refused(pool: Any, tmp_path: Path, switch: str, way: str) -> None:
+def test_state_kept_elsewhere_is_refused(
+    pool: Any, tmp_path: Path, switch: str, value: Any, way: str
+) -> None:
     options = {"stages": ["warmup", "sparse"], "folder": str(tmp_path), "way": way}
-    (error,) = pool.run(f"{CASES}:error_of_chain", 1, switches={switch: True}, **options)
+    (error,) = pool.run(f"{CASES}:error_of_chain", 1, switches={switch: value}, **options)
     assert f"does not go from stage to stage beside --{switch.replace('_', '-')}" in error
     assert "--no-load-optim" in error
 
