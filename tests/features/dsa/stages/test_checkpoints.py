@@ -87,6 +87,14 @@ def test_state_kept_elsewhere_is_refused(
     assert "--no-load-optim" in error
 
 
+@pytest.mark.full
+def test_state_in_shards_of_fsdp2_is_refused(pool: Any, tmp_path: Path) -> None:
+    options = {"stages": ["warmup", "sparse"], "folder": str(tmp_path), "way": "torch_dist", "fsdp2": True}
+    switches = {"use_torch_fsdp2": True}
+    for error in pool.run(f"{CASES}:error_of_chain", 2, switches=switches, **options):
+        assert "does not go from stage to stage beside --use-torch-fsdp2" in error
+
+
 def check(stages: list[str], found: list[dict[str, Any]]) -> None:
     """Follow indexers, and all else, through the stages of a job."""
     for indexers in (True, False):
