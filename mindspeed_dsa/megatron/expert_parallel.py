@@ -11,6 +11,10 @@ from typing import Any
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
 
+LINEAR = (
+    *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
+)
+"""Parameters of Megatron's ``linear_with_*`` functions in every release."""
 ROWS = (
     Patch(
         "megatron.core.tensor_parallel.mappings:all_to_all",
@@ -24,15 +28,7 @@ ROWS = (
         "wrap",
         "mindspeed_dsa.parallel.weight_gradients:defer_in_linear",
         "computes the weight's gradient later in backward, where the feature has deferred it",
-        params=(
-            "input",
-            "weight",
-            "bias",
-            "gradient_accumulation_fusion",
-            "allreduce_dgrad",
-            "sequence_parallel",
-            "grad_output_buffer",
-        ),
+        params=(*LINEAR, "grad_output_buffer"),
         # Outside of chunked communication, which has nothing to do where a gradient is deferred.
         priority=1,
     ),

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
-from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.schedule.events import Event, Kind
 
 _Function = Callable[..., Any]
+_Decorator = Callable[[_Function, Context[Any]], _Function]
 
 
 class Follower:
@@ -70,6 +71,22 @@ class Follower:
             self._outputs.pop(id(tensor)) for tensor in tensors if id(tensor) in self._outputs
         )
         return Event(Kind.BACKWARD, chunk, microbatch, pair)
+
+
+def decorators(follower: Callable[[Context[Any]], Follower]) -> tuple[_Decorator, _Decorator, _Decorator]:
+    """Return decorators of ``get_forward_backward_func``, ``forward_step`` and ``backward_step``.
+
+    Args:
+        follower: class of the session's follower, which all three share.
+    """
+
+    def decorator(follow: Callable[[_Function, Follower], _Function]) -> _Decorator:
+        def decorate(original: _Function, context: Context[Any]) -> _Function:
+            return follow(original, context.state(follower))
+
+        return decorate
+
+    return decorator(follow_steps), decorator(follow_forwards), decorator(follow_backwards)
 
 
 def follow_steps(original: _Function, follower: Follower) -> _Function:

@@ -15,16 +15,9 @@ from benchmarks.dsa.problem import Sizes
 from benchmarks.released import MODELS
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.ops.cpu import products
+from tests.support.figures import numbers
 
 TINY = Sizes(length=80, heads=2, index_heads=2, topk=16)
-
-
-def numbers(metrics):
-    for value in metrics.values():
-        if isinstance(value, dict):
-            yield from numbers(value)
-        else:
-            yield value
 
 
 @pytest.mark.full

@@ -13,15 +13,7 @@ import torch
 from benchmarks import __main__ as cli
 from benchmarks import off_snapshot, patch_engine, stub_packages
 from benchmarks.registry import CASES, Case
-
-
-def numbers(metrics):
-    """All leaves of a nested table."""
-    for value in metrics.values():
-        if isinstance(value, dict):
-            yield from numbers(value)
-        else:
-            yield value
+from tests.support.figures import numbers
 
 
 def test_output_contract(monkeypatch, capsys, tmp_path):

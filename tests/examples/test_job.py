@@ -29,17 +29,7 @@ def test_a_finished_run_leaves_everything_behind(jobs: JobServer, tmp_path: Path
     steps = records(run)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     for record in steps:
-        assert sorted(record) == sorted(
-            [
-                "step",
-                "lm_loss",
-                "indexer_loss",
-                "grad_norm",
-                "tokens_per_s",
-                "step_time_s",
-                "peak_memory_bytes",
-            ]
-        )
+        assert sorted(record) == FIELDS
         assert all(math.isfinite(value) and value > 0 for value in record.values())
         assert record["tokens_per_s"] == pytest.approx(2 * 32 / record["step_time_s"])
         assert record["peak_memory_bytes"] > 50e6

@@ -32,15 +32,16 @@ def torchrun(ranks: int, arguments: list[str], output: Path) -> subprocess.Popen
         )
 
 
+def finished(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own, to its end."""
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=ENVIRON, timeout=200
+    )
+
+
 def test_the_script_trains(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *jobs.arguments(run, "--train-iters", "2")],
-        capture_output=True,
-        text=True,
-        env=ENVIRON,
-        timeout=200,
-    )
+    done = finished(jobs.arguments(run, "--train-iters", "2"))
     assert done.returncode == 0, done.stderr
     assert "training loss" in done.stdout
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
@@ -49,13 +50,7 @@ def test_the_script_trains(jobs: JobServer, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_model_that_needs_a_repair_that_is_off_names_the_switch(jobs: JobServer, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *jobs.arguments(tmp_path / "run", "--no-dsa-spec-dispatch")],
-        capture_output=True,
-        text=True,
-        env=ENVIRON,
-        timeout=200,
-    )
+    done = finished(jobs.arguments(tmp_path / "run", "--no-dsa-spec-dispatch"))
     assert done.returncode == 2, done.stderr
     assert "without the fixes that --no-dsa-spec-dispatch switched off; omit the switch" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,21 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support import model as job
 
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_layer_freq": [0, 1],
-    "moe_ffn_hidden_size": 16,
-    "moe_router_topk": 2,
-    "moe_shared_expert_intermediate_size": 16,
-    "moe_router_load_balancing_type": "none",
-    "moe_router_dtype": "fp32",
-    "moe_token_dispatcher_type": "alltoall",
-}
+EXPERTS = {**job.EXPERTS, "moe_layer_freq": [0, 1]}
 # Norms inside of a linear layer, as in later releases, by the names that they have here.
 _NAMES = {
     "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
@@ -37,36 +27,12 @@ def config(**overrides: Any) -> Any:
 
     values: dict[str, Any] = {
         "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 64,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 8,
-        "multi_latent_attention": True,
-        "rope_type": "rope",
+        **job.LAYERS,
+        **job.LATENT,
+        **job.DSA,
         # Releases take YaRN's magnitude from different fields, even without YaRN.
         "rotary_scaling_factor": 1.0,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "apply_rope_fusion": False,
-        "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": 8,
-        "dsa_indexer_head_dim": 16,
-        "dsa_indexer_topk": 6,
-        "dsa_indexer_loss_coeff": 1.0,
-        "dsa_indexer_use_sparse_loss": True,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
     }
     return MLATransformerConfig(**{**values, **overrides})
 

@@ -401,6 +401,17 @@ def test_grouped_experts(pool: Any, note: Note) -> None:
     note.trained(ranks)
 
 
+def dense_ranks(
+    pool: Any, case: dict[str, Any], alone: dict[str, Any], cp: int, tp: int
+) -> list[dict[str, Any]]:
+    """What ranks of a dense model found, after a comparison with one rank alone."""
+    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
+    found = dense.in_one_group(ranks, cp, tp)
+    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
+    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
+    return ranks
+
+
 @pytest.mark.parametrize(
     ("attention", "algorithm"), [("grouped", "ulysses_cp_algo"), ("latent", "megatron_cp_algo")]
 )
@@ -410,11 +421,8 @@ def test_dense_attention_on_context_parallel_ranks(
     note.begins(f"CP2, {algorithm}", "dense-context-parallel")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention=attention)
     case = {"case": f"{DENSE}:step", "attention": attention, "cp": 2, "algorithm": algorithm}
-    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
+    ranks = dense_ranks(pool, case, alone, cp=2, tp=1)
     assert all(rank["calls"] > 0 for rank in ranks)
-    found = dense.in_one_group(ranks, 2, 1)
-    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
-    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
     note.trained(ranks)
 
 
@@ -422,11 +430,8 @@ def test_dense_attention_by_the_operator(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "flash-attention")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="grouped")
     case = {"case": f"{DENSE}:step", "attention": "grouped", "tp": 2, "more": {"use_flash_attn": True}}
-    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
+    ranks = dense_ranks(pool, case, alone, cp=1, tp=2)
     assert all(rank["calls"] > 0 for rank in ranks)
-    found = dense.in_one_group(ranks, 1, 2)
-    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
-    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
     note.trained(ranks)
 
 
@@ -434,10 +439,7 @@ def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "mla-sp-tp-sp")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
     case = {"case": "tests.features.attention.sp_tp_sp.cases:facts", "tp": 2}
-    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
-    found = dense.in_one_group(ranks, 1, 2)
-    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
-    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
+    ranks = dense_ranks(pool, case, alone, cp=1, tp=2)
     assert all(rank["received"] == [(dense.SEQUENCE, 2, 8 * 8 // 2)] * 4 for rank in ranks)
     note.trained(ranks)
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 
-from tests.features.moe.alltoall_overlap.cases import SWITCH, recorded
+from tests.features.moe.alltoall_overlap.cases import SWITCH
 from tests.features.moe.balanced_experts.cases import ALWAYS, watched
 from tests.features.moe.batch_overlap.cases import ALWAYS as HALVES
 from tests.features.moe.batch_overlap.cases import MEASURED
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
 from tests.support.counting import counted
-from tests.support.model import assert_same_gradients
+from tests.support.model import assert_same_gradients, losses_of
 
 RUNS: dict[str, dict[str, Any]] = {
     "shared expert": {},
@@ -88,9 +88,7 @@ def test_fb_overlap_beside_stock(pool, name):
         for switches in ({}, {"moe_fb_overlap": True})
     )
     for before, after in zip(off, on, strict=True):
-        assert [float(loss) for loss in after["losses"]] == pytest.approx(
-            [float(loss) for loss in before["losses"]], rel=1e-6
-        )
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
     assert sum(rank["launched"] for rank in on) > 0
 
@@ -134,7 +132,7 @@ def overlapped(runs: Mapping[str, Mapping[str, Any]], switch: Mapping[str, Any] 
         switch: what is switched on.
     """
     found: dict[str, Any] = {}
-    for name, pair in _beside_stock(switch, runs, recorded).items():
+    for name, pair in _beside_stock(switch, runs, moe.transfers).items():
         found[name] = {**pair, "launched": pair["watched"].count("launch")}
     return found
 
@@ -205,7 +203,7 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, and how many parted transfers were started."""
-    with recorded() as events:
+    with moe.transfers() as events:
         if Version("0.16") > RELEASE:
             overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
             result = one_step(overrides=overrides, **arguments)

@@ -13,6 +13,7 @@ from tests.ops import oracle, test_contract, test_memory, test_score_gradient
 from tests.ops import test_layouts as layouts
 from tests.ops import test_sparse_flash_attention as operator
 from tests.ops.cases import DTYPES, packed_ranges, random_indices
+from tests.support.counting import noted
 
 FORMS = ("gathered", "dense")
 
@@ -20,15 +21,7 @@ FORMS = ("gathered", "dense")
 @pytest.fixture
 def dense_calls(monkeypatch):
     """Which functions of the dense form were called."""
-    calls = []
-    for function in (cpu_dense.forward, cpu_dense.backward):
-
-        def counted(*args, function=function):
-            calls.append(function.__name__)
-            return function(*args)
-
-        monkeypatch.setattr(cpu_dense, function.__name__, counted)
-    return calls
+    return noted(monkeypatch, cpu_dense.forward, cpu_dense.backward)
 
 
 @pytest.fixture(params=FORMS)

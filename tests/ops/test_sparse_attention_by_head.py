@@ -10,6 +10,7 @@ from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
 from tests.ops import oracle
 from tests.ops.cases import DTYPES, packed_ranges, random_indices
+from tests.support.counting import noted
 
 SHAPES = [(1, 7, 5, 3), (3, 40, 24, 17), (16, 192, 128, 60)]
 
@@ -37,15 +38,7 @@ def expected_of(tensors, indices, scale, grad):
 @pytest.fixture(autouse=True)
 def masked_calls(monkeypatch):
     """Which functions of the masked form were called."""
-    calls = []
-    for function in (cpu_heads.forward, cpu_heads.backward):
-
-        def counted(*args, function=function):
-            calls.append(function.__name__)
-            return function(*args)
-
-        monkeypatch.setattr(cpu_heads, function.__name__, counted)
-    return calls
+    return noted(monkeypatch, cpu_heads.forward, cpu_heads.backward)
 
 
 def check(tensors, grad, indices, scale, name="cpu"):

@@ -122,15 +122,20 @@ def assert_right(heads, topk, dtype):
     assert oracle.relative_error(summed, expected_sum.masked_fill(named < 0, 0)) < 1e-5
 
 
+def many_rows(rows, heads):
+    """2,048 of 4,096 keys for each row, one of them missing."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    query = torch.randn(1, rows, heads, 576, generator=generator, device=DEVICE).bfloat16()
+    key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
+    indices = torch.rand(rows, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
+    indices[0, torch.arange(rows), torch.arange(rows)] = -1
+    return AttentionCall(query, key_value, indices, 0.1, 512)
+
+
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(heads, on_hopper, monkeypatch):
     """More programs than fit at once, whose groups meet in every order."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    query = torch.randn(1, 1024, heads, 576, generator=generator, device=DEVICE).bfloat16()
-    key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
-    indices = torch.rand(1024, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
-    indices[0, torch.arange(1024), torch.arange(1024)] = -1
-    call = AttentionCall(query, key_value, indices, 0.1, 512)
+    call = many_rows(1024, heads)
     found = [attention.forward(call, True) for _ in range(5)]
     for other in found[1:]:
         for value, expected in zip(other, found[0], strict=True):
@@ -186,12 +191,7 @@ def test_gradients(heads, dtype, deterministic, on_hopper):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, on_hopper, monkeypatch):
     """Those of queries always, those of keys where determinism is asked for, in several chunks of rows."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    query = torch.randn(1, 600, heads, 576, generator=generator, device=DEVICE).bfloat16()
-    key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
-    indices = torch.rand(600, 4096, generator=generator, device=DEVICE).argsort(-1)[None, :, :2048].int()
-    indices[0, torch.arange(600), torch.arange(600)] = -1
-    call = AttentionCall(query, key_value, indices, 0.1, 512)
+    call = many_rows(600, heads)
     out, lse, _ = attention.forward(call, False)
 
     def gradients():

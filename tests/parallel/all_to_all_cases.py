@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.parallel import all_to_all
+from tests.support import moe
 
 
 def beside_megatrons(rows: list[list[int]]) -> dict[str, Any]:
@@ -38,17 +38,7 @@ def beside_megatrons(rows: list[list[int]]) -> dict[str, Any]:
     found["theirs"] = [*outputs, *(each.grad for each in theirs)]
 
     ours, between = leaves(), torch.ones(4, requires_grad=True)
-    events: list[str] = []
-    launch = all_to_all.InFlight.send
-
-    def recorded(self: Any, rows: Tensor, reverse: bool = False) -> Any:
-        pending = launch(self, rows, reverse)
-        wait = pending.works[0].wait
-        events.append("launch")
-        pending.works[0] = mock.Mock(wait=lambda: (events.append("wait"), wait()))
-        return pending
-
-    with mock.patch.object(all_to_all.InFlight, "send", recorded):
+    with moe.transfers() as events:
         flights = [all_to_all.start(each * 2, receive, send, dist.group.WORLD) for each in ours]
         meanwhile = between * 3
         meanwhile.register_hook(lambda grad: events.append("meanwhile"))

@@ -1,11 +1,15 @@
-"""Counting calls of a module's functions."""
+"""Counting calls of a module's functions, and taking down what a logger says."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
+
+import pytest
 
 
 @contextmanager
@@ -28,3 +32,30 @@ def counted(module: ModuleType, *names: str) -> Iterator[dict[str, int]]:
     finally:
         for name, original in originals.items():
             setattr(module, name, original)
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """Messages of a logger; for cases in the pool's workers, which have no ``caplog``."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, *functions: FunctionType) -> list[str]:
+    """Names of module functions, as they are called through their module."""
+    calls: list[str] = []
+    for function in functions:
+
+        def call(*args: Any, function: FunctionType = function) -> Any:
+            calls.append(function.__name__)
+            return function(*args)
+
+        monkeypatch.setattr(sys.modules[function.__module__], function.__name__, call)
+    return calls

@@ -1,4 +1,4 @@
-"""Figures that tests found, printed when pytest ends.
+"""Figures that tests found, printed when pytest ends; and those of a benchmark's nested table.
 
 Each travels with its test's report, since other processes than the one that prints may run the tests.
 """
@@ -6,12 +6,22 @@ Each travels with its test's report, since other processes than the one that pri
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 _PROPERTY = "figure"
 _found: list[tuple[str, str]] = []
+
+
+def numbers(metrics: Mapping[str, Any]) -> Iterator[Any]:
+    """All leaves of a nested table."""
+    for value in metrics.values():
+        if isinstance(value, dict):
+            yield from numbers(value)
+        else:
+            yield value
 
 
 def tell(heading: str, line: str) -> None:

@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from benchmarks.model import deterministic_layers
 
 VOCABULARY = 64
 SEQUENCE = 20  # no other dimension of the model has this size
@@ -19,6 +20,38 @@ WITHOUT_EXPERTS = {
     "moe_layer_freq": 1,
     "moe_ffn_hidden_size": None,
     "moe_shared_expert_intermediate_size": None,
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+}
+LAYERS = deterministic_layers(ffn_hidden_size=64, params_dtype=torch.float32, pipeline_dtype=torch.float32)
+"""What layers of any kind have."""
+LATENT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8,
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
+"""Latent attention; a value head has the size of a query's part without positions."""
+DSA: dict[str, Any] = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 4,
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": 6,
+    "dsa_indexer_loss_coeff": 1.0,
+    "dsa_indexer_use_sparse_loss": True,
 }
 DSA_ON = {"experimental_attention_variant": "dsa"}
 
@@ -66,43 +99,12 @@ def config(**overrides: Any) -> Any:
     layers = overrides.get("num_layers", 2)
     values: dict[str, Any] = {
         "num_layers": layers,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 64,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 8,
-        "multi_latent_attention": True,
-        "rope_type": "rope",
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "apply_rope_fusion": False,
-        "num_moe_experts": 4,
         "moe_layer_freq": [0] + [1] * (layers - 1),
-        "moe_ffn_hidden_size": 16,
-        "moe_router_topk": 2,
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": 4,
-        "dsa_indexer_head_dim": 16,
-        "dsa_indexer_topk": 6,
-        "dsa_indexer_loss_coeff": 1.0,
-        "dsa_indexer_use_sparse_loss": True,
         "transformer_impl": "local",
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
+        **LAYERS,
+        **LATENT,
+        **EXPERTS,
+        **DSA,
     }
     if "transformer_impl" not in MLATransformerConfig.__dataclass_fields__:
         values.pop("transformer_impl")  # before 0.13 it is a matter of the specification alone
@@ -330,6 +332,11 @@ def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
         else:
             whole[name] = torch.cat(parts, dim=dimension)
     return whole
+
+
+def losses_of(found: Mapping[str, Any]) -> list[float]:
+    """The losses of a step that :func:`run` returned."""
+    return [float(loss) for loss in found["losses"]]
 
 
 def assert_same_gradients(

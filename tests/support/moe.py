@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.parallel.all_to_all import InFlight
 from tests.support import model
 
 HIDDEN = 32
@@ -137,6 +142,23 @@ def train(
     }
 
 
+@contextmanager
+def transfers() -> Iterator[list[str]]:
+    """Events: an all-to-all's launch, and its wait."""
+    events: list[str] = []
+    send = InFlight.send
+
+    def launch(self: Any, rows: Tensor, reverse: bool = False) -> Any:
+        pending = send(self, rows, reverse)
+        wait = pending.works[0].wait
+        events.append("launch")
+        pending.works[0] = mock.Mock(wait=lambda: (events.append("wait"), wait()))
+        return pending
+
+    with mock.patch.object(InFlight, "send", launch):
+        yield events
+
+
 def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float = 1e-5) -> None:
     """Outputs and all gradients, each to a share of its own largest entry."""
     assert ours["weights"].keys() == theirs["weights"].keys()
@@ -150,3 +172,25 @@ def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float 
     for name, (mine, stock) in pairs.items():
         difference = (mine.double() - stock.double()).abs().max() if stock.numel() else 0.0
         assert difference <= rtol * float(stock.abs().max() if stock.numel() else 0), f"{name}: {difference}"
+
+
+def assert_as_stock(
+    name: str, run: Mapping[str, Any], found: Mapping[str, Any], transfers: int, rtol_bf16: float
+) -> None:
+    """A run of :data:`LAYERS`: results, whether gradients were fused, and transfers of each pass."""
+    ours = found["ours"]
+    assert_same(ours, found["theirs"], rtol=rtol_bf16 if "bf16" in name else 1e-5)
+    fused = [weight for weight in ours["weights"] if "experts." in weight and "True" in weight]
+    assert bool(fused) == ("main_grad" in name)
+    passes = 1 if "graph" in run else 3 if "layer recomputed" in name else 2
+    assert found["launched"] == transfers * passes * len(ours["outputs"]), name
+
+
+def assert_refused(
+    feature: Feature, served: Mapping[str, Any], arguments: Mapping[str, Any], flag: str, words: str
+) -> None:
+    """One sentence about what differs from served arguments, which begins with the flag."""
+    (problem,) = feature.problems(Namespace(**{**served, **arguments}))
+    assert problem.startswith(flag)
+    assert words in problem
+    assert list(feature.problems(Namespace(**served))) == []

@@ -39,26 +39,10 @@ class Job:
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
 
-def build(
-    switches: Mapping[str, Any] | None = None,
-    distributed: bool = False,
-    overlap: bool = False,
-    clip: float = 1.0,
-    precision: str = "bf16",
-    ep: int = 1,
-    overrides: Mapping[str, Any] | None = None,
-    optimizer_options: Mapping[str, Any] | None = None,
-    ddp_options: Mapping[str, Any] | None = None,
-    empty: bool = False,
-) -> Job:
-    """Model, DDP and optimizer, with the features that are switched on.
-
-    ``empty`` gives the model parameters without elements: the first, one in the middle, the last.
-    """
+def build(switches: Mapping[str, Any] | None = None, ep: int = 1, **options: Any) -> Job:
+    """:func:`assemble` with the features that are switched on."""
     start(switches, ep=ep)
-    return assemble(
-        distributed, overlap, clip, precision, ep, overrides, optimizer_options, ddp_options, empty
-    )
+    return assemble(ep=ep, **options)
 
 
 def assemble(
@@ -73,7 +57,11 @@ def assemble(
     empty: bool = False,
     fsdp2: bool = False,
 ) -> Job:
-    """:func:`build` after :func:`start`; ``fsdp2``: Megatron's wrapper for it in place of DDP."""
+    """Model, DDP and optimizer, after :func:`start`.
+
+    ``empty`` gives the model parameters without elements: the first, one in the middle, the last. ``fsdp2``
+    takes Megatron's wrapper for it in place of DDP.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,

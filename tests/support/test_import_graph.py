@@ -20,6 +20,15 @@ SMALL = {
 }
 
 
+def upward_of(folder, texts):
+    """Upward imports of modules by name, written below a folder."""
+    for name, content in texts.items():
+        file = folder.joinpath(*name.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return upward(Sources(folder, PACKAGE), LEVEL)
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [
@@ -41,11 +50,7 @@ SMALL = {
     ],
 )
 def test_an_upward_import_is_seen(tmp_path, module, text):
-    for name, content in {**SMALL, module: text}.items():
-        file = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    found = upward(Sources(tmp_path, PACKAGE), LEVEL)
+    found = upward_of(tmp_path, {**SMALL, module: text})
     importer = f"{PACKAGE}.{module}".removesuffix(".__init__")
     assert found
     assert all(text.startswith(f"{importer}:") for text in found)
@@ -61,11 +66,7 @@ def test_an_upward_import_is_seen(tmp_path, module, text):
     ],
 )
 def test_other_imports_are_allowed(tmp_path, module, text):
-    for name, content in {**SMALL, module: text}.items():
-        file = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    assert upward(Sources(tmp_path, PACKAGE), LEVEL) == []
+    assert upward_of(tmp_path, {**SMALL, module: text}) == []
 
 
 def test_a_circle_is_found():

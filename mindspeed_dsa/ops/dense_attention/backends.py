@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -106,13 +107,17 @@ def _scores(query: Tensor, keys: Tensor, softmax_scale: float, causal: bool) -> 
     return scores
 
 
+def _has(operators: Iterable[str]) -> bool:
+    return all(hasattr(torch.ops.aten, name) for name in operators)
+
+
 class Cpu(DenseAttention):
     """PyTorch's flash attention for CPUs, which keeps the log-sum-exp."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.device != "cpu":
             return "it runs on CPU tensors only"
-        if not all(hasattr(torch.ops.aten, name) for name in _CPU_OPERATORS):
+        if not _has(_CPU_OPERATORS):
             return "this torch has no flash attention for CPUs under the name that is called here"
         return (
             None if shape.dtype in _CPU_DTYPES else f"PyTorch's flash attention does not take {shape.dtype}"
@@ -157,7 +162,7 @@ class Cuda(DenseAttention):
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.device != "cuda":
             return "it runs on CUDA tensors only"
-        if not all(hasattr(torch.ops.aten, name) for name in _CUDA_OPERATORS):
+        if not _has(_CUDA_OPERATORS):
             return "this torch has no flash attention under the name that is called here"
         if shape.dtype not in _CUDA_DTYPES:
             return "flash attention takes bfloat16 and float16 only"

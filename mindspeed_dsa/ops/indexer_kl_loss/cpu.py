@@ -64,10 +64,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
 def dense_loss_and_gradients(
     call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Return the loss over all visible keys, and its gradients with respect to the indexer's three inputs.
-
-    Gradients of fp16 inputs are in fp32.
-    """
+    """Do as ``chunked.dense_loss_and_gradients``, with products in the processor's fast dtype."""
     index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
     starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights

@@ -20,6 +20,7 @@ from mindspeed_dsa.ops.moe_permute.row_map import (
     group_of_rows,
     of_routing,
     unpack,
+    unpack_for,
 )
 from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 from mindspeed_dsa.ops.precision import wide
@@ -159,9 +160,7 @@ class Cpu(_Plain, GradientPermuter):
         self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         tokens, experts = routing_map.shape
-        either = grad_permuted if grad_permuted is not None else grad_probs
-        assert either is not None
-        found = unpack(row_map, tokens, len(either))
+        found = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
         grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, found, tokens, None, None)
         return grad_tokens, None if grad_probs is None else _dense(grad_probs, found, tokens, experts)
 
@@ -296,9 +295,7 @@ class Npu(GradientPermuter):
         self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         tokens, experts = routing_map.shape
-        either = grad_permuted if grad_permuted is not None else grad_probs
-        assert either is not None
-        found = unpack(row_map, tokens, len(either))
+        found = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
         alike = (
             grad_permuted is not None and grad_probs is not None and grad_probs.dtype == grad_permuted.dtype
         )

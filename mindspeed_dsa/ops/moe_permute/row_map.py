@@ -65,6 +65,15 @@ def unpack(packed: Tensor, tokens: int, rows: int) -> RowMap:
     return RowMap(offsets, *packed[bounds:].view(3, rows).unbind(0))
 
 
+def unpack_for(
+    packed: Tensor, routing_map: Tensor, grad_permuted: Tensor | None, grad_probs: Tensor | None
+) -> RowMap:
+    """Views of a packed map's parts, for gradients of which at least one is given."""
+    grad = grad_permuted if grad_permuted is not None else grad_probs
+    assert grad is not None
+    return unpack(packed, len(routing_map), len(grad))
+
+
 def of_routing(routing_map: Tensor, rows: int | None) -> RowMap:
     """The map of a routing, in plain PyTorch; waits for the device to learn how many entries there are.
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass
-from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack
+from mindspeed_dsa.ops.moe_permute.row_map import Permutation, RowMap, chunk_rows, unpack, unpack_for
 from mindspeed_dsa.ops.moe_permute.triton_kernels import (
     add_up_kernel,
     gather_kernel,
@@ -57,9 +57,7 @@ def permute_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``[tokens, hidden]`` and of the probabilities ``[tokens, experts]``."""
     tokens, experts = routing_map.shape
-    either = grad_permuted if grad_permuted is not None else grad_probs
-    assert either is not None
-    found = unpack(row_map, tokens, len(either))
+    found = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
     grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, found, tokens, None, None)
     if grad_probs is None:
         return grad_tokens, None

@@ -14,6 +14,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.pipeline.schedule_trace.feature import check_trace
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import beside, recorded
+from tests.support.model import losses_of
 
 LAYOUTS = {
     "PP2": (2, {"pp": 2}, 2, 4),
@@ -42,7 +43,7 @@ def test_the_real_order_is_the_simulated_one(pool, tmp_path, name, capsys):
     microbatches = LAYOUTS[name][-1]
     traced, plain = (trained(pool, folder, *LAYOUTS[name]) for folder in (tmp_path, None))
     for ours, theirs in zip(traced, plain, strict=True):
-        assert [float(loss) for loss in ours["losses"]] == [float(loss) for loss in theirs["losses"]]
+        assert losses_of(ours) == losses_of(theirs)
         assert all(ours["gradients"][key].equal(theirs["gradients"][key]) for key in theirs["gradients"])
     found = beside.compare(tmp_path, Megatron())
     assert found.other_order == []

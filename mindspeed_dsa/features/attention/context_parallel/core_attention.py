@@ -164,17 +164,8 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
         plan = plan_of(self)
         # On one rank packs are another feature's affair.
         if plan is None or (plan.strategy is None and packed_seq_params is not None):
-            return original(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type,
-                attention_bias,
-                packed_seq_params,
-                **kwargs,
-            )
+            options = (attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+            return original(self, query, key, value, *options, **kwargs)
         _require_plain(context.feature, attention_mask, attention_bias)
         latents = None
         # Latent attention hands over the weight of its up-projection for values: see :func:`project_latents`.

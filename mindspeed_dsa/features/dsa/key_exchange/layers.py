@@ -57,21 +57,11 @@ def wait_before_recompute(original: Callable[..., Tensor]) -> Callable[..., Tens
     A key that was handed over is a graph's node, which recomputation cannot make again.
     """
 
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *rest: Any,
-        **kw: Any,
-    ) -> Tensor:
+    def forward(self: Any, query: Tensor, key: Tensor, *rest: Any, **kw: Any) -> Tensor:
         exchange = vars(self).get(ATTRIBUTE)
         if exchange is None or not recomputes(self.config):
-            return original(self, query, key, value, attention_mask, *rest, **kw)
-        return with_whole_key(
-            exchange, key, lambda whole: original(self, query, whole, value, attention_mask, *rest, **kw)
-        )
+            return original(self, query, key, *rest, **kw)
+        return with_whole_key(exchange, key, lambda whole: original(self, query, whole, *rest, **kw))
 
     return forward
 

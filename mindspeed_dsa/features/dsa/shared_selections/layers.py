@@ -182,24 +182,19 @@ def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 def hold_indices(context: Context[Options]) -> Callable[..., Any]:
     """Replace ``_get_index_share_topk_holder``."""
-
-    def _get_index_share_topk_holder(
-        self: Any, packed_seq_params: Any = None, attention_mask: Any = None
-    ) -> Any:
-        return _Indices(placed(self))
-
-    return _get_index_share_topk_holder
+    return _holder(_Indices)
 
 
 def hold_lengths(context: Context[Options]) -> Callable[..., Any]:
     """Replace ``_get_index_share_topk_length_holder``."""
+    return _holder(_Lengths)
 
-    def _get_index_share_topk_length_holder(
-        self: Any, packed_seq_params: Any = None, attention_mask: Any = None
-    ) -> Any:
-        return _Lengths(placed(self))
 
-    return _get_index_share_topk_length_holder
+def _holder(kind: Callable[[Place], Any]) -> Callable[..., Any]:
+    def of_layer(self: Any, packed_seq_params: Any = None, attention_mask: Any = None) -> Any:
+        return kind(placed(self))
+
+    return of_layer
 
 
 def placed(attention: Any) -> Place:

@@ -103,19 +103,7 @@ class Ahead(pipeline_steps.Follower):
         return run_there
 
 
-def follow_steps(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``get_forward_backward_func``."""
-    return pipeline_steps.follow_steps(original, context.state(Ahead))
-
-
-def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``forward_step``."""
-    return pipeline_steps.follow_forwards(original, context.state(Ahead))
-
-
-def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``backward_step``."""
-    return pipeline_steps.follow_backwards(original, context.state(Ahead))
+follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Ahead)
 
 
 def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Function:

@@ -97,19 +97,7 @@ def _mark() -> Any:
     return event
 
 
-def record_steps(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``get_forward_backward_func``."""
-    return pipeline_steps.follow_steps(original, context.state(Recorder))
-
-
-def record_forwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``forward_step``."""
-    return pipeline_steps.follow_forwards(original, context.state(Recorder))
-
-
-def record_backwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``backward_step``."""
-    return pipeline_steps.follow_backwards(original, context.state(Recorder))
+record_steps, record_forwards, record_backwards = pipeline_steps.decorators(Recorder)
 
 
 def record_pairs(original: _Function, context: Context[Options]) -> _Function:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.megatron.expert_parallel import LINEAR
 from mindspeed_dsa.megatron.measured import check_measured
 from mindspeed_dsa.patches.spec import Patch
 
@@ -152,14 +153,6 @@ def check_mc2(args: Any, options: Any) -> Sequence[str]:
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _IMPL = "mindspeed_dsa.features.tensor_parallel.overlap.layers"
-_FUNCTION = (
-    "input",
-    "weight",
-    "bias",
-    "gradient_accumulation_fusion",
-    "allreduce_dgrad",
-    "sequence_parallel",
-)
 COUNTS = (0, 1, 2, 4, 8)
 
 PATCHES = (
@@ -168,14 +161,14 @@ PATCHES = (
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
         "overlaps communication with the matmuls of column parallel layers, forward and backward",
-        params=_FUNCTION,
+        params=LINEAR,
     ),
     Patch(
         f"{_LAYERS}:linear_with_frozen_weight",
         "wrap",
         f"{_IMPL}:overlap_column_parallel",
         "overlaps communication with the matmuls of column parallel layers whose weight is frozen",
-        params=_FUNCTION,
+        params=LINEAR,
     ),
     Patch(
         f"{_LAYERS}:RowParallelLinear.forward",

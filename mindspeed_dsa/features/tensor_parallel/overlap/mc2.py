@@ -48,17 +48,10 @@ def declines(weight: Tensor, group: Any) -> str:
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather the rows of all ranks, and multiply them by ``weight``.
+    """Do as :func:`chunked.gather_matmul`, in as many chunks as the operator chooses.
 
-    Args:
-        local: ``[rows, k]``, contiguous.
-        weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
-        group: tensor parallel group.
-        chunks: ignored, the operator chooses.
-        allocate: unused; gathered rows always belong to the caller.
-
-    Returns:
-        Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
+    ``weight`` is contiguous or the transpose of a contiguous tensor; ``allocate`` is unused, gathered rows
+    always belong to the caller.
     """
     product, whole = _torch_npu().npu_all_gather_base_mm(
         local, weight, communicator(group), group.size(), bias=None, gather_index=0, gather_output=True
@@ -67,17 +60,10 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Sum ``whole @ weight`` over ranks, and return the rank's own rows.
+    """Do as :func:`chunked.matmul_scatter`, in as many chunks as the operator chooses.
 
-    Args:
-        whole: ``[tp * rows, k]``, contiguous.
-        weight: ``[k, n]``, contiguous or the transpose of a contiguous tensor.
-        group: tensor parallel group.
-        chunks: ignored, the operator chooses.
-
-    Returns:
-        ``[rows, n]``; the only wait is that for the device's stream, unless the product is larger than the
-        operator takes: then it is multiplied first and scattered then.
+    ``whole`` is contiguous, ``weight`` too or its transpose is. The only wait is for the device's stream,
+    unless the product is larger than the operator takes: then it is multiplied first and scattered then.
     """
     if whole.size(0) * weight.size(1) * whole.itemsize > _MOST_BYTES:
         return chunked.matmul_scatter(whole, weight, group, 1)

@@ -39,18 +39,7 @@ def declines(weight: Tensor, group: Any) -> str:
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather the rows of all ranks, and multiply them by ``weight``.
-
-    Args:
-        local: ``[rows, k]``, contiguous.
-        weight: ``[k, n]``, any strides.
-        group: tensor parallel group.
-        chunks: ignored, the operator chooses.
-        allocate: unused; gathered rows always belong to the caller.
-
-    Returns:
-        Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
-    """
+    """Do as ``chunked.gather_matmul``; chunks are the operator's, and gathered rows the caller's."""
     whole, (product,) = _operators().fused_all_gather_matmul(local, [weight], 0, group.group_name)
     return product, whole
 

@@ -15,19 +15,8 @@ SEQUENCE = 24  # two chunks for each of up to four ranks, and of three
 HEADS, GROUPS = 8, 2
 COMMON: dict[str, Any] = {
     "num_layers": 2,
-    "ffn_hidden_size": 64,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
+    **job.LAYERS,
     "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "params_dtype": torch.float32,
-    "pipeline_dtype": torch.float32,
 }
 
 
@@ -36,18 +25,10 @@ def latent_config(**overrides: Any) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     values = {
-        "hidden_size": 32,
+        **job.LATENT,
         "num_attention_heads": HEADS,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 8,
-        "multi_latent_attention": True,
-        "rope_type": "rope",
         # Releases take YaRN's magnitude from different fields, even without YaRN.
         "rotary_scaling_factor": 1.0,
-        "qk_layernorm": True,
     }
     return MLATransformerConfig(**{**COMMON, **values, **overrides})
 

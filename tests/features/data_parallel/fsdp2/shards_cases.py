@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.counting import logged
+
 UNITS = 5
 
 
@@ -307,23 +309,14 @@ def first_gradients() -> dict[str, str]:
 
 def untried() -> dict[str, Any]:
     """A release that nobody has tried: what its groups are, what is said, and the bits."""
-    import logging
-
     from mindspeed_dsa import log
     from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
 
     log.forget()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mindspeed_dsa.fsdp2")
-    logger.addHandler(handler)
-    try:
+    with logged("mindspeed_dsa.fsdp2") as said:
         known = _mixed(torch.float32, direct=True)
         with mock.patch.object(torch, "__version__", "9.0.0"):
             models = [_mixed(torch.float32, direct=True) for _ in range(2)]
-    finally:
-        logger.removeHandler(handler)
     gradients = []
     for model in (known, *models):
         model(torch.ones(5, 192)).square().sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 import mindspeed_dsa
 from mindspeed_dsa.megatron.optimizer import is_sharded, model_parameters
 from tests.support import optimizer_job as optimizers
+from tests.support.counting import logged
 from tests.support.model import global_names, start
 
 STEPS = 2
@@ -110,15 +110,8 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 def lines_of_build(coefficient: float) -> list[str]:
     """Log of building a model and its optimizer."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mindspeed_dsa")
-    logger.addHandler(handler)
-    try:
+    with logged("mindspeed_dsa") as lines:
         optimizers.build(overrides={"dsa_indexer_loss_coeff": coefficient})
-    finally:
-        logger.removeHandler(handler)
     return lines
 
 

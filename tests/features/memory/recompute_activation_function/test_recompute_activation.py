@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
+from tests.support.model import losses_of
 
 CASES = "tests.features.memory.recompute_cases"
 ON = {"recompute_activation_function": True}
@@ -36,7 +37,7 @@ def both(
 def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
     """Losses, gradients and random states of all ranks, bit for bit."""
     for before, after in zip(off, on, strict=True):
-        assert [float(loss) for loss in before["losses"]] == [float(loss) for loss in after["losses"]]
+        assert losses_of(before) == losses_of(after)
         assert before["gradients"].keys() == after["gradients"].keys()
         for name, gradient in before["gradients"].items():
             assert torch.equal(after["gradients"][name], gradient), name

@@ -13,7 +13,7 @@ from tests.features.memory.recompute_activation_function.test_recompute_activati
     run,
 )
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
-from tests.support.model import assert_same_gradients
+from tests.support.model import assert_same_gradients, losses_of
 
 ON = {"recompute_norm": True}
 CHECKED = {**ON, "recompute_verify": True}
@@ -52,7 +52,7 @@ def test_rms_norm_of_several_operations_is_the_same_but_for_rounding(pool, world
     off = run(pool, "train", world_size, switches={}, **arguments)
     on = run(pool, "train", world_size, switches=CHECKED, **arguments)
     for before, after in zip(off, on, strict=True):
-        assert [float(loss) for loss in before["losses"]] == [float(loss) for loss in after["losses"]]
+        assert losses_of(before) == losses_of(after)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
         assert after["discarded"] > 0
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
+from tests.support.model import losses_of
 
 CASES = "tests.features.memory.swap_attention.cases"
 ON = {"swap_attention": True, "swap_attention_min_bytes": 0}
@@ -36,7 +37,7 @@ def both(
 def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
     """Losses and gradients of all ranks, bit for bit, and copies that have all come to an end."""
     for before, after in zip(off, on, strict=True):
-        assert [float(loss) for loss in before["losses"]] == [float(loss) for loss in after["losses"]]
+        assert losses_of(before) == losses_of(after)
         assert_same_gradients(before["gradients"], after["gradients"])
         assert before["out"] == before["back"] == 0
         assert after["out"] > 0

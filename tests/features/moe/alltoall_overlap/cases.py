@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.parallel.all_to_all import InFlight
 from tests.support import model, moe
 
 SWITCH = {"moe_alltoall_overlap_comm": True}
@@ -40,7 +39,7 @@ def beside_stock(
     switch_on(switch)
     found: dict[str, Any] = {}
     for name, each in runs.items():
-        with recorded() as events:
+        with moe.transfers() as events:
             ours = run(**layout, **each)
         found[name] = {"ours": ours, "theirs": theirs[name], "launched": events.count("launch")}
     return found
@@ -172,23 +171,6 @@ def kernels() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Events: a transfer's launch, and its wait."""
-    events: list[str] = []
-    send = InFlight.send
-
-    def launch(self: Any, rows: Tensor, reverse: bool = False) -> Any:
-        pending = send(self, rows, reverse)
-        wait = pending.works[0].wait
-        events.append("launch")
-        pending.works[0] = mock.Mock(wait=lambda: (events.append("wait"), wait()))
-        return pending
-
-    with mock.patch.object(InFlight, "send", launch):
-        yield events
-
-
 def order(frozen: bool = False, switch: Mapping[str, Any] = SWITCH, **overrides: Any) -> dict[str, list[str]]:
     """Events of one forward and backward: transfers, the experts' modules, their weights' gradients.
 
@@ -200,7 +182,7 @@ def order(frozen: bool = False, switch: Mapping[str, Any] = SWITCH, **overrides:
     model.start(switch, ep=2, etp=1)
     built = moe.layer(moe.config(ep=2, **overrides))
     built.experts.requires_grad_(not frozen)
-    with recorded() as events:
+    with moe.transfers() as events:
         parts = {"expert": built.experts}
         if built.shared_experts is not None:
             parts |= {"shared fc1": built.shared_experts.linear_fc1}
@@ -261,6 +243,6 @@ def _steps(ep: int, distributed: bool) -> dict[str, Any]:
 
 def whole_model(**arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, with the number of transfers that were started."""
-    with recorded() as events:
+    with moe.transfers() as events:
         result = model.run(**arguments)
     return {**result, "launched": events.count("launch")}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 
 from mindspeed_dsa.features.moe.alltoall_overlap.feature import FEATURE
+from tests.support import moe
 
 EP2 = {
     "num_experts": 8,
@@ -37,7 +36,4 @@ EP2 = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_in_one_sentence(arguments, flag):
-    (problem,) = FEATURE.problems(Namespace(**{**EP2, **arguments}))
-    assert problem.startswith("--moe-alltoall-overlap-comm")
-    assert flag in problem
-    assert list(FEATURE.problems(Namespace(**EP2))) == []
+    moe.assert_refused(FEATURE, EP2, arguments, "--moe-alltoall-overlap-comm", flag)

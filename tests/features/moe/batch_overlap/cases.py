@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.log import Log
-from tests.features.moe.alltoall_overlap.cases import recorded, switch_on
+from tests.features.moe.alltoall_overlap.cases import switch_on
 from tests.support import model, moe
 
 ALWAYS = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}
@@ -73,7 +73,7 @@ def _measured() -> dict[str, Any]:
             width = {"moe_ffn_hidden_size": 16 if number < 2 else 24}
             built = moe.layer(moe.config(ep=2, **overrides, **width))
             inputs = [moe.tokens(5 + dist.get_rank(), seed=dist.get_rank()) for _ in range(2)]
-            with times(seconds) as ways, recorded() as events:
+            with times(seconds) as ways, moe.transfers() as events:
                 result = moe.train(built, inputs)
             result["weights"]["counts"] = built.router.local_tokens_per_expert
             result["weights"]["random state"] = torch.get_rng_state().float()

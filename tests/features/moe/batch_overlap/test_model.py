@@ -7,7 +7,7 @@ import pytest
 from tests.features.moe.alltoall_overlap.test_layer import CASES
 from tests.features.moe.alltoall_overlap.test_model import MEMORY, OVERLAPPED, RECOMPUTED
 from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
-from tests.support.model import assert_same_gradients
+from tests.support.model import assert_same_gradients, losses_of
 
 FUSED = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
@@ -40,7 +40,7 @@ def test_what_is_measured_trains_the_same(pool):
         for switch in ({}, MEASURED)
     )
     for before, after in zip(off, on, strict=True):
-        assert [float(loss) for loss in after["losses"]] == [float(loss) for loss in before["losses"]]
+        assert losses_of(after) == losses_of(before)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
         assert after["launched"] > 0  # at least where they were measured
 
@@ -55,9 +55,7 @@ def test_losses_and_gradients(pool, name):
         for switch in ({}, ALWAYS)
     )
     for before, after in zip(off, on, strict=True):
-        assert [float(loss) for loss in after["losses"]] == pytest.approx(
-            [float(loss) for loss in before["losses"]], rel=1e-6
-        )
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
     started = [sum(rank["launched"] for rank in each) for each in (off, on)]
     assert started[0] == 0 or "overlap of the whole" in name

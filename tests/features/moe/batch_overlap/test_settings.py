@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 from mindspeed_dsa.features.moe.batch_overlap.feature import FEATURE
+from tests.support import moe
 
 EP2 = {
     "moe_batch_overlap": True,
@@ -39,10 +40,7 @@ ALWAYS = {"moe_batch_overlap_always": True}
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_in_one_sentence(arguments, flag):
-    (problem,) = FEATURE.problems(Namespace(**{**EP2, **arguments}))
-    assert problem.startswith("--moe-batch-overlap")
-    assert flag in problem
-    assert list(FEATURE.problems(Namespace(**EP2))) == []
+    moe.assert_refused(FEATURE, EP2, arguments, "--moe-batch-overlap", flag)
 
 
 def test_deterministic_without_measuring():

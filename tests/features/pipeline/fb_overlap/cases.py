@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 
 from mindspeed_dsa.parallel.all_to_all import InFlight
-from tests.features.moe.alltoall_overlap.cases import recorded
-from tests.support import memory_events, model, optimizer_job
+from tests.support import memory_events, model, moe, optimizer_job
 
 SWITCH = {"moe_fb_overlap": True}
 
@@ -22,7 +21,7 @@ SWITCH = {"moe_fb_overlap": True}
 def trained(**arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, with its parted transfers and what memory features did."""
     with (
-        recorded() as events,
+        moe.transfers() as events,
         memory_events.counted() as counts,
         mock.patch.object(model, "gpt_model", _with_prediction(model.gpt_model)),
     ):
@@ -54,7 +53,7 @@ def order(**overrides: Any) -> list[str]:
     if shared is not None:
         halves = {"shared fc1": shared.linear_fc1, "shared fc2": shared.linear_fc2}
         modules, weights = modules | halves, weights | halves
-    with recorded() as events:
+    with moe.transfers() as events:
         for name, module in modules.items():
             module.register_forward_hook(partial(_happened, events, name))
         for name, module in weights.items():
@@ -122,7 +121,7 @@ def three_steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
     theirs = _steps(distributed, **overrides)
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
-    with recorded() as events:
+    with moe.transfers() as events:
         ours = _steps(distributed, **overrides)
     return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
 
@@ -135,7 +134,7 @@ def evaluated() -> dict[str, Any]:
     theirs = _forwards()
     mindspeed_dsa.disable()
     mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
-    with recorded() as events:
+    with moe.transfers() as events:
         ours = _forwards()
     return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
 

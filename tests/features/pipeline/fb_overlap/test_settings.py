@@ -9,6 +9,7 @@ import pytest
 from mindspeed_dsa.features import all_features
 from mindspeed_dsa.features.pipeline.fb_overlap.feature import FEATURE, Options, check_overlap
 from mindspeed_dsa.session import checks
+from tests.support import moe
 
 SERVED = {
     "num_experts": 8,
@@ -52,10 +53,7 @@ SERVED = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_in_one_sentence(arguments, words):
-    (problem,) = FEATURE.problems(Namespace(**{**SERVED, **arguments}))
-    assert problem.startswith("--moe-fb-overlap")
-    assert words in problem
-    assert list(FEATURE.problems(Namespace(**SERVED))) == []
+    moe.assert_refused(FEATURE, SERVED, arguments, "--moe-fb-overlap", words)
 
 
 @pytest.mark.parametrize("shared", [{"mtp_num_layers": 1}, {"untie_embeddings_and_output_weights": False}])
