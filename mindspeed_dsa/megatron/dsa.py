@@ -1,10 +1,12 @@
-"""Locations of DSA in Megatron, and helpers for the declarations of its fixes and options."""
+"""DSA in Megatron: where it lies, its models by name, and helpers for declarations of fixes and options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Check, Feature, Flag, repair
 from mindspeed_dsa.patches.spec import Patch
@@ -18,10 +20,45 @@ SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 
 SIZES = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}
 """Sizes that a DSA model needs, with those of DeepSeek-V3.2."""
+_DEEPSEEK: dict[str, Any] = {
+    "dsa_indexer_topk_freq": 1,
+    "dsa_indexer_skip_topk_offset": 0,
+    "dsa_indexer_topk_pattern": None,
+    "dsa_indexer_rope_first": True,
+    "dsa_indexer_rope_interleaved": False,
+    "dsa_indexer_normalised_query": True,
+    "dsa_indexer_rotate_activation": True,
+    "dsa_indexer_scoring_relu": True,
+    "dsa_indexer_k_norm_epsilon": 1e-6,
+}
+_GLM = _DEEPSEEK | {"dsa_indexer_rope_interleaved": True, "dsa_indexer_rotate_activation": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v3.2": _DEEPSEEK,
+    "glm-5": _GLM,
+    "glm-5.2": _GLM | {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3},
+}
+"""Fields of the indexer by model, as its publisher's code and configuration have them."""
+MODEL_SIZES = {
+    "deepseek-v3.2": SIZES,
+    "glm-5": SIZES | {"dsa_indexer_n_heads": 32},
+    "glm-5.2": SIZES | {"dsa_indexer_n_heads": 32},
+}
+"""Sizes of the indexer by model, for jobs that name none."""
 OWN_LOOP = ">=0.16,<0.19"
 """Releases whose DSA is one class, without kernel backends and without shared selections."""
 KERNELS = ">=0.19,<0.21"
 """Releases whose DSA has kernel backends, context parallel ranks and shared selections."""
+
+
+def rotates_first(release: str | None) -> bool:
+    """Return whether a release's own indexer rotates its first dimensions and takes the normalised query.
+
+    Those from 0.19 on do, and have no name for it: as DeepSeek's and GLM's code does.
+
+    Args:
+        release: of Megatron-core; None where there is none.
+    """
+    return release is not None and release in SpecifierSet(">=0.19.dev0", prereleases=True)
 
 
 def dsa_repair(

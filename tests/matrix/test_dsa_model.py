@@ -13,7 +13,8 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.features.dsa.model.feature import FLAGS, MODEL_SIZES, MODELS, fill_arguments
+from mindspeed_dsa.features.dsa.model.feature import FLAGS, fill_arguments
+from mindspeed_dsa.megatron.dsa import MODEL_SIZES, MODELS
 from mindspeed_dsa.patches import versions
 from tests.matrix import make_indexer_reference as of_0_19
 from tests.matrix.make_reference import summary

@@ -11,11 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, KERNELS, MLA, OWN_LOOP, SIZES, uses_dsa
+from mindspeed_dsa.megatron.dsa import (
+    DSA,
+    KERNELS,
+    MLA,
+    MODEL_SIZES,
+    MODELS,
+    OWN_LOOP,
+    SIZES,
+    rotates_first,
+    uses_dsa,
+)
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -124,30 +132,6 @@ FLAGS = (*SHARING_FLAGS, *INDEXER_FLAGS)
 
 # -- models by name ----------------------------------------------------------------------------
 
-_DEEPSEEK: dict[str, Any] = {
-    TOPK_FREQ.dest: 1,
-    SKIP_TOPK_OFFSET.dest: 0,
-    TOPK_PATTERN.dest: None,
-    ROPE_FIRST.dest: True,
-    ROPE_INTERLEAVED.dest: False,
-    NORMALISED_QUERY.dest: True,
-    ROTATE_ACTIVATION.dest: True,
-    SCORING_RELU.dest: True,
-    K_NORM_EPSILON.dest: 1e-6,
-}
-_GLM = _DEEPSEEK | {ROPE_INTERLEAVED.dest: True, ROTATE_ACTIVATION.dest: False}
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek-v3.2": _DEEPSEEK,
-    "glm-5": _GLM,
-    "glm-5.2": _GLM | {TOPK_FREQ.dest: 4, SKIP_TOPK_OFFSET.dest: 3},
-}
-"""Fields by model, as its publisher's code and configuration have them."""
-MODEL_SIZES = {
-    "deepseek-v3.2": SIZES,
-    "glm-5": SIZES | {"dsa_indexer_n_heads": 32},
-    "glm-5.2": SIZES | {"dsa_indexer_n_heads": 32},
-}
-"""Sizes of the indexer by model, for jobs that name none."""
 MODEL_NAME = Flag(
     "--dsa-model",
     "Set the indexer's options and which layers select keys as this model has them: deepseek-v3.2; glm-5, "
@@ -211,7 +195,7 @@ class Options:
     @property
     def native(self) -> bool:
         """Return whether Megatron's own indexer has the order and the query of DeepSeek, and no other."""
-        return self.release is not None and self.release in SpecifierSet(">=0.19.dev0", prereleases=True)
+        return rotates_first(self.release)
 
     @classmethod
     def of(cls, settings: Any) -> Options:

@@ -14,7 +14,6 @@ from typing import Any, Optional
 from mindspeed_dsa.feature import Context, Flag
 from mindspeed_dsa.features.dsa.model.feature import (
     FLAGS,
-    MODEL_SIZES,
     NORMALISED_QUERY,
     ROPE_FIRST,
     Options,
@@ -22,7 +21,7 @@ from mindspeed_dsa.features.dsa.model.feature import (
     sets,
 )
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.dsa import MODEL_SIZES, uses_dsa
 from mindspeed_dsa.patches.errors import SettingsError
 
 
