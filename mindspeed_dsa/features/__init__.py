@@ -31,6 +31,7 @@ KINDS = {
     "pipeline": "Pipeline schedules",
     "operators": "Small operators of a layer, each as one",
     "compilation": "Parts of a layer compiled",
+    "checkpoints": "Weights of other formats, read and written",
     "diagnostics": "Records of a job, which change nothing in its training",
 }
 """Folders of features, with what they hold. Wrappers of one target nest in this order, and within a kind by

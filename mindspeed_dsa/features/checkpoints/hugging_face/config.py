@@ -1,0 +1,378 @@
+"""Model of a Hugging Face ``config.json``, as Megatron's arguments.
+
+Kinds are DeepSeek-V3 with dense attention, DeepSeek-V3.2 and GLM-5.x. Arguments have the names of Megatron-LM
+0.19 and of this library's flags; :mod:`~mindspeed_dsa.features.checkpoints.hugging_face.flags` knows the
+releases in which they are others. Where a file leaves a number out, it is that of transformers' class.
+
+Imports neither torch nor Megatron nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.megatron.dsa import MODELS
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import SettingsError
+
+KINDS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+FILE = "config.json"
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_experts": "n_routed_experts",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_topk": "num_experts_per_tok",
+}
+"""Names in the file by Megatron's argument."""
+INDEXER = {
+    "dsa_indexer_n_heads": "index_n_heads",
+    "dsa_indexer_head_dim": "index_head_dim",
+    "dsa_indexer_topk": "index_topk",
+}
+_NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+    "deepseek_v32": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
+    "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
+}
+"""What transformers' class of each kind takes where a file says nothing; the rest is :data:`_ALIKE`."""
+_ALIKE: dict[str, Any] = {
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "rope_interleave": True,
+    "attention_bias": False,
+}
+_POSITIVE = ("rms_norm_eps", "routed_scaling_factor", "max_position_embeddings", "n_group", "topk_group")
+_OF_ROPE = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "partial_rotary_factor",
+)
+_INDEXER_OF = {"deepseek_v3": "deepseek-v3.2", "deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
+"""Model whose indexer each kind has, of :data:`mindspeed_dsa.megatron.dsa.MODELS`."""
+
+
+def read_config(path: Path, who: str) -> dict[str, Any]:
+    """Read a model's ``config.json``.
+
+    Args:
+        path: of the file, or of its folder.
+        who: speaks if it fails, such as ``mindspeed_dsa weights``.
+
+    Raises:
+        SettingsError: it cannot be read, or is no configuration.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{who}: {file} cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"{who}: {file} is no configuration of a model")
+    return found
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what has to do with sizes: of weights, of activations, of work.
+
+    Args:
+        config: as :func:`read_config` returns it.
+        where: it is from, which begins every message: ``mindspeed_dsa plan: DIR/config.json``.
+
+    Returns:
+        values by Megatron's argument, None where the model has none of it.
+
+    Raises:
+        SettingsError: the model is of another kind, or its sizes are none.
+    """
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise SettingsError(
+            f"{where} is the configuration of model_type {kind!r}; what can be read is {', '.join(KINDS)}; "
+            "other models are given by Megatron's flags"
+        )
+    sparse = kind != "deepseek_v3" or "index_topk" in config
+    wanted = {**SIZES, **(INDEXER if sparse else {})}
+    missing = [name for name in wanted.values() if name not in config]
+    if missing:
+        raise SettingsError(f"{where} lacks {', '.join(missing)}")
+    wrong = [name for name in (*wanted.values(), *_NUMBERS) if not _is_size(name, config.get(name, 0))]
+    if wrong:
+        found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
+        raise SettingsError(f"{where}: {found}; give a positive number")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise SettingsError(
+            f"{where} has moe_layer_freq {config['moe_layer_freq']!r}, and only 1 can be read; give the "
+            "sizes by Megatron's flags, with --moe-layer-freq"
+        )
+    return {
+        **{flag: config[name] for flag, name in wanted.items()},
+        **_sharing(config, where),
+        "moe_layer_freq": _experts(config, where),
+        "moe_shared_expert_intermediate_size": (
+            (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"] or None
+        ),
+        "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
+        "experimental_attention_variant": "dsa" if sparse else None,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "moe_router_enable_expert_bias": True,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _experts(config: Mapping[str, Any], where: str) -> list[int]:
+    """Return 1 for each layer whose MLP has experts: a list of types, or dense layers first."""
+    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    if types is None:
+        dense = min(config.get("first_k_dense_replace") or 0, layers)
+        return [0] * dense + [1] * (layers - dense)
+    return [int(each == "sparse") for each in _types(config, where, "mlp_layer_types", ("dense", "sparse"))]
+
+
+def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return which layers select keys, as Megatron's flags; Hugging Face counts from 0, and by types.
+
+    A list of types counts; where frequency and offset say the same, they are what is returned.
+    """
+    rule = Sharing(config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2))
+    if rule.frequency > 1 and rule.offset < 1:
+        raise SettingsError(
+            f"{where}: with index_skip_topk_offset {rule.offset} layer 0 shares a selection, and no layer "
+            "below it selects; give 1 or more"
+        )
+    pattern = config.get("index_topk_pattern")
+    if config.get("indexer_types") is not None:
+        types = _types(config, where, "indexer_types", ("full", "shared"))
+        pattern = "".join("S" if each == "shared" else "F" for each in types)
+    if isinstance(pattern, list):
+        pattern = "".join("S" if each == "shared" else "F" for each in pattern)
+    by_rule = [rule.computes(layer) for layer in range(1, config["num_hidden_layers"] + 1)]
+    if pattern and [letter != "S" for letter in pattern] != by_rule:
+        return {"dsa_indexer_topk_pattern": pattern}
+    if rule.frequency == 1:
+        return {}
+    return {"dsa_indexer_topk_freq": rule.frequency, "dsa_indexer_skip_topk_offset": rule.offset}
+
+
+def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str, ...]) -> list[str]:
+    """Return a list with a word for each layer."""
+    types, layers = config[name], config["num_hidden_layers"]
+    if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= set(allowed):
+        raise SettingsError(
+            f"{where}: {name} is no list of {' or '.join(allowed)} for each of {layers} layers"
+        )
+    return types
+
+
+def _is_size(name: str, value: Any) -> bool:
+    if value is None:  # queries without a latent, no prediction layers
+        return name in ("q_lora_rank", *_NUMBERS)
+    least = 0 if name in _NUMBERS else 1
+    return type(value) is int and value >= least
+
+
+# -- everything else that decides numbers -------------------------------------------------------
+
+
+def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return everything that decides what the model computes.
+
+    Args:
+        config: as :func:`read_config` returns it.
+        where: it is from, which begins every message: ``mindspeed_dsa weights: DIR/config.json``.
+
+    Returns:
+        values by Megatron's argument. ``rope_type``, ``rotary_scaling_factor`` and, with YaRN,
+        ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``mscale`` and ``mscale_all_dim``
+        are fields of ``MLATransformerConfig``. Routing in groups that excludes no expert is none.
+
+    Raises:
+        SettingsError: the model is of another kind, its sizes are none, or Megatron cannot compute it.
+    """
+    sizes = sizes_of(config, where)
+    problems = list(_no_numbers(config)) or [*_without_megatron(config), *_rotary_problems(config)]
+    if problems:
+        raise SettingsError(f"{where} is a model that Megatron cannot compute: {'; '.join(problems)}")
+    groups, chosen = _groups(config)
+    indexer = {}
+    if sizes["experimental_attention_variant"] == "dsa":
+        indexer = dict(MODELS[_INDEXER_OF[config["model_type"]]])
+    if (sizes["mtp_num_layers"] or 0) > 1 and config.get("index_share_for_mtp_iteration"):
+        indexer["dsa_indexer_share_for_mtp"] = True
+    return {
+        **sizes,
+        **rotary_of(config),
+        "norm_epsilon": float(said(config, "rms_norm_eps")),
+        "max_position_embeddings": said(config, "max_position_embeddings"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_router_topk_scaling_factor": float(said(config, "routed_scaling_factor")),
+        "moe_router_dtype": "fp32",
+        **{name: value for name, value in indexer.items() if name not in sizes},
+    }
+
+
+def said(config: Mapping[str, Any], name: str) -> Any:
+    """Return what a file says, or what transformers takes where it says nothing."""
+    value = config.get(name)
+    return {**_ALIKE, **_DEFAULTS[config["model_type"]]}[name] if value is None else value
+
+
+def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is no positive number where one is read."""
+    rope = _rope_parameters(config)
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        yield "its rope parameters are not one table of numbers"
+        return
+    read = [(name, said(config, name)) for name in _POSITIVE]
+    read += [(name, table.get(name)) for table in (rope, config) for name in _OF_ROPE]
+    for name, value in read:
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            yield f"{name} is {value!r}, and a number is read"
+
+
+def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return in how many groups experts are routed, and to how many of them; None: to all."""
+    groups, chosen = said(config, "n_group"), said(config, "topk_group")
+    return (groups, chosen) if 0 < chosen < groups else (None, None)
+
+
+def _without_megatron(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what Megatron's layers and its router cannot compute.
+
+    With sigmoid scores Megatron divides the weights of chosen experts by their sum if they are several, and
+    never otherwise; it ranks groups by the ``topk // group_topk`` best experts of each, transformers by two.
+    """
+    only = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "hidden_act": ("silu", "swish"),
+        "rope_interleave": (True,),
+        "attention_bias": (False,),
+        "norm_topk_prob": (config["num_experts_per_tok"] > 1,),
+    }
+    for name, allowed in only.items():
+        if said(config, name) not in allowed:
+            yield f"{name} is {said(config, name)!r}, and it has {' or '.join(map(repr, allowed))} only"
+    heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if key_heads not in (None, heads):
+        yield f"num_key_value_heads is {key_heads!r}, and latent attention has one for each of {heads} heads"
+    if config["q_lora_rank"] is None and "index_topk" in config:
+        yield "q_lora_rank is None, and the indexer's queries are made of that latent"
+    if not said(config, "routed_scaling_factor"):
+        yield "routed_scaling_factor is 0, which it reads as 1"
+    groups, chosen = _groups(config)
+    if groups and chosen:
+        topk, experts = config["num_experts_per_tok"], config["n_routed_experts"]
+        if experts % groups:
+            yield f"n_group {groups} does not divide n_routed_experts {experts}"
+        if topk // chosen != 2:
+            yield (
+                f"groups of experts are ranked by their two best, and it ranks them by "
+                f"num_experts_per_tok // topk_group = {topk // chosen}"
+            )
+
+
+# -- rotary embeddings --------------------------------------------------------------------------
+
+
+def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Megatron's arguments for rotary embeddings.
+
+    Files of transformers before 5 have ``rope_theta`` and ``rope_scaling``, later ones ``rope_parameters``;
+    ``rope_scaling`` counts where both are given, as transformers has it.
+    """
+    given = _rope_parameters(config)
+    base = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    found: dict[str, Any] = {"rotary_base": int(base) if base.is_integer() else base}
+    if _rope_kind(given) != "yarn":
+        # Megatron-LM before 0.14 has YaRN alone, which a factor of 1 makes plain.
+        return found | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    longest = said(config, "max_position_embeddings")
+    original = (
+        config.get("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or longest
+    )
+    scale, all_dims = given.get("mscale"), given.get("mscale_all_dim")
+    return found | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(given.get("factor") or longest / original),
+        "original_max_position_embeddings": original,
+        "beta_fast": float(given.get("beta_fast") or 32),
+        "beta_slow": float(given.get("beta_slow") or 1),
+        # transformers reads mscale beside mscale_all_dim only, and takes 1 and 0 otherwise.
+        "mscale": float(scale) if scale and all_dims else 1.0,
+        "mscale_all_dim": float(all_dims or 0.0),
+    }
+
+
+def yarn_scale(factor: float, scale: float) -> float:
+    """Return YaRN's ``1 + 0.1 scale log(factor)``, and 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _rope_kind(given: Mapping[str, Any]) -> Any:
+    return given.get("rope_type") or given.get("type") or "default"
+
+
+def _rotary_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what Megatron's rotary embeddings of latent attention cannot compute."""
+    given = _rope_parameters(config)
+    kind = _rope_kind(given)
+    if kind not in ("default", "yarn"):
+        yield f"rope_type is {kind!r}, and it has 'default' or 'yarn' only"
+    part = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if part != 1.0:
+        yield f"partial_rotary_factor is {part!r}, and it rotates all of qk_rope_head_dim"
+    if kind != "yarn":
+        return
+    if given.get("truncate") is False:
+        yield "truncate is False, and it rounds YaRN's range of dimensions"
+    if given.get("mscale_all_dim") and not given.get("mscale"):
+        yield "mscale_all_dim is given without mscale"
+    rotary = rotary_of(config)
+    factor, scale, all_dims = (rotary[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"))
+    magnitude = yarn_scale(factor, scale) / yarn_scale(factor, all_dims)
+    own = given.get("attention_factor")
+    if own is not None and not math.isclose(own, magnitude):
+        yield f"attention_factor is {own!r}, and it has that of mscale and mscale_all_dim, {magnitude:g}"

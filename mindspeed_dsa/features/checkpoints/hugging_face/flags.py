@@ -1,0 +1,209 @@
+"""Model's arguments in a release of Megatron-LM: the flags that say them, and the values that a job has.
+
+Arguments are those that ``config.arguments_of`` returns. Releases differ in the names of YaRN's numbers, in
+whether they can be told the rows of the embedding, and in which of the indexer's options are their own.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of, yarn_scale
+from mindspeed_dsa.megatron.dsa import rotates_first
+from mindspeed_dsa.patches.errors import SettingsError
+
+_NEGATED = {
+    "add_bias_linear": "--disable-bias-linear",
+    "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
+    "dsa_indexer_scoring_relu": "--no-dsa-indexer-scoring-relu",
+}
+"""Arguments that are true where no flag says otherwise."""
+ALWAYS_SINCE_0_19 = ("dsa_indexer_rope_first", "dsa_indexer_normalised_query")
+_YARN = {
+    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
+}
+"""Numbers of ``MLATransformerConfig``: the flag's argument, and the value where no flag is given."""
+_ALSO = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "swiglu": "gated_linear_unit",
+    **{name: flag for name, (flag, _) in _YARN.items()},
+}
+"""Other names of arguments: fields of a ``TransformerConfig``, since 0.16 in a job's namespace as well."""
+_PADDING = 128
+"""``--make-vocab-size-divisible-by``, if nobody gives it."""
+
+
+def before_0_14(release: str) -> bool:
+    """Return whether a release's latent attention has YaRN alone, with ``--mscale`` for its softmax."""
+    return Version(release) < Version("0.14.dev0")
+
+
+# -- flags -------------------------------------------------------------------------------------
+
+
+def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
+    """Return the flags of Megatron-LM and of this library with which a job trains a model.
+
+    Args:
+        config: of Hugging Face, as it is read from its file.
+        release: of Megatron-core, from 0.12.1 on.
+        where: the configuration is from, which begins every message.
+
+    Returns:
+        one flag in each, with its values, quoted for a shell.
+
+    Raises:
+        SettingsError: Megatron cannot compute the model, or this release cannot.
+    """
+    arguments = arguments_of(config, where)
+    old, yarn = before_0_14(release), arguments["rope_type"] == "yarn"
+    if not isinstance(arguments["rotary_base"], int):
+        raise SettingsError(
+            f"{where}: rope_theta is {arguments['rotary_base']!r}, and Megatron-LM's --rotary-base an integer"
+        )
+    if old and yarn and arguments["mscale"] != arguments["mscale_all_dim"]:
+        raise SettingsError(
+            f"{where}: mscale {arguments['mscale']:g} is not mscale_all_dim {arguments['mscale_all_dim']:g}, "
+            f"and Megatron-core {release} scales attention with --mscale for both; use 0.14 or later"
+        )
+    if old:
+        del arguments["rope_type"]
+        if yarn:
+            arguments["max_position_embeddings"] = arguments.pop("original_max_position_embeddings")
+    else:
+        arguments["padded_vocab_size"] = -(-arguments["vocab_size"] // _PADDING) * _PADDING
+    for name, (_, usual) in _YARN.items():
+        if arguments.get(name) == usual:
+            del arguments[name]
+    if arguments.get("dsa_indexer_topk_freq") == 1:
+        del arguments["dsa_indexer_topk_freq"], arguments["dsa_indexer_skip_topk_offset"]
+    # Its kernels are neither for plain rotary embeddings of latent attention nor for DSA.
+    lines = [line for name, value in arguments.items() if (line := _line(name, value, release))]
+    return [shlex.join(line) for line in (*lines, ["--no-rope-fusion"])]
+
+
+def mend(name: str, value: Any, release: str) -> str:
+    """Say with which flag an argument gets a value: ``give --num-layers 61``, or ``omit --swiglu``."""
+    line = _line(name, value, release)
+    if line is not None:
+        return f"give {shlex.join(line)}"
+    if rotates_first(release) and name in ALWAYS_SINCE_0_19:
+        return f"omit --no-{name.replace('_', '-')}"
+    return f"omit {_NEGATED.get(name, _flag(name))}"
+
+
+def _flag(name: str) -> str:
+    renamed = _YARN[name][0] if name in _YARN else name
+    return f"--{renamed.replace('_', '-')}"
+
+
+def _line(name: str, value: Any, release: str) -> list[str] | None:
+    """Return a flag and its value; None where an argument has it without one."""
+    if name in _NEGATED:
+        return None if value else [_NEGATED[name]]
+    if value is None or value is False or (name in ALWAYS_SINCE_0_19 and rotates_first(release)):
+        return None
+    if value is True:
+        return [_flag(name)]
+    return [_flag(name), pattern(value) if name == "moe_layer_freq" else str(value)]
+
+
+def pattern(layers: Sequence[int]) -> str:
+    """Return ``([0]*3+[1]*58)``, as ``--moe-layer-freq`` takes it."""
+    runs = ((kind, len(list(run))) for kind, run in itertools.groupby(layers))
+    return f"({'+'.join(f'[{kind}]*{length}' for kind, length in runs)})"
+
+
+# -- values of a job -----------------------------------------------------------------------------
+
+
+class Missing:
+    """Value of an argument that an object does not have."""
+
+
+MISSING = Missing()
+
+
+def value_of(args: Any, name: str) -> Any:
+    """Return an argument of a job's namespace or of a model's configuration, :data:`MISSING` without it."""
+    first = getattr(args, name, MISSING)
+    return getattr(args, _ALSO[name], MISSING) if first is MISSING and name in _ALSO else first
+
+
+def layers_with_experts(args: Any) -> list[int] | Missing:
+    """Return 1 for each layer that has experts, whichever way the job says it."""
+    layers, frequency = value_of(args, "num_layers"), value_of(args, "moe_layer_freq")
+    if not isinstance(layers, int) or isinstance(frequency, Missing):
+        return MISSING
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in range(layers)]
+    return [int(each) for each in frequency]
+
+
+def rotates_first_here(args: Any, name: str, release: str) -> bool:
+    """Return one of :data:`ALWAYS_SINCE_0_19`; where a job says nothing, the release decides."""
+    value = getattr(args, name, None)
+    return rotates_first(release) if value is None else bool(value)
+
+
+class Rotary(NamedTuple):
+    """Rotary embeddings as they are computed.
+
+    Attributes:
+        base: of the frequencies.
+        factor: by which YaRN stretches them; 1: it does not, and the next three are None.
+        original: positions before that.
+        beta_fast, beta_slow: turns within these, between which frequencies are blended.
+        magnitude: factor of sines and cosines.
+        scale: factor of attention's scores, beside the square root of the heads' size.
+    """
+
+    base: float
+    factor: float
+    original: int | None
+    beta_fast: float | None
+    beta_slow: float | None
+    magnitude: float
+    scale: float
+
+    @classmethod
+    def of(cls, args: Any, release: str) -> Rotary | None:
+        """Build from a job's arguments or a configuration; None where they say nothing of rotary embeddings.
+
+        Megatron takes YaRN where no type is said, and multiplies attention's scale whatever the type is: by
+        the square of ``yarn_scale`` with ``mscale`` before 0.14, with ``mscale_all_dim`` since.
+        """
+        base, factor = value_of(args, "rotary_base"), value_of(args, "rotary_scaling_factor")
+        if isinstance(base, Missing) or isinstance(factor, Missing):
+            return None
+        old = before_0_14(release)
+        scale = getattr(args, "mscale", 1.0)
+        all_dims = getattr(args, "mscale_all_dim", 1.0 if old else 0.0)
+        attention = yarn_scale(factor, scale if old else all_dims) ** 2
+        if (getattr(args, "rope_type", None) or "yarn") == "rope" or factor == 1:
+            return cls(float(base), 1.0, None, None, None, 1.0, attention)
+        original = value_of(args, "max_position_embeddings" if old else "original_max_position_embeddings")
+        fast, slow = value_of(args, "beta_fast"), value_of(args, "beta_slow")
+        return cls(
+            float(base),
+            float(factor),
+            _or_usual("original_max_position_embeddings", original),
+            _or_usual("beta_fast", fast),
+            _or_usual("beta_slow", slow),
+            yarn_scale(factor, scale) / yarn_scale(factor, all_dims),
+            attention,
+        )
+
+
+def _or_usual(name: str, value: Any) -> Any:
+    return _YARN[name][1] if value is None or isinstance(value, Missing) else value

@@ -1,0 +1,316 @@
+"""Differences between the model of a Hugging Face configuration and the one that a job trains.
+
+A job is its arguments, or a model's configuration. What it does not have is not judged. Both sides are judged
+by what they compute: groups of experts that exclude none are no groups, YaRN with a factor of 1 is plain.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER
+from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
+    ALWAYS_SINCE_0_19,
+    MISSING,
+    Rotary,
+    before_0_14,
+    layers_with_experts,
+    mend,
+    pattern,
+    rotates_first_here,
+    value_of,
+)
+from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.selections import Sharing
+
+_SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "qk_layernorm",
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "swiglu",
+    "add_bias_linear",
+    "normalization",
+    "norm_epsilon",
+    "untie_embeddings_and_output_weights",
+)
+"""Arguments that have to be equal."""
+_WITHOUT = (
+    "add_qkv_bias",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "moe_latent_size",
+    "moe_shared_expert_gate",
+    "no_rope_freq",
+    "qk_l2_norm",
+    "quick_geglu",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "squared_relu",
+    "use_rope_scaling",
+)
+"""Arguments that change what a model computes, and that none of these models has."""
+_POSITIONS = ("rope", "yarn", "none")
+"""Kinds of position embeddings beside which latent attention rotates by itself, and nothing is added."""
+_LATENT_EPSILON = 1e-6
+"""Epsilon of transformers' norms of latents, whatever the configuration says."""
+
+
+def mismatches(arguments: Mapping[str, Any], args: Any, release: str) -> list[str]:
+    """Return every difference, with the value here, the one of the files, and the flag that mends it.
+
+    Args:
+        arguments: of the files' model, as ``config.arguments_of`` returns them.
+        args: Megatron-LM's namespace, or a ``TransformerConfig``; attributes may be missing.
+        release: of Megatron-core, which decides where ``args`` say nothing.
+
+    Returns:
+        sentences. Fewer layers of multi-token prediction than in the files, and indexers beside dense files,
+        are no mismatch; :func:`remarks` has them.
+    """
+    found = [
+        *_sizes(arguments, args, release),
+        *_experts(arguments, args, release),
+        *_rotary(arguments, args, release),
+    ]
+    if arguments["experimental_attention_variant"] == "dsa":
+        found += _indexers(arguments, args, release)
+    return found
+
+
+def adds_indexers(arguments: Mapping[str, Any], args: Any) -> bool:
+    """Return whether the job's model has indexers, and the files, of a dense model, have none."""
+    return uses_dsa(args) and arguments["experimental_attention_variant"] != "dsa"
+
+
+def remarks(arguments: Mapping[str, Any], args: Any) -> list[str]:
+    """Return what differs and may: what the files lack, what is left out of them, what stays inexact."""
+    found = []
+    if adds_indexers(arguments, args):
+        found.append("the files are of a dense model: indexers are initialised, all else is read")
+    here, there = _mtp_layers(args), arguments["mtp_num_layers"] or 0
+    if here is not None and here < there:
+        found.append(
+            f"the files have {there} layers of multi-token prediction, and {here} are trained: the others "
+            f"are left out; give --mtp-num-layers {there} to train them"
+        )
+    epsilon = arguments["norm_epsilon"]
+    if epsilon != _LATENT_EPSILON:
+        found.append(
+            f"transformers computes the norms of latent queries and keys with epsilon {_LATENT_EPSILON:g}, "
+            f"and Megatron, which has one for all norms, with {epsilon:g}"
+        )
+    return found
+
+
+def _differs(name: str, here: Any, there: Any, release: str) -> str:
+    return f"{name} is {_shown(here)} here and {_shown(there)} in the files: {mend(name, there, release)}"
+
+
+def _shown(value: Any) -> str:
+    return (
+        pattern(value)
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _equal(here: Any, there: Any) -> bool:
+    if isinstance(here, float) or isinstance(there, float):
+        return here is not None and there is not None and math.isclose(here, there)
+    return bool(here == there)
+
+
+def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
+    for name in _SAME:
+        here, there = value_of(args, name), arguments[name]
+        if here is not MISSING and not _equal(here, there):
+            yield _differs(name, here, there, release)
+    for name in _WITHOUT:
+        here = value_of(args, name)
+        if here is not MISSING and here:
+            yield _differs(name, here, None, release)
+    positions = value_of(args, "position_embedding_type")
+    if positions is not MISSING and positions not in _POSITIONS:
+        yield _differs("position_embedding_type", positions, arguments["position_embedding_type"], release)
+    activation = value_of(args, "activation_func")
+    if activation is not MISSING and getattr(activation, "__name__", "") != "silu":
+        name = getattr(activation, "__name__", activation)
+        yield f"activation_func is {name} here and silu in the files: give --swiglu alone"
+    yield from _vocabulary(arguments["vocab_size"], args, release)
+    here, there = _mtp_layers(args), arguments["mtp_num_layers"] or 0
+    if here is not None and here > there:
+        yield _differs("mtp_num_layers", here, there or None, release)
+
+
+def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
+    """Yield a sentence if the embedding has too few rows; it may have more, which padding adds."""
+    padded, own = value_of(args, "padded_vocab_size"), value_of(args, "vocab_size")
+    name, here = ("vocab_size", own) if padded in (MISSING, None) else ("padded_vocab_size", padded)
+    if here is MISSING or here is None or here >= there:
+        return
+    if before_0_14(release):
+        ranks = value_of(args, "tensor_model_parallel_size")
+        rows = -(-there // (1 if ranks is MISSING else ranks))
+        advice = f"give --make-vocab-size-divisible-by {rows}"
+    else:
+        advice = f"give --padded-vocab-size {there} or more"
+    yield f"{name} is {here} here and {there} in the files, of which no row can be left out: {advice}"
+
+
+def _mtp_layers(args: Any) -> int | None:
+    """Return how many layers of multi-token prediction own weights; None: not said."""
+    here = value_of(args, "mtp_num_layers")
+    if here is MISSING:
+        return None
+    return min(here or 0, 1) if getattr(args, "mtp_use_repeated_layer", False) else here or 0
+
+
+# -- experts -----------------------------------------------------------------------------------
+
+
+def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
+    if not value_of(args, "num_experts"):
+        return  # which is a difference by itself
+    here = value_of(args, "moe_ffn_hidden_size")
+    if here is not MISSING:
+        here = value_of(args, "ffn_hidden_size") if here is None else here
+        if not _equal(here, arguments["moe_ffn_hidden_size"]):
+            yield _differs("moe_ffn_hidden_size", here, arguments["moe_ffn_hidden_size"], release)
+    for name, usual in (("moe_shared_expert_intermediate_size", 0), ("moe_router_topk_scaling_factor", 1.0)):
+        here, there = value_of(args, name), arguments[name]
+        if here is not MISSING and not _equal(here or usual, there or usual):
+            yield _differs(name, here, there, release)
+    layers = layers_with_experts(args)
+    comparable = isinstance(layers, list) and value_of(args, "num_layers") == arguments["num_layers"]
+    if comparable and layers != arguments["moe_layer_freq"]:
+        yield _differs("moe_layer_freq", layers, arguments["moe_layer_freq"], release)
+    groups, chosen = value_of(args, "moe_router_num_groups"), value_of(args, "moe_router_group_topk")
+    if MISSING in (groups, chosen):
+        return
+    if not groups or not chosen or chosen >= groups:
+        groups = chosen = None
+    for name, here in (("moe_router_num_groups", groups), ("moe_router_group_topk", chosen)):
+        if here != arguments[name]:
+            yield _differs(name, here, arguments[name], release)
+
+
+# -- rotary embeddings --------------------------------------------------------------------------
+
+
+def _rotary(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
+    # The files' numbers are those of any release from 0.14 on.
+    here, there = Rotary.of(args, release), Rotary.of(SimpleNamespace(**arguments), "0.14")
+    assert there is not None
+    if here is None:
+        return
+    if not _equal(here.base, there.base):
+        yield _differs("rotary_base", here.base, arguments["rotary_base"], release)
+    if not _equal(here.factor, there.factor):
+        kinds = {True: "yarn", False: "rope"}
+        flags = mend("rotary_scaling_factor", there.factor, release)
+        if not before_0_14(release):
+            flags += f" --rope-type {kinds[there.factor != 1]}"
+        yield (
+            f"rotary embeddings are {kinds[here.factor != 1]} with a factor of {here.factor:g} here and "
+            f"{kinds[there.factor != 1]} with {there.factor:g} in the files: {flags}"
+        )
+        return
+    old = before_0_14(release)
+    length = "max_position_embeddings" if old else "original_max_position_embeddings"
+    for name, ours, theirs in (
+        (length, here.original, there.original),
+        ("beta_fast", here.beta_fast, there.beta_fast),
+        ("beta_slow", here.beta_slow, there.beta_slow),
+    ):
+        if ours != theirs:
+            yield _differs(name, ours, theirs, release)
+    yield from _magnitudes(arguments, here, there, release)
+
+
+def _magnitudes(arguments: Mapping[str, Any], here: Rotary, there: Rotary, release: str) -> Iterator[str]:
+    if _equal(here.magnitude, there.magnitude) and _equal(here.scale, there.scale):
+        return
+    scale, all_dims = arguments.get("mscale", 1.0), arguments.get("mscale_all_dim", 0.0)
+    if there.factor == 1:
+        advice = mend("rotary_scaling_factor", 1.0, release)
+    elif before_0_14(release) and scale != all_dims:
+        advice = f"Megatron-core {release} scales attention with --mscale for both; train with 0.14 or later"
+    else:
+        advice = f"give --mscale {scale:g} --mscale-all-dim {all_dims:g}"
+    yield (
+        f"YaRN multiplies sines by {here.magnitude:g} and attention's scores by {here.scale:g} here, and by "
+        f"{there.magnitude:g} and {there.scale:g} in the files: {advice}"
+    )
+
+
+# -- indexers ----------------------------------------------------------------------------------
+
+
+def _indexers(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
+    variant = value_of(args, "experimental_attention_variant")
+    if variant != "dsa":
+        if variant is not MISSING:
+            yield _differs("experimental_attention_variant", variant, "dsa", release)
+        return
+    for name in INDEXER:
+        here = value_of(args, name)
+        if here is not MISSING and here != arguments[name]:
+            yield _differs(name, here, arguments[name], release)
+    for name in ALWAYS_SINCE_0_19:
+        if not rotates_first_here(args, name, release):
+            yield _differs(name, False, True, release)
+    for name, usual in (("dsa_indexer_rope_interleaved", False), ("dsa_indexer_scoring_relu", True)):
+        here = value_of(args, name)
+        here = usual if here is MISSING or here is None else here
+        if here != arguments[name]:
+            yield _differs(name, here, arguments[name], release)
+    # Whether Hadamard's matrix rotates queries and keys changes no exact score.
+    name = "dsa_indexer_k_norm_epsilon"
+    here = value_of(args, name)
+    here = value_of(args, "norm_epsilon") if here is MISSING or here is None else here
+    if here is not MISSING and not _equal(here, arguments[name]):
+        yield _differs(name, here, arguments[name], release)
+    yield from _selections(arguments, args, release)
+
+
+def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
+    """Yield a sentence if other layers select keys, and so own an indexer."""
+    layers = arguments["num_layers"]
+    if value_of(args, "num_layers") not in (MISSING, layers):
+        return
+    here, there = Sharing.of(args), Sharing.of(SimpleNamespace(**arguments))
+    if any(here.computes(layer) != there.computes(layer) for layer in range(1, layers + 1)):
+        if there.pattern:
+            flags = mend("dsa_indexer_topk_pattern", there.pattern, release)
+        elif there.frequency > 1:
+            flags = (
+                f"give --dsa-indexer-topk-freq {there.frequency} "
+                f"--dsa-indexer-skip-topk-offset {there.offset}"
+            )
+        else:
+            flags = "omit --dsa-indexer-topk-freq and --dsa-indexer-topk-pattern"
+        yield f"{here.words(layers)} select keys here and {there.words(layers)} in the files: {flags}"
+    trained = range(1, min(_mtp_layers(args) or 0, arguments["mtp_num_layers"] or 0) + 1)
+    if any(here.mtp_computes(layer) != there.mtp_computes(layer) for layer in trained):
+        flags = mend("dsa_indexer_share_for_mtp", there.mtp_shares, release)
+        yield f"other layers of multi-token prediction select keys here than in the files: {flags}"
