@@ -1,0 +1,272 @@
+"""Shards of a Hugging Face model folder, written tensor by tensor, or rows of one at a time.
+
+A file is laid out as the safetensors library does it, so the same tensors give the same bytes, and is written
+beside its name: it gets that name when it is whole and on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.checkpoints.hugging_face.files import DTYPES, INDEX, SINGLE, bytes_of
+from mindspeed_dsa.runs.files import RunError, sync, write_atomically
+
+PARTIAL = ".partial"
+"""End of the name of a shard that is not whole yet."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LAYOUT = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+_ALIGNMENT = 8  # of the first tensor, in bytes
+_PIECE = 2**25  # bytes of a tensor that are copied to be written
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a header says of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file and the tensors that it holds."""
+
+    file: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def header(self) -> bytes:
+        """The file's first bytes: the header's length and the header."""
+        content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in self.laid_out:
+            begin, end = end, end + tensor.nbytes
+            content[tensor.name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def laid_out(self) -> list[TensorSpec]:
+        """The tensors in the file's order: wide elements first, which keeps all aligned, then by name."""
+        return sorted(self.tensors, key=lambda tensor: (_LAYOUT[tensor.dtype], tensor.name.encode("utf-8")))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+def divide(tensors: Iterable[TensorSpec], shard_bytes: int) -> list[Shard]:
+    """Deal tensors out to files as transformers does: in order, until one would pass ``shard_bytes``.
+
+    A larger tensor has a file of its own.
+
+    Args:
+        tensors: in the model's order, each name once.
+        shard_bytes: of tensors in a file, at most.
+
+    Returns:
+        ``model.safetensors`` alone, or ``model-00001-of-00003.safetensors`` and so on.
+    """
+    dealt: list[list[TensorSpec]] = []
+    current: list[TensorSpec] = []
+    filled = 0
+    for tensor in tensors:
+        if tensor.nbytes > shard_bytes:
+            dealt.append([tensor])
+            continue
+        if filled + tensor.nbytes > shard_bytes:
+            dealt.append(current)
+            current, filled = [], 0
+        current.append(tensor)
+        filled += tensor.nbytes
+    if current:
+        dealt.append(current)
+    counts = Counter(tensor.name for group in dealt for tensor in group)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"tensors of one model have one name: {', '.join(twice)}")
+    if len(dealt) == 1:
+        return [Shard(SINGLE, tuple(dealt[0]))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(dealt):05d}.safetensors", tuple(group))
+        for number, group in enumerate(dealt, start=1)
+    ]
+
+
+class ShardFile:
+    """A shard that is being written; its tensors may come in any order, rows of several in turns.
+
+    Use it in a ``with`` statement. At the end the file is synced to disk and gets its name; an exception
+    leaves what was written under the name with :data:`PARTIAL`, where the next attempt begins anew.
+
+    Args:
+        folder: exists.
+        shard: what the file will hold.
+
+    Raises:
+        RunError: on entry, the file exists; on leaving, tensors are missing; the disk refuses to take more.
+    """
+
+    def __init__(self, folder: Path, shard: Shard) -> None:
+        self.path = folder / shard.file
+        self._partial = folder / (shard.file + PARTIAL)
+        self._header = shard.header
+        self._specs = {tensor.name: tensor for tensor in shard.tensors}
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        offset = len(self._header)
+        for tensor in shard.laid_out:
+            self._next[tensor.name] = offset
+            offset += tensor.nbytes
+            self._end[tensor.name] = offset
+        self._descriptor = -1
+
+    def __enter__(self) -> ShardFile:
+        if self.path.exists():
+            raise RunError(
+                f"mindspeed_dsa: {self.path} exists and stays as it is; remove it or name another folder"
+            )
+        try:
+            self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            self._put(memoryview(self._header), 0)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None:
+                return
+            missing = [name for name, end in self._end.items() if self._next[name] < end]
+            if missing:
+                raise RunError(
+                    f"mindspeed_dsa: {self._partial} is not whole: {len(missing)} tensors were not written "
+                    f"to their end, the first is {missing[0]}; write the shard again"
+                )
+            try:
+                os.fsync(self._descriptor)
+            except OSError as refusal:
+                raise self._refused(refusal) from refusal
+        finally:
+            os.close(self._descriptor)
+        os.rename(self._partial, self.path)
+        sync(self.path.parent)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a whole tensor, of the dtype and shape that the shard says."""
+        if tuple(tensor.shape) != self._specs[name].shape:
+            announced = list(self._specs[name].shape)
+            raise ValueError(f"{name} is {list(tensor.shape)}, and {announced} was announced")
+        self.write_rows(name, tensor)
+
+    def write_rows(self, name: str, rows: Tensor) -> None:
+        """Write the next rows of a tensor.
+
+        Args:
+            name: the tensor's.
+            rows: ``[any, *rest]`` of its dtype, where ``rest`` is its shape after the first dimension; of any
+                strides and device.
+        """
+        spec = self._specs[name]
+        nbytes = rows.numel() * rows.element_size()
+        if rows.dtype != spec.dtype or tuple(rows.shape[1:]) != spec.shape[1:]:
+            raise ValueError(
+                f"{name} is {spec.dtype} {list(spec.shape)}; rows were {rows.dtype} {list(rows.shape)}"
+            )
+        if self._next[name] + nbytes > self._end[name]:
+            raise ValueError(
+                f"{name} is {list(spec.shape)} and ends before the last of these {len(rows)} rows"
+            )
+        for piece in _pieces(rows.detach()):
+            self._put(bytes_of(piece), self._next[name])
+            self._next[name] += piece.nbytes
+
+    def _put(self, view: memoryview, offset: int) -> None:
+        try:
+            while view:
+                count = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> RunError:
+        return RunError(
+            f"mindspeed_dsa: {self._partial} cannot be written ({error.strerror}); make room on the disk or "
+            "name another folder, then write the shard again"
+        )
+
+
+def _pieces(rows: Tensor) -> Iterator[Tensor]:
+    """Yield contiguous parts on the CPU; all at once where that takes no copy."""
+    if rows.numel() == 0:
+        return
+    if rows.is_contiguous() and rows.device.type == "cpu":
+        yield rows
+        return
+    rows = rows.view(1) if rows.dim() == 0 else rows
+    at_once = max(1, _PIECE * len(rows) // (rows.numel() * rows.element_size()))
+    for piece in rows.split(at_once):
+        yield piece.contiguous().cpu()
+
+
+def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    """Write ``model.safetensors.index.json``, or nothing where one file holds all.
+
+    Args:
+        folder: exists.
+        shards: all of the model.
+    """
+    if len(shards) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard.tensors)},
+        "weight_map": {tensor.name: shard.file for shard in shards for tensor in shard.tensors},
+    }
+    write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def require_disk_space(folder: Path, nbytes: int) -> None:
+    """Refuse to begin what the disk cannot take.
+
+    Args:
+        folder: where the files will be; it need not exist.
+        nbytes: of all that will be written.
+
+    Raises:
+        RunError: the file system has less room.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if nbytes > free:
+        raise RunError(
+            f"mindspeed_dsa: {folder} needs {nbytes:,} bytes, and its file system has {free:,} free; make "
+            "room or name another folder"
+        )

@@ -1,0 +1,122 @@
+"""Weights in FP8 blocks against torch's own casts: every code, every slice, back to the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_dsa.features.checkpoints.hugging_face import fp8
+from mindspeed_dsa.runs.files import RunError
+
+CODES = torch.arange(256, dtype=torch.uint8)
+FINITE = CODES[(CODES & 0x7F) != 0x7F]
+
+
+def every_code(rows: int, columns: int) -> torch.Tensor:
+    """All finite codes in turns, as FP8."""
+    repeated = FINITE.repeat(rows * columns // len(FINITE) + 1)[: rows * columns]
+    return repeated[torch.randperm(rows * columns)].view(rows, columns).view(torch.float8_e4m3fn)
+
+
+def random_factors(shape: tuple[int, int], block: tuple[int, int] = fp8.BLOCK) -> torch.Tensor:
+    """Factors of any mantissa, from 2^-116 to 2^116."""
+    exponents = torch.randint(-116, 116, fp8.factors_shape(shape, block)).float()
+    return (1 + torch.rand(exponents.shape)) * 2**exponents
+
+
+def formula(weight: torch.Tensor, factors: torch.Tensor, block: tuple[int, int] = fp8.BLOCK) -> torch.Tensor:
+    """The official product, with torch's cast and factors of the weight's shape."""
+    each = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return (weight.float() * each[: weight.shape[0], : weight.shape[1]]).bfloat16()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (300, 130), (1, 1), (127, 129), (129, 5000), (1000, 7)])
+def test_every_finite_code(shape):
+    weight, factors = every_code(*shape), random_factors(shape)
+    out = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+    fp8.dequantise(weight, factors, out)
+    assert same_bits(out, formula(weight, factors))
+
+
+def test_nan_stays_nan_and_alone():
+    weight = every_code(200, 200).view(torch.uint8)
+    weight[3, 150], weight[199, 0] = 0x7F, 0xFF
+    weight, factors = weight.view(torch.float8_e4m3fn), random_factors((200, 200))
+    out = torch.empty(200, 200, dtype=torch.bfloat16)
+    fp8.dequantise(weight, factors, out)
+    assert out.isnan().nonzero().tolist() == [[3, 150], [199, 0]]
+    expected = formula(weight, factors)
+    assert same_bits(out[out.isfinite()], expected[expected.isfinite()])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_slices_are_those_of_the_whole(data):
+    block = data.draw(st.sampled_from([(128, 128), (4, 8), (64, 32)]))
+    rows, columns = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
+    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    bottom, right = data.draw(st.integers(top + 1, rows)), data.draw(st.integers(left + 1, columns))
+    weight, factors = every_code(rows, columns), random_factors((rows, columns), block)
+    expected = formula(weight, factors, block)[top:bottom, left:right]
+    for dtype in (torch.bfloat16, torch.float32):
+        around = torch.full((bottom - top + 2, right - left + 3), torch.nan, dtype=dtype)
+        fp8.dequantise(weight[top:bottom, left:right], factors, around[1:-1, 2:-1], top, left, block)
+        assert same_bits(around[1:-1, 2:-1].contiguous(), expected.to(dtype).contiguous())
+        assert around.isnan().sum() == around.numel() - expected.numel()
+
+
+@pytest.mark.parametrize("block", [(128, 128), (4, 8)])
+def test_its_own_factors_give_back_the_bytes(block):
+    """Of each code, the two zeros and subnormal ones included, with random factors."""
+    for _ in range(3):
+        shape = (130, 390)
+        weight, factors = every_code(*shape), random_factors(shape, block)
+        read = torch.empty(shape, dtype=torch.bfloat16)
+        fp8.dequantise(weight, factors, read, block=block)
+        again, same = fp8.quantise(read, factors, block)
+        assert same is factors
+        assert same_bits(again, weight)
+
+
+def test_chosen_factors():
+    """The largest magnitude of a block becomes 448; what is between is rounded to nearest even by torch."""
+    weight = torch.randn(260, 200) * torch.logspace(-20, 20, 260)[:, None]
+    weight[128:256, :128] = 0
+    quantised, factors = fp8.quantise(weight)
+    assert factors.shape == (3, 2)
+    for row in range(3):
+        for column in range(2):
+            part = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+            largest = weight[part].abs().max()
+            assert factors[row, column] == (largest / 448 if largest else 1)
+            exact = (weight[part] / factors[row, column]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert same_bits(quantised[part].contiguous(), exact.contiguous())
+            assert quantised[part].float().abs().max() == (448 if largest else 0)
+
+
+def test_factors_that_are_too_small_saturate():
+    quantised, _ = fp8.quantise(torch.tensor([[1000.0, -1000.0, 3.0]]), torch.ones(1, 1))
+    assert quantised.float().tolist() == [[448.0, -448.0, 3.0]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("factors", [None, torch.ones(2, 1)])
+def test_what_fp8_cannot_hold(value, factors):
+    weight = torch.zeros(200, 20, dtype=torch.bfloat16)
+    weight[130, 3] = value
+    with pytest.raises(RunError, match="rows 128 to 200 hold NaN or infinities"):
+        fp8.quantise(weight, factors)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.0, -1.0, 2.0**120])
+def test_wrong_factors(value):
+    factors = torch.rand(3, 5) + 0.1
+    assert fp8.wrong_factor(factors) is None
+    factors[2, 1] = value
+    assert fp8.wrong_factor(factors) == f"{value} at [2, 1]"
