@@ -424,7 +424,7 @@ def _with_factors(
 
 
 def _counts(value: Any) -> bool:
-    """Whether a value out of JSON is a list of integers that count something."""
+    """Tell whether a value out of JSON is a list of integers that count something."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 

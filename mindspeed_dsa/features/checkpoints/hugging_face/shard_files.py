@@ -32,7 +32,7 @@ _PIECE = 2**25  # bytes of a tensor that are copied to be written
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a header says of a tensor."""
+    """Name, dtype and shape of a tensor, as a header gives them."""
 
     name: str
     dtype: torch.dtype
