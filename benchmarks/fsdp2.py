@@ -35,21 +35,13 @@ _FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement.
+    """Sizes of the measurement."""
 
-    Attributes:
-        layers: of the stack, each a unit.
-        width: of each, with a square weight.
-        tokens: of a rank, to be tried first.
-        many: tokens beside DDP, whose transfers are then as small a part of a step as in training.
-        rounds: each runs every variant once.
-    """
-
-    layers: int = 12
-    width: int = 1024
-    tokens: int = 256
-    many: int = 1024
-    rounds: int = 7
+    layers: int = 12  # of the stack, each a unit
+    width: int = 1024  # of each, with a square weight
+    tokens: int = 256  # of a rank, to be tried first
+    many: int = 1024  # tokens beside DDP, whose transfers are then as small a part of a step as in training
+    rounds: int = 7  # each runs every variant once
 
 
 QUICK = Sizes(layers=3, width=64, tokens=32, many=32, rounds=1)

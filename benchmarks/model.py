@@ -1,10 +1,23 @@
-"""Settings of Megatron's models in every case: no dropout, no fusion that needs a GPU, SwiGLU, RMSNorm."""
+"""Sizes of models, and settings of Megatron's: no dropout, no fusion that needs a GPU, SwiGLU, RMSNorm."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model and of a microbatch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    sequences: int
 
 
 def deterministic_layers(**sizes: Any) -> dict[str, Any]:

@@ -27,19 +27,12 @@ Step = Callable[[], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement: one layer whose attention dominates, as it does at such lengths.
+    """Sizes of the measurement: one layer whose attention dominates, as it does at such lengths."""
 
-    Attributes:
-        length: of the whole sequence.
-        topk: keys of a row.
-        hidden: width of a token.
-        rounds: of each context parallel size.
-    """
-
-    length: int = 16_384
-    topk: int = 512
-    hidden: int = 256
-    rounds: int = 2
+    length: int = 16_384  # of the whole sequence
+    topk: int = 512  # keys of a row
+    hidden: int = 256  # width of a token
+    rounds: int = 2  # of each context parallel size
 
 
 QUICK = Sizes(length=256, topk=32, hidden=64, rounds=1)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.memory.child import Child
-from benchmarks.memory.job import Sizes
+from benchmarks.memory.job import FULL, Sizes
 from benchmarks.registry import Metrics
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def run(device: str, quick: bool = False, timed: str | None = None) -> Metrics:
         quick: a model too small to say anything.
         timed: names out of :data:`FEATURES` with commas between them: only the time of a step with these.
     """
-    sizes = QUICK if quick else Sizes()
+    sizes = QUICK if quick else FULL
     rounds = {"step": 7, "long step": 3} if timed is None else {"step": 2, "long step": 2}
     rounds = dict.fromkeys(STEPS, 2) if quick else rounds
     told = {"tokens": {command: tokens_of(sizes, command) for command in STEPS}, "rounds": rounds}

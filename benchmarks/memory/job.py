@@ -12,24 +12,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.measure import live_bytes, peak_bytes, storage_bytes
-from benchmarks.model import deterministic_layers
+from benchmarks.model import ModelSizes, deterministic_layers
 from mindspeed_dsa import platforms
 
 _Reduce = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(ModelSizes):
     """Sizes of the model and of a step, and of a long one."""
 
-    layers: int = 3
-    hidden: int = 1024
-    ffn: int = 4096
-    heads: int = 16
-    vocabulary: int = 2048
-    length: int = 512
-    sequences: int = 4
-    long_sequences: int = 16
+    ffn: int
+    long_sequences: int
+
+
+FULL = Sizes(
+    layers=3, hidden=1024, heads=16, vocabulary=2048, length=512, sequences=4, ffn=4096, long_sequences=16
+)
 
 
 class Job:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.model import deterministic_layers
 from benchmarks.registry import Metrics
 
 EXPERTS, ROWS, ROUNDS = 64, 4096, 9
@@ -111,18 +112,10 @@ def _module(name: str, hidden: int, ffn: int, experts: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     grouped = name == "grouped"
+    sizes = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": 8, "ffn_hidden_size": ffn}
     cfg = TransformerConfig(
-        num_layers=1,
-        hidden_size=hidden,
-        num_attention_heads=8,
-        ffn_hidden_size=ffn,
-        moe_ffn_hidden_size=ffn,
-        num_moe_experts=experts,
+        **deterministic_layers(**sizes, moe_ffn_hidden_size=ffn, num_moe_experts=experts),
         moe_grouped_gemm=grouped,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
         transformer_impl="local",

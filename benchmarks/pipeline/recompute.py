@@ -32,21 +32,13 @@ SWITCH = {"recompute_in_bubble": True}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement.
+    """Sizes of the measurement."""
 
-    Attributes:
-        layers: of the whole model.
-        microbatches: of one sequence each.
-        tokens: of a sequence.
-        hidden: width of a token.
-        rounds: each runs every variant once.
-    """
-
-    layers: int = 4
-    microbatches: int = 4
-    tokens: int = 256
-    hidden: int = 512
-    rounds: int = 15
+    layers: int = 4  # of the whole model
+    microbatches: int = 4  # of one sequence each
+    tokens: int = 256  # of a sequence
+    hidden: int = 512  # width of a token
+    rounds: int = 15  # each runs every variant once
 
 
 QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)

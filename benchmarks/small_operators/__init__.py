@@ -14,15 +14,15 @@ from torch._inductor import config as inductor
 
 from benchmarks.memory.child import Child
 from benchmarks.registry import Metrics
-from benchmarks.small_operators.job import EAGER_OPERATORS, Sizes
+from benchmarks.small_operators.job import EAGER_OPERATORS, SMALL, Sizes
 
 _MODULE = "benchmarks.small_operators.job"
 SWITCHES: dict[str, Any] = {"compile_regions": True, "fused_operators": ["all"]}
 MODELS = {
-    "small": Sizes(length=32),
-    "large": Sizes(hidden=2048, length=512, sequences=1, layers=1, heads=16, experts=4),
+    "small": SMALL,
+    "large": replace(SMALL, hidden=2048, length=512, sequences=1, layers=1, heads=16, experts=4),
 }
-QUICK = {"small": Sizes(hidden=64, length=32, layers=1, experts=2, heads=2)}
+QUICK = {"small": replace(SMALL, hidden=64, layers=1, experts=2, heads=2)}
 _NARROW = 4
 """Hidden size by head of layers that are all host: their arithmetic is a small share of a dispatch."""
 _SETTLED = 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.child import serve, timed
-from benchmarks.model import latent_layers
+from benchmarks.model import ModelSizes, latent_layers
 from mindspeed_dsa import platforms
 from mindspeed_dsa.features.diagnostics.steps.host_profile import is_launch
 
@@ -28,16 +28,13 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of the model and of a microbatch."""
+class Sizes(ModelSizes):
+    """Sizes of a model with experts."""
 
-    hidden: int = 256
-    length: int = 256
-    sequences: int = 2
-    layers: int = 4
-    experts: int = 8
-    heads: int = 8
-    vocabulary: int = 512
+    experts: int
+
+
+SMALL = Sizes(layers=4, hidden=256, heads=8, vocabulary=512, length=32, sequences=2, experts=8)
 
 
 class Job:

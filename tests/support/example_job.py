@@ -138,19 +138,16 @@ def instead_of_dsa(active: bool) -> Iterator[None]:
 def _config(args: argparse.Namespace) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    same_names = (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "init_method_std"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("virtual_pipeline_model_parallel_size", "overlap_p2p_comm"),
+    )
     return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
+        **{name: getattr(args, name) for name in same_names},
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=args.init_method_std,
         add_bias_linear=False,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        overlap_p2p_comm=args.overlap_p2p_comm,
         batch_p2p_comm=not args.overlap_p2p_comm,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,

@@ -362,14 +362,11 @@ def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -
         )
     # Renamed in 0.14, when max_position_embeddings got another meaning.
     stretched = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    same_names = ("rotary_base", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     return yarn(
         config.qk_pos_emb_head_dim,
-        rotary_base=config.rotary_base,
         scaling_factor=config.rotary_scaling_factor,
         original_max_position_embeddings=stretched,
-        beta_fast=config.beta_fast,
-        beta_slow=config.beta_slow,
-        mscale=config.mscale,
-        mscale_all_dim=config.mscale_all_dim,
+        **{name: getattr(config, name) for name in same_names},
         **group,
     )

@@ -47,15 +47,7 @@ def described(lengths: Sequence[int], rows: int) -> Any:
     if rows > sums[-1]:
         places = torch.cat([sums[:-1], torch.tensor([rows])]).int()
         longest = int(places.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=sums,
-        cu_seqlens_kv=sums,
-        cu_seqlens_q_padded=places,
-        cu_seqlens_kv_padded=places,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return PackedSeqParams("thd", sums, sums, places, places, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def one_pass(
