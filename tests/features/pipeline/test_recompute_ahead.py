@@ -3,11 +3,64 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from mindspeed_dsa.features.pipeline.recompute_ahead.feature import check_recompute_ahead
+from tests.support import model
+from tests.support.contexts import running
 from tests.support.model import losses_of
+
+# -- what runs in the pool's workers ---------------------------------------------------------------
+
+
+def run(
+    flag: str,
+    layout: dict[str, int],
+    recompute: dict[str, Any],
+    frozen: str = "",
+    trace: str = "",
+    norms: bool = False,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """The step's result, and what was recomputed ahead of its gradient and in place.
+
+    Args:
+        flag: switch that is on, if any.
+        layout: of the ranks.
+        recompute: Megatron's own settings.
+        frozen: module of each chunk that does not learn.
+        trace: folder for a record of the step, which is followed twice then.
+        norms: outputs of norms are recomputed, too.
+        **arguments: of :func:`model.run`.
+    """
+    from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
+
+    overrides = {**recompute, **arguments.pop("overrides", {})}
+    with mock.patch.object(model, "gpt_model", partial(_frozen, model.gpt_model, frozen)):
+        switches: dict[str, Any] = {flag: True} if flag else {}
+        if norms:
+            switches["recompute_norm"] = True
+        if trace:
+            switches |= {"trace_schedule": trace, "trace_schedule_step": 1}
+        result = model.run(switches, overrides=overrides, **arguments, **layout)
+    context = running("recompute-ahead")
+    return {**result, "recomputed": context.state(Ahead).recomputed if context else None}
+
+
+def _frozen(build: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    built = build(*args, **kwargs)
+    module = getattr(built, name, None) if name else None
+    if module is not None:
+        module.requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.main_grad = parameter.detach()  # data parallelism gives it none
+    return built
+
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
@@ -41,7 +94,7 @@ def test_the_same_bits_at_other_times(pool, name, tmp_path):
 
     def run(flag):
         return pool.run(
-            "tests.features.pipeline.ahead_cases:run",
+            "tests.features.pipeline.test_recompute_ahead:run",
             ranks,
             flag=flag,
             layout=layout,

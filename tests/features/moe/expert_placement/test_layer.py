@@ -2,11 +2,85 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa import session
+from mindspeed_dsa.features.moe import numbering
+from mindspeed_dsa.features.moe.expert_placement import placing
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.features.moe.expert_placement.cases import same
+from tests.support import model, moe
+
+# -- what runs in the pool's workers ---------------------------------------------------------------
+
+
+BALANCED = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+
+
+def train(
+    order: Sequence[int] | None, file: str, dispatcher: str = "alltoall", tp: int = 1
+) -> dict[str, Any]:
+    """Two microbatches of a layer with eight experts on the ranks, in their own slots or in ``order``.
+
+    Returns:
+        Outputs, input gradients; gradients of the router; gradients of all experts by their numbers, and
+        how many tokens each has computed, by rank.
+    """
+    ranks = dist.get_world_size()
+    model.start({"moe_expert_placement": file} if order else {}, ep=ranks, tp=tp, etp=1)
+    cfg = moe.config(tp=tp, ep=ranks, num_moe_experts=8, moe_token_dispatcher_type=dispatcher, **BALANCED)
+    layer = moe.layer(cfg)
+    if order is not None:
+        running = session.current()
+        assert running is not None
+        placing.move(layer, order, running.contexts["moe-expert-placement"])
+    numbers = numbering.experts_of(layer.experts, dist.get_rank())
+    computed = dict.fromkeys(numbers, 0)
+    for number, expert in zip(numbers, layer.experts.local_experts, strict=True):
+        expert.register_forward_hook(_counter(number, computed))
+    found = moe.train(layer, [moe.tokens(6, seed=dist.get_rank() + 10 * step) for step in range(2)])
+    experts = {
+        number: {name: p.grad for name, p in expert.named_parameters()}
+        for number, expert in zip(numbers, layer.experts.local_experts, strict=True)
+    }
+    everywhere: list[Any] = [None] * ranks
+    dist.all_gather_object(everywhere, (experts, computed))
+    return {
+        "outputs": found["outputs"],
+        "inputs": found["inputs"],
+        "router": layer.router.weight.grad,
+        "bias": layer.router.local_tokens_per_expert.clone(),
+        "experts": {number: each for part, _ in everywhere for number, each in part.items()},
+        "computed": [dict(part) for _, part in everywhere],
+    }
+
+
+def _counter(number: int, computed: dict[int, int]) -> Any:
+    def count(expert: Any, inputs: Any, output: Any) -> None:
+        computed[number] += inputs[0].size(0)
+
+    return count
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return len(left) == len(right) and all(map(same, left, right))
+
 
 ORDER = [5, 0, 7, 2, 1, 6, 3, 4]
 
@@ -25,7 +99,7 @@ def test_outputs_losses_and_gradients_are_those_of_experts_in_order(pool, tmp_pa
     """With auxiliary losses and the expert bias, whose counts go by the expert's number."""
     file = tmp_path / "placement.json"
     expert_placement.write(file, Placement(8, ranks, {1: ORDER}))
-    case = "tests.features.moe.expert_placement.cases:train"
+    case = "tests.features.moe.expert_placement.test_layer:train"
     stock = pool.run(case, ranks, order=None, file="", **arguments)
     placed = pool.run(case, ranks, order=ORDER, file=str(file), **arguments)
     for mine, theirs in zip(placed, stock, strict=True):

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
 import pytest
 
+from tests.features.pipeline.fb_overlap import cases
+from tests.support import model
 from tests.support.model import assert_same_gradients, losses_of
+
+# -- what runs in the pool's workers ---------------------------------------------------------------
+
+
+def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
+    """As ``cases.trained``, with weights frozen whose names have one of these parts."""
+    build, found = model.gpt_model, model.gradients
+
+    def gpt_model(*given: Any, **more: Any) -> Any:
+        built = build(*given, **more)
+        for name, parameter in built.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+        return built
+
+    def gradients(chunks: Any, only: str = "") -> dict[str, Any]:
+        learning = {
+            name
+            for chunk in chunks
+            for name, parameter in model.global_names(chunk).items()
+            if parameter.requires_grad
+        }
+        with mock.patch.object(model, "global_names", lambda chunk: _part(chunk, learning)):
+            return found(chunks, only)
+
+    names = model.global_names
+
+    def _part(chunk: Any, learning: set[str]) -> dict[str, Any]:
+        return {name: each for name, each in names(chunk).items() if name in learning}
+
+    with mock.patch.object(model, "gpt_model", gpt_model), mock.patch.object(model, "gradients", gradients):
+        return cases.trained(**arguments)
+
 
 FROZEN = {
     "embedding": ["embedding"],
@@ -16,7 +54,7 @@ FROZEN = {
 def test_losses_and_gradients(pool, frozen):
     off, on = (
         pool.run(
-            "tests.features.pipeline.fb_overlap.frozen_cases:trained",
+            "tests.features.pipeline.fb_overlap.test_frozen:trained",
             2,
             frozen=frozen,
             switches=switches,

@@ -2,14 +2,102 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
+import mindspeed_dsa
 from tests.support import third_party
+
+# -- what runs in the pool's workers ---------------------------------------------------------------
+
+
+def train_and_resume(layout: str) -> dict[str, list[torch.Tensor]]:
+    """Four steps of the distributed optimizer at one go, and taken over by a new one after the second.
+
+    Args:
+        layout: how Megatron lays the moments out, ``dp_zero`` or ``dp_reshardable``.
+
+    Returns:
+        Weights at the end: ``unbroken`` and ``resumed``; ``steps`` counted for each parameter.
+    """
+    from megatron.core import parallel_state
+
+    with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
+        parallel_state.initialize_model_parallel()
+        try:
+            model, optimizer = _build()
+            _steps(model, optimizer, range(2))
+            weights = copy.deepcopy(model.module.state_dict())
+            common = copy.deepcopy(optimizer.state_dict())
+            moments = _cloned(getattr(optimizer, f"get_parameter_state_{layout}")())
+            _steps(model, optimizer, range(2, 4))
+            unbroken = [parameter.detach().clone() for parameter in model.parameters()]
+
+            model, optimizer = _build()
+            fresh = optimizer.state_dict()  # Megatron asks for it before it reads a checkpoint
+            assert {group["step"] for group in fresh["optimizer"]["param_groups"]} == {0.0}
+            if layout == "dp_reshardable":
+                _as_read(moments)
+            model.module.load_state_dict(weights)
+            optimizer.load_state_dict(common)
+            getattr(optimizer, f"load_parameter_state_from_{layout}")(moments)
+            _steps(model, optimizer, range(2, 4))
+            return {
+                "unbroken": unbroken,
+                "resumed": [parameter.detach().clone() for parameter in model.parameters()],
+                "steps": [state["step"] for state in optimizer.optimizer.state.values()],
+            }
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _build() -> tuple[Any, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from tests.features.platform.p2p_ordering import pipeline_cases
+
+    (part,) = pipeline_cases._build(1, None, False)
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(part.config, sharded, part)
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
+    (optimizer,) = get_megatron_optimizer(config, [model]).chained_optimizers
+    return model, optimizer
+
+
+def _steps(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(0, 64, (2, 17), generator=generator)
+        positions = torch.arange(16).expand(2, -1)
+        model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean().backward()
+        model.finish_grad_sync()
+        done, _, _ = optimizer.step()
+        assert done
+
+
+def _cloned(state: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
+
+
+def _as_read(moments: dict[Any, Any]) -> None:
+    """What a checkpoint makes of this layout: steps are not stored, the reader finds its own there."""
+    buffers = [buckets for buffer, buckets in moments.items() if isinstance(buffer, int)]
+    for bucket in (bucket for buckets in buffers for lists in buckets.values() for bucket in lists):
+        for shard in bucket:
+            shard.update(padding=False, step=torch.zeros(()))
+
 
 third_party.or_skip("megatron.core")
 
-CASES = "tests.features.platform.optimizer_resume.resume_cases"
+CASES = "tests.features.platform.optimizer_resume.test_step_counts"
 
 
 @pytest.mark.parametrize("layout", ["dp_zero", "dp_reshardable"])
