@@ -28,8 +28,7 @@ from benchmarks.tp_overlap.cells import slowest
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.features.attention.context_parallel import ring
-from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
-from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.parallel import buffer_pool
 
 ALLOWED = 0.8, 1.25

@@ -17,9 +17,8 @@ from benchmarks.linkbed import LinkBed
 from benchmarks.registry import Metrics
 from mindspeed_dsa.context_parallel.gather import GatheredRows, Members, freed_until_backward
 from mindspeed_dsa.context_parallel.layout import Zigzag
-from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
-from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.ring import Ring
 
 _DEVICE = Path("/sys/class/net/slow0/statistics/rx_bytes")

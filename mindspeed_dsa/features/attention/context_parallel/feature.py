@@ -90,7 +90,7 @@ NAMES = Feature(
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             "wrap",
-            f"{_IMPL}.strategies:count_layers_from_one",
+            f"{_IMPL}.core_attention:count_layers_from_one",
             "Megatron reads a list of --cp-comm-type one layer too late, and past its end in the last layer",
             params=("config", "layer_number"),
             versions=">=0.12.1,<0.17",

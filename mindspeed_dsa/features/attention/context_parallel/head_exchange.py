@@ -16,14 +16,13 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.gather import GatheredRows, HeldRows, Members
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, rows_of_all
-from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
-from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.ring import (
     PackedRows,
     PayloadStrategy,
+    plan_of_pack,
     ring_attention,
 )
-from mindspeed_dsa.features.attention.context_parallel.ring_plan import plan_of_pack
 from mindspeed_dsa.parallel.all_to_all import InFlight, start
 
 

@@ -106,7 +106,7 @@ FEATURE = Feature(
         Patch(
             f"{_BUCKETS}.start_param_sync",
             "wrap",
-            f"{_HERE}.early_gather:unless_gathered",
+            f"{_HERE}.state_on_host:unless_gathered",
             "a bucket's weights are gathered as soon as its parts are updated",
         ),
         *optimizer.rows(

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
 from mindspeed_dsa.context_parallel.packs import BalancedBlocks, DocumentZigzag, Pack
-from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
-from mindspeed_dsa.features.attention.context_parallel.payload import FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.ring import PackedRows, PayloadStrategy, Ring
 from tests.ops import dense_cases
 

@@ -13,7 +13,7 @@ from mindspeed_dsa.features.attention.context_parallel.core_attention import (
     Plan,
     attend_with_other_ranks,
 )
-from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention
+from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, Payload
 from mindspeed_dsa.features.attention.context_parallel.feature import (
     Options,
     check_dense_attention,
@@ -21,7 +21,6 @@ from mindspeed_dsa.features.attention.context_parallel.feature import (
     without_mask,
 )
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import check_heads
-from mindspeed_dsa.features.attention.context_parallel.payload import Payload
 from mindspeed_dsa.features.attention.context_parallel.ring import Ring, ring_attention
 from tests.support.contexts import context
 

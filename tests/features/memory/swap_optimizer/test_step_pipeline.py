@@ -14,9 +14,12 @@ from torch import Tensor
 
 from mindspeed_dsa.features.memory.optimizer_memory import Moments
 from mindspeed_dsa.features.memory.swap_optimizer import step_pipeline
-from mindspeed_dsa.features.memory.swap_optimizer.early_gather import EarlyGather, unless_gathered
 from mindspeed_dsa.features.memory.swap_optimizer.feature import Options
-from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import SwappedState
+from mindspeed_dsa.features.memory.swap_optimizer.state_on_host import (
+    EarlyGather,
+    SwappedState,
+    unless_gathered,
+)
 from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Parameter, Pipeline, Slab
 from mindspeed_dsa.megatron.optimizer import StepIntegrity
 from tests.support.contexts import context
