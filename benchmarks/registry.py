@@ -148,6 +148,12 @@ CASES: dict[str, Case] = {
             options={"timed": "only the time of a step, with these features (names with commas between)"},
         ),
         Case(
+            "linear-cross-entropy",
+            "output projection and loss in chunks of tokens: bytes and time beside Megatron's whole logits",
+            "benchmarks.linear_cross_entropy",
+            has_quick=True,
+        ),
+        Case(
             "small-operators",
             "operators and host time of a layer: fused and compiled, beside stock Megatron",
             "benchmarks.small_operators",

@@ -27,6 +27,7 @@ FULLY_SHARDED = "--use-torch-fsdp2"
 SHALLOW = "--num-layers 4"  # for quick tests: eight are needed by PP4 x VPP2 alone
 BF16 = "--bf16"
 MTP = "--mtp-num-layers 1"
+TIED = "--no-untie-embeddings-and-output-weights"
 PER_TOKEN = "--calculate-per-token-loss"
 # With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
 PER_TOKEN_ALONE = f"{PER_TOKEN} --moe-router-load-balancing-type none"

@@ -45,6 +45,7 @@ from tests.distributed.flags import (
     SHALLOW,
     STACKED,
     SWAP,
+    TIED,
     TP2,
     TP4,
     VIRTUAL,
@@ -469,7 +470,41 @@ compiled = partial(
     compile_regions=True,
 )
 
+without_logits = partial(
+    row,
+    "fused-linear-cross-entropy",
+    model=SHALLOW,
+    watched=(events.CHUNKS_OF_LOGITS,),
+    fused_linear_cross_entropy=True,
+)
+TIED_MTP = f"{SHALLOW} {MTP} {TIED}"
+
 FASTER_LAYERS = (
+    without_logits("TP2+SP", 2, TP2, quick=True, fused_linear_cross_entropy_gradient="forward"),
+    without_logits("one process, MTP, tied embeddings", model=TIED_MTP),
+    without_logits(
+        "TP2, MTP", 2, "--tensor-model-parallel-size 2", model=f"{DENSE} {NO_EXPERTS} {MTP}", both={}
+    ),
+    without_logits("TP2+SP, MTP, tied embeddings", 2, TP2, model=TIED_MTP),
+    without_logits("PP2, tied embeddings", 2, PP2, model=f"{SHALLOW} {TIED}", quick=True),
+    without_logits("PP2, MTP", 2, PP2, model=f"{SHALLOW} {MTP}"),
+    without_logits("PP2 x VPP2", 2, f"{PP2} {VPP2}", fused_linear_cross_entropy_gradient="backward"),
+    without_logits("CP2", 2, cp=2, **FUSED),
+    without_logits("CP2, MTP, per token", 2, model=MTP_PER_TOKEN, cp=2, **FUSED),
+    without_logits("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
+    without_logits(
+        "packs, per token", 1, PACK, model=PACKS_PER_TOKEN, reference=PACKS_ALONE_PER_TOKEN, **PACKED
+    ),
+    without_logits("PP2 x VPP2 x EP2, pairs", 4, f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES}", both=PAIRS),
+    without_logits("DP2, FSDP2", 2, own=FULLY_SHARDED, both=FUSED, use_torch_fsdp2=True),
+    without_logits(
+        "bf16, DP2, distributed optimizer",
+        2,
+        f"{ZERO} {OVERLAP}",
+        model=f"{SHALLOW} {BF16}",
+        both={},
+        bounds=ROUNDED,
+    ),
     operators("one process"),
     operators("TP2+SP x DP2, distributed optimizer, recomputed", 4, f"{TP2} {ZERO}", **RECOMPUTED),
     operators("PP2 x VPP2, attention swapped", 2, f"{PP2} {VPP2}", **ON_HOST),

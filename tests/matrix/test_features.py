@@ -111,6 +111,16 @@ SWITCHED = (
         {"fused_operators": ["mask-arithmetic"]},
         events.FUSED_OPERATORS["mask-arithmetic"],
     ),
+    *(
+        Case(
+            "fused-linear-cross-entropy",
+            layout,
+            {"fused_linear_cross_entropy": True, "fused_linear_cross_entropy_gradient": gradient},
+            "operator linear_cross_entropy",
+            rtol=1e-5,
+        )
+        for layout, gradient in (("TP2+SP", "forward"), ("TP2+SP", "backward"), ("PP2 x VPP2", "auto"))
+    ),
     Case("two-streams", "EP2", {"two_streams": True}, events.BESIDE),
     Case("compile-regions", "one process", {"compile_regions": True}, "compiled", TWO_LAYERS, rtol=1e-5),
     Case("ascend-mc2", "TP2+SP", {"use_ascend_mc2": True}),  # its operators are torch_npu's

@@ -45,6 +45,8 @@ FUSED_OPERATORS = {
     "mask-arithmetic": "fills by mask",
 }
 """And for each of the fused operators."""
+CHUNKS_OF_LOGITS = "losses in chunks of tokens"
+"""And for losses that are computed together with the output projection."""
 REGIONS = "regions run compiled"
 """And for the parts of a layer that are compiled."""
 BESIDE = "started on the second stream"
@@ -65,6 +67,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     GROUPED: ("moe_grouped_gemm",),
     PERMUTED: ("moe_permute_fusion",),
     GATHERED: ("use_torch_fsdp2",),
+    CHUNKS_OF_LOGITS: ("fused_linear_cross_entropy",),
     REGIONS: ("compile_regions",),
     BESIDE: ("two_streams",),
     AWAITED: ("two_streams",),
@@ -91,6 +94,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.operators.two_streams import second_stream
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
     from mindspeed_dsa.ops.grouped_matmul.backends import Cpu as grouped
+    from mindspeed_dsa.ops.linear_cross_entropy.backends import Cpu as loss
     from mindspeed_dsa.ops.moe_permute.backends import Cpu as permutation
     from mindspeed_dsa.ops.rms_norm.backends import Cpu as norm
     from mindspeed_dsa.ops.rotary.backends import Cpu as rotary
@@ -165,6 +169,7 @@ def counted() -> Iterator[Counter[str]]:
             (functions, "_mask_of", "mask-arithmetic"),
         ):
             stack.enter_context(counting_calls(module, function, FUSED_OPERATORS[operator]))
+        stack.enter_context(counting_calls(loss, "losses_and_gradients", CHUNKS_OF_LOGITS))
         stack.enter_context(counting_calls(_Columns, "forward", PLACED))
         stack.enter_context(counting(Counts, "add", lambda *_: COUNTED))
         stack.enter_context(mock.patch.object(MoELayer, "__init__", built))

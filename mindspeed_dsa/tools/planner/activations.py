@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from mindspeed_dsa.features.operators.linear_cross_entropy.feature import forms_in_forward
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
 from mindspeed_dsa.tools.planner.job import Job, LayerKind
 
@@ -34,6 +35,38 @@ class Kept:
     nbytes: float
     tags: frozenset[str] = field(default_factory=frozenset)
     storages: int = 1
+
+
+# Bytes of a chunk of logits in fp32, of the operator on accelerators, and tokens that it has at least.
+_CHUNK, _FEWEST_TOKENS = 512 * 2**20, 256
+
+
+def in_forward(job: Job) -> bool:
+    """Return whether a loss in chunks forms the gradient of the projection in forward, and keeps it."""
+    choice, number = job.features.chunked_loss, job.training.number
+    return forms_in_forward(choice, job.tokens, job.model.hidden, number)
+
+
+def of_loss(job: Job) -> float:
+    """Return the bytes that the output projection and the loss keep beside the input of the projection."""
+    vocabulary, hidden, tokens = job.model.vocabulary / job.layout.tp, job.model.hidden, job.tokens
+    if not job.features.chunked_loss:
+        return tokens * (vocabulary * FLOAT + 9)
+    # The input of all ranks' rows, labels, weights, log-sum-exp; then the gradients of input and weight.
+    gathered = tokens * hidden * job.training.number if job.layout.sequence else 0.0
+    kept = gathered + tokens * (LONG + 2.0 * FLOAT)
+    if in_forward(job):
+        kept += tokens * hidden * job.training.number + vocabulary * hidden * FLOAT
+    return kept
+
+
+def logits_at_once(job: Job) -> float:
+    """Return the bytes of logits that exist for a moment, beside those that are kept."""
+    vocabulary, number = job.model.vocabulary / job.layout.tp, job.training.number
+    if not job.features.chunked_loss:
+        return number * job.tokens * vocabulary
+    chunk = min(job.tokens, max(_FEWEST_TOKENS, _CHUNK / (vocabulary * FLOAT)))
+    return chunk * vocabulary * (FLOAT + (number if number < FLOAT else 0))
 
 
 class Layer:

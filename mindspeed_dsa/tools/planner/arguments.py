@@ -385,6 +385,7 @@ def features_of(options: argparse.Namespace) -> Features:
         return fused if value is None else bool(value)
 
     virtual = options.virtual_optimizer or ()
+    loss = options.fused_linear_cross_entropy_gradient if options.fused_linear_cross_entropy else ""
     least = options.swap_attention_min_bytes
     return Features(
         fused=fused,
@@ -414,6 +415,7 @@ def features_of(options: argparse.Namespace) -> Features:
         balanced=options.balanced_moe_experts,
         keep_gathered=options.cp_keep_gathered,
         warmup_stage=options.dsa_stage == "warmup",
+        chunked_loss=loss,
         ahead="in bubbles"
         if options.recompute_in_bubble
         else "in advance"

@@ -236,6 +236,8 @@ class Features:
         virtual: GiB of moments in mapped host memory, per pipeline rank or one for all; inf: all.
         norm_layers: of a stage; None: all of them. Likewise the other two.
         pairs: forward and backward of two microbatches share a block (``--moe-fb-overlap``).
+        chunked_loss: ``auto``, ``forward`` or ``backward``, when the gradient of the output projection is
+            formed where its logits are never whole; empty where they are.
         ahead: ``in bubbles`` or ``in advance``, of ``--recompute-in-...``.
     """
 
@@ -266,6 +268,7 @@ class Features:
     balanced: bool = False
     keep_gathered: bool = False
     warmup_stage: bool = False
+    chunked_loss: str = ""
     ahead: str = ""
 
 

@@ -303,12 +303,12 @@ def _end(job: Job) -> list[Kept]:
     model, layout, training = job.model, job.layout, job.training
     rows = job.tokens / (layout.tp if layout.sequence else 1)
     stream = rows * model.hidden * training.number
-    logits = job.tokens * (model.vocabulary / layout.tp * activations.FLOAT + 9)
-    found = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + logits)]
+    loss = activations.of_loss(job)
+    found = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + loss)]
     for kind in model.mtp_kinds:
         inner = Layer(job, kind).items()
         inner += activations.norm_items(job, 3 * model.hidden, rows)
-        inner += [Kept("MTP", 2 * stream), Kept("MTP", stream + logits), Kept("MTP", job.tokens * 8.0)]
+        inner += [Kept("MTP", 2 * stream), Kept("MTP", stream + loss), Kept("MTP", job.tokens * 8.0)]
         found += [Kept("MTP", each.nbytes) for each in inner]
     return found
 
@@ -341,7 +341,7 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
         found["dispatched tokens"] = 2 * received * model.hidden * number
     found["gradients of an MLP"] = (3 if model.gated else 2) * widest * number
     if rank == layout.pp - 1:
-        found["logits"] = number * tokens * model.vocabulary / layout.tp
+        found["logits"] = activations.logits_at_once(job)
     largest = max((_one_matrix(job, each) for each in weights), default=0.0)
     found["gradient of a weight"] = largest * number
     if job.sharding and job.shards > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mindspeed_dsa.tools.planner import layouts, sizes
+from mindspeed_dsa.tools.planner import activations, layouts, sizes
 from mindspeed_dsa.tools.planner.job import Job, LayerKind, Model
 
 PARTS = (
@@ -139,11 +139,14 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
         found += [each.times(count) for each in layer(job, kind)]
     if rank == layout.pp - 1 and number == layout.vpp - 1:
         logits = 2.0 * model.vocabulary * model.hidden / layout.tp * job.tokens
-        found.append(Work("output", logits, 2 * logits))
+        # Where the gradient of the weight waits for backward, so does that of its input, and logits are made
+        # again.
+        backward = (3 if job.features.chunked_loss and not activations.in_forward(job) else 2) * logits
+        found.append(Work("output", logits, backward))
         for kind in model.mtp_kinds:
             found += [each.times(1, "MTP") for each in layer(job, kind)]
             joined = 2.0 * 2 * model.hidden * model.hidden / layout.tp * job.tokens
-            found += [Work("MTP", joined, 2 * joined), Work("MTP", logits, 2 * logits)]
+            found += [Work("MTP", joined, 2 * joined), Work("MTP", logits, backward)]
     return found
 
 

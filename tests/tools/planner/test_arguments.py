@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, configs, flags, sizes, timing
+from mindspeed_dsa.tools.planner import arguments, configs, flags, memory, sizes, timing, work
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example
 
 HEAVY = ("torch", "megatron", "numpy", "matplotlib")
@@ -63,6 +63,36 @@ def test_a_file_and_the_name_say_the_same(tmp_path):
 def test_a_smaller_model_of_a_file_keeps_its_dense_layers():
     model = arguments.job_of([*DEEPSEEK.split(), "--num-layers=31"], 512, "deepseek-v3.2").model
     assert model.pattern == (False,) * 3 + (True,) * 28
+
+
+@pytest.mark.parametrize(
+    ("flags", "gradient", "products"),
+    [
+        ("", None, 3),
+        ("--fused-linear-cross-entropy", False, 4),
+        ("--fused-linear-cross-entropy --fused-linear-cross-entropy-gradient forward", True, 3),
+    ],
+    ids=["whole logits", "left open", "in forward"],
+)
+def test_a_loss_in_chunks_keeps_no_logits(flags, gradient, products):
+    """DeepSeek-V3.2's last stage: 4096 tokens, hidden size 7168."""
+    job = deepseek(flags)
+    logits = 4096 * 129_280 * 4
+    last, stock = (memory.of_job(each, 0.0)[-1] for each in (job, deepseek()))
+    for part in ("output", "MTP"):
+        difference = stock.activations[part] - last.activations[part]
+        if gradient is None:
+            assert difference == 0
+        elif gradient:
+            assert difference == pytest.approx(logits - 7168 * 129_280 * 4, rel=0.05)
+        else:
+            assert difference == pytest.approx(logits, rel=0.01)
+    if gradient is not None:
+        assert last.temporary["logits"] < stock.temporary["logits"]
+    (output,) = (
+        each for each in work.chunk(job, job.layout.pp - 1, job.layout.vpp - 1) if each.part == "output"
+    )
+    assert output.forward + output.backward == products * 2 * 129_280 * 7168 * 4096
 
 
 def test_counted_embedding_and_loss_are_layers_of_virtual_stages():

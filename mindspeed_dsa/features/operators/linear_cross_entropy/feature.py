@@ -1,0 +1,131 @@
+"""``--fused-linear-cross-entropy``: output projection and loss in chunks of tokens, without whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.spec import Patch
+
+FLAG = "--fused-linear-cross-entropy"
+_GRADIENT = Flag(
+    f"{FLAG}-gradient",
+    "When the gradient of the projection's weight is formed: in forward, where it is kept in fp32 until "
+    "backward; in backward, from logits that are computed a second time; auto: in forward where that takes "
+    "at most half of the bytes of the logits.",
+    kind="value",
+    default="auto",
+    choices=("auto", "forward", "backward"),
+)
+_FLOAT = 4
+_REFUSED = {
+    "cross_entropy_loss_fusion": (
+        "--cross-entropy-loss-fusion",
+        "is a loss of whole logits, which there are none of",
+    ),
+    "defer_embedding_wgrad_compute": (
+        "--defer-embedding-wgrad-compute",
+        "keeps the gradients of whole logits until the pipeline is flushed",
+    ),
+    "config_logger_dir": ("--config-logger-dir", "writes whole logits to a file"),
+    "fp8_output_proj": ("--fp8-output-proj", "multiplies in Transformer Engine's fp8"),
+    "logit_dtype": ("--output-logit-dtype", "has products in another dtype than their operands"),
+    "logits_save_dir": ("--logits-save-dir", "reads whole logits"),
+    "logits_load_dir": ("--logits-load-dir", "reads whole logits"),
+    "export_kd_teacher_load": ("--export-kd-teacher-load", "reads whole logits"),
+    "use_legacy_models": ("--use-legacy-models", "has a model of its own, which is not served"),
+    "is_hybrid_model": ("--is-hybrid-model", "has a model of its own, which is not served"),
+    "hybrid_override_pattern": ("--hybrid-override-pattern", "has a model of its own, which is not served"),
+    "hybrid_layer_pattern": ("--hybrid-layer-pattern", "has a model of its own, which is not served"),
+    "use_megatron_fsdp": ("--use-megatron-fsdp", "takes gradients out of its own linear layers"),
+    "use_custom_fsdp": ("--use-custom-fsdp", "takes gradients out of its own linear layers"),
+}
+"""Arguments of Megatron that are refused when they are set: the flag, and why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of fused-linear-cross-entropy.
+
+    Attributes:
+        gradient: when the weight's gradient is formed: ``auto``, ``forward`` or ``backward``.
+    """
+
+    gradient: Any
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Read the options from resolved settings."""
+        return cls(gradient=getattr(settings, _GRADIENT.dest, None) or _GRADIENT.default)
+
+
+def forms_in_forward(choice: str, tokens: float, hidden: int, number: int) -> bool:
+    """Return whether the gradient of the projection's weight is formed in forward, and kept until backward.
+
+    Left open, it is where it takes at most half of the bytes of whole logits: of those that Megatron's loss
+    keeps in fp32, and of the products in fewer bits that these are made of. Both are proportional to the
+    vocabulary.
+
+    Args:
+        choice: ``auto``, ``forward`` or ``backward``.
+        tokens: of a microbatch on a rank.
+        hidden: size of the hidden states.
+        number: bytes of a product.
+    """
+    by_logit = _FLOAT + (number if number < _FLOAT else 0)
+    return choice == "forward" or (choice == "auto" and 2 * hidden * _FLOAT <= tokens * by_logit)
+
+
+def check_linear_cross_entropy(args: Any, options: Any) -> Iterator[str]:
+    """Yield what in a job's arguments does not go with logits that are never whole."""
+    for name, (flag, why) in _REFUSED.items():
+        if argument(args, name):
+            yield f"{FLAG} cannot be used with {flag}, which {why}; omit one of them"
+    scopes = argument(args, "cuda_graph_scope") or ()
+    named = [scopes] if isinstance(scopes, str) else [getattr(scope, "name", scope) for scope in scopes]
+    if "full_iteration" in (argument(args, "cuda_graph_impl"), *named):
+        yield (
+            f"{FLAG}: backward asks which tokens were weighted otherwise than expected, which a graph of the "
+            f"full iteration of --cuda-graph-impl cannot; omit it, or {FLAG}"
+        )
+
+
+_IMPL = "mindspeed_dsa.features.operators.linear_cross_entropy.postponed_logits"
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+_WHY = "the output layer makes logits of all tokens before the loss is asked for, and the loss copies them"
+
+FEATURE = Feature(
+    name="fused-linear-cross-entropy",
+    summary="Output projection and loss are computed together in chunks of tokens, and the logits are never "
+    "whole.",
+    flags=(
+        Flag(FLAG, "Compute the output projection and the loss together, in chunks of tokens."),
+        _GRADIENT,
+    ),
+    patches=(
+        Patch(
+            f"{_GPT}.forward",
+            "wrap",
+            f"{_IMPL}:postpone_logits",
+            _WHY,
+            params=("labels", "loss_mask"),
+            versions=">=0.12.1,<0.13",
+        ),
+        Patch(
+            f"{_GPT}._postprocess",
+            "wrap",
+            f"{_IMPL}:postpone_logits",
+            _WHY,
+            params=("labels", "loss_mask"),
+            versions=">=0.13,<0.21",
+        ),
+    ),
+    requires=Requires(versions={"megatron-core": releases.SERVED}),
+    options=Options.of,
+    check=check_linear_cross_entropy,
+    doc="fused-linear-cross-entropy.md",
+)

@@ -1,0 +1,202 @@
+"""Linear cross entropy: the loss of a vocabulary's projection, without its logits.
+
+The mathematics is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, spent, unless_empty
+from mindspeed_dsa.ops.checks import check_float, check_shape, require
+from mindspeed_dsa.ops.linear_cross_entropy.backends import (
+    Accumulator,
+    Chunked,
+    LinearCrossEntropy,
+    LossCall,
+    raised,
+)
+from mindspeed_dsa.ops.precision import outside_autocast, wide
+
+OPERATOR = "linear_cross_entropy"
+
+GradientTime = Literal["forward", "backward"]
+"""When the gradient of the weight is formed."""
+
+
+class TokenLosses(NamedTuple):
+    """Results for each token."""
+
+    loss: Tensor
+    """``[tokens]`` fp32 (fp64 for fp64), differentiable."""
+    top: Tensor
+    """``[tokens]``, the largest of this rank's logits, in the dtype of the loss."""
+    top_index: Tensor
+    """``[tokens]`` int64, its row of the weight."""
+
+
+@outside_autocast
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    logit_scale: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    gradient: GradientTime = "forward",
+    accumulator: Accumulator | None = None,
+    rows: int = 0,
+    backend: str = "auto",
+) -> TokenLosses:
+    """Return the cross entropy of ``logit_scale * hidden @ weight.T`` for each token.
+
+    The gradient of ``hidden`` is this rank's part; the caller sums it over ``group``.
+
+    Args:
+        hidden: ``[tokens, hidden]``; fp32, bf16, fp16 or fp64.
+        weight: ``[vocabulary, hidden]`` in the same dtype: this rank's entries of the vocabulary.
+        labels: ``[tokens]`` int64, entries of the whole vocabulary. A label outside of it adds no logit, as
+            in Megatron.
+        token_weights: ``[tokens]``, what the gradients of the losses are expected to be, up to one factor:
+            Megatron's loss mask. Ones by default. It decides how much is computed twice, never the result.
+        logit_scale: factor of the logits.
+        group: tensor parallel ranks that hold the vocabulary, as many entries each, in their order.
+        gradient: ``"forward"`` forms the weight's gradient in forward and keeps it in fp32 until backward;
+            ``"backward"`` keeps nothing of the kind and computes the logits twice.
+        accumulator: takes the weight's gradient in place of autograd.
+        rows: tokens of a chunk; by default as many as the device is efficient with.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        The losses, and the largest logit of each token.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    check_shape(OPERATOR, "hidden", hidden, (None, None), "[tokens, hidden]")
+    tokens, width = hidden.shape
+    check_shape(OPERATOR, "weight", weight, (None, width), f"[vocabulary, {width}]")
+    check_shape(OPERATOR, "labels", labels, (tokens,), f"[{tokens}]")
+    check_float(OPERATOR, hidden=hidden, weight=weight)
+    require(weight.shape[0] > 0, OPERATOR, "the vocabulary is empty")
+    require(labels.dtype == torch.int64, OPERATOR, f"labels must be int64, got {labels.dtype}")
+    require(
+        gradient in get_args(GradientTime),
+        OPERATOR,
+        f"gradient must be one of {', '.join(get_args(GradientTime))}, got {gradient!r}",
+    )
+    dtype = wide(hidden.dtype)
+    if token_weights is None:
+        token_weights = torch.ones(tokens, dtype=dtype, device=hidden.device)
+    check_shape(OPERATOR, "token_weights", token_weights, (tokens,), f"[{tokens}]")
+    if group is not None and dist.get_world_size(group) == 1:
+        group = None
+    shape = ShapeClass.of(hidden, ("hidden", width), ("vocabulary", weight.shape[0]))
+    implementation: LinearCrossEntropy = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), hidden)
+    count_call(OPERATOR, implementation)
+    call = LossCall(hidden, weight, labels, token_weights.detach().to(dtype), float(logit_scale), group, rows)
+    if implementation.KIND == "autograd":
+        losses = implementation.losses(call)
+        return TokenLosses(losses.loss, losses.top, losses.top_index)
+    in_forward, learns = gradient == "forward", torch.is_grad_enabled()
+    return TokenLosses(*_Loss.apply(implementation, hidden, weight, call, learns, in_forward, accumulator))
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: Chunked,
+        hidden: Tensor,
+        weight: Tensor,
+        call: LossCall,
+        learns: bool,
+        in_forward: bool,
+        accumulator: Accumulator | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.implementation, ctx.accumulator = implementation, accumulator
+        grad_hidden = grad_weight = None
+        in_forward = in_forward and learns
+        if in_forward and ctx.needs_input_grad[1]:
+            grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        if in_forward and ctx.needs_input_grad[2]:
+            grad_weight = torch.zeros_like(
+                weight, dtype=wide(weight.dtype), memory_format=torch.contiguous_format
+            )
+        with spent(OPERATOR, hidden.device):
+            losses = implementation.losses_and_gradients(call, grad_hidden, grad_weight)
+        if learns:
+            call.keep(ctx, grad_hidden, losses.lse)
+        # Neither an input nor an output, and too large to be scaled out of place.
+        ctx.grad_weight = grad_weight
+        ctx.mark_non_differentiable(losses.top, losses.top_index)
+        return losses.loss, losses.top, losses.top_index
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Any, ...]:
+        call: LossCall
+        call, grad_hidden, lse = LossCall.kept(ctx)
+        wants_hidden, wants_weight = ctx.needs_input_grad[1:3]
+        implementation: Chunked = ctx.implementation
+        with spent(OPERATOR, call.hidden.device):
+            factors = grad_loss * call.logit_scale
+            formed, ctx.grad_weight = ctx.grad_weight, None
+            if wants_hidden and grad_hidden is not None:
+                scaled = grad_hidden * (factors / raised(call.hidden.dtype))[:, None]
+                grad_hidden = scaled.to(call.hidden.dtype)
+                wants_hidden = False
+            if not (wants_hidden or wants_weight):
+                return None, grad_hidden, None, None, None, None, None
+            if formed is not None:
+                _finish(implementation, call, lse, factors, formed)
+                grad_weight = _deliver(formed, call.weight, ctx.accumulator)
+                return None, grad_hidden, grad_weight, None, None, None, None
+            # Formed here: gradients of both, or a second time by those who differentiate twice.
+            again = torch.empty_like(call.hidden) if wants_hidden else None
+            target, sink = None, ctx.accumulator
+            if wants_weight:
+                target = None if sink is None else sink.target()
+                if target is None or target.dtype != wide(call.weight.dtype):
+                    target, sink = torch.zeros_like(call.weight, dtype=wide(call.weight.dtype)), None
+            implementation.add_gradients(call, lse, factors, again, target)
+            grad_hidden = again if wants_hidden else grad_hidden
+            if target is None:
+                return None, grad_hidden, None, None, None, None, None
+            grad_weight = sink.result() if sink else _deliver(target, call.weight, ctx.accumulator)
+            return None, grad_hidden, grad_weight, None, None, None, None
+
+
+def _finish(implementation: Chunked, call: LossCall, lse: Tensor, factors: Tensor, formed: Tensor) -> None:
+    """Turn the gradient of the weighted sum of losses into that of the sum by ``factors``, in place.
+
+    All factors are in one proportion to the tokens' weights, but those of tokens that the caller weighted
+    otherwise than expected: for these the difference is added. How many there are the host has to know.
+    """
+    weights = call.token_weights
+    proportions = (factors / weights).masked_fill(weights == 0, torch.nan)
+    common = torch.nan_to_num(proportions.nanmedian(), nan=0.0)
+    expected = common * weights
+    agrees = (factors - expected).abs() <= 4 * torch.finfo(factors.dtype).eps * expected.abs()
+    formed.mul_(common / raised(call.hidden.dtype))
+    others = (~agrees).nonzero()[:, 0]
+    if others.numel():
+        some = replace(call, hidden=call.hidden[others], labels=call.labels[others])
+        difference = (factors - expected)[others]
+        implementation.add_gradients(some, lse[others], difference, None, formed)
+
+
+def _deliver(gradient: Tensor, weight: Tensor, accumulator: Accumulator | None) -> Tensor | None:
+    """Return what autograd gives to the weight."""
+    if accumulator is None:
+        return gradient.to(weight.dtype)
+    accumulator.target().add_(gradient)
+    return accumulator.result()

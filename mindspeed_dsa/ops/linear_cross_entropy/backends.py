@@ -1,0 +1,287 @@
+"""Backends of linear cross entropy: the formula with whole logits, and chunks of tokens on every device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import Backend, Call
+from mindspeed_dsa.ops.precision import wide
+
+_FEWEST_ROWS = 256
+_STEP = 64
+
+
+class Accumulator(Protocol):
+    """Place where the gradient of a weight is summed up, other than what autograd passes on."""
+
+    def target(self) -> Tensor:
+        """Return ``[vocabulary, hidden]``, to which the gradient is added in place."""
+
+    def result(self) -> Tensor | None:
+        """Return what autograd gives to the weight once everything is added."""
+
+
+@dataclass(frozen=True)
+class LossCall(Call):
+    """Arguments of a loss, of checked shapes.
+
+    Attributes:
+        hidden: ``[tokens, hidden]``.
+        weight: ``[vocabulary, hidden]``, this rank's part of the projection.
+        labels: ``[tokens]`` int64, entries of the whole vocabulary.
+        token_weights: ``[tokens]`` fp32 (fp64 for fp64), expected gradients of the losses up to one factor.
+        logit_scale: factor of the logits.
+        group: tensor parallel ranks that hold the other parts of the vocabulary, in this order.
+        rows: tokens of a chunk; 0 leaves it to the backend.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    token_weights: Tensor
+    logit_scale: float
+    group: dist.ProcessGroup | None
+    rows: int
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks share the vocabulary."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def first(self) -> int:
+        """Return the first entry of the vocabulary that this rank holds."""
+        return 0 if self.group is None else dist.get_rank(self.group) * self.weight.shape[0]
+
+    def on_rank(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return labels as rows of this rank's weight, 0 where it has none, and whether it has one."""
+        local = labels - self.first
+        held = (local >= 0) & (local < self.weight.shape[0])
+        return local.masked_fill(~held, 0), held
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Results of a forward pass.
+
+    Attributes:
+        loss: ``[tokens]``, fp32 or fp64.
+        top: ``[tokens]``, the largest of this rank's logits, in the dtype of the loss.
+        top_index: ``[tokens]`` int64, its place on this rank.
+        lse: ``[tokens]``, natural log of the sum of exp(logits) over the whole vocabulary.
+    """
+
+    loss: Tensor
+    top: Tensor
+    top_index: Tensor
+    lse: Tensor
+
+
+class LinearCrossEntropy(Backend):
+    """Backend of linear cross entropy."""
+
+    KIND: ClassVar[str] = "chunks"
+    """``"autograd"``: forward is differentiable; ``"chunks"``: gradients have functions of their own."""
+
+    @abstractmethod
+    def losses(self, call: LossCall) -> Losses:
+        """Return the losses."""
+
+
+class Reference(LinearCrossEntropy):
+    """The formula in PyTorch, by autograd, with all logits in memory."""
+
+    KIND = "autograd"
+
+    def losses(self, call: LossCall) -> Losses:
+        dtype = wide(call.hidden.dtype)
+        logits = (call.hidden @ call.weight.t()).to(dtype) * call.logit_scale
+        top, top_index = logits.detach().max(-1)
+        largest = top if call.group is None else top.clone()
+        if call.group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=call.group)
+        shifted = logits - largest[:, None]
+        labels, held = call.on_rank(call.labels)
+        predicted = shifted.gather(1, labels[:, None])[:, 0].masked_fill(~held, 0)
+        log_sum = _over_ranks(shifted.exp().sum(-1), call.group).log()
+        loss = log_sum - _over_ranks(predicted, call.group)
+        return Losses(loss, top, top_index, (log_sum + largest).detach())
+
+
+def _over_ranks(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum over ranks, whose gradient each rank's part takes whole."""
+    if group is None:
+        return part
+    total = part.detach().clone()
+    dist.all_reduce(total, group=group)
+    return part + (total - part.detach())
+
+
+class Chunked(LinearCrossEntropy):
+    """PyTorch's operations on chunks of tokens.
+
+    Logits of a chunk are computed, reduced to losses, turned into their gradient in place, and multiplied
+    with both operands; nothing of a chunk's size outlives it.
+    """
+
+    CHUNK_BYTES: ClassVar[int] = 512 << 20
+    """Logits of a chunk in fp32. More tokens let a device read and write the weight's gradient less often."""
+
+    def losses(self, call: LossCall) -> Losses:
+        return self.losses_and_gradients(call, None, None)
+
+    def losses_and_gradients(
+        self, call: LossCall, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    ) -> Losses:
+        """Return the losses, and form gradients of theirs in the same pass.
+
+        Args:
+            call: the arguments.
+            grad_hidden: ``[tokens, hidden]``, of any content; becomes :func:`raised` times the gradient of
+                each token's own loss, without the logits' factor. None: not formed.
+            grad_weight: ``[vocabulary, hidden]`` fp32 or fp64; gets :func:`raised` times the gradient of the
+                losses' sum by ``token_weights`` added, likewise. None: not formed.
+        """
+        chunks = [self._chunk(call, part, grad_hidden, grad_weight) for part in self.parts(call)]
+        return Losses(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+    def _chunk(
+        self, call: LossCall, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the results of some tokens; the logits are gone with the call."""
+        raising, weight = raised(call.hidden.dtype), call.weight
+        logits, numbers = self._logits(call, call.hidden[part])
+        labels, held = call.on_rank(call.labels[part])
+        top, top_index = numbers.max(-1)
+        predicted = numbers.gather(1, labels[:, None])[:, 0].masked_fill_(~held, 0)
+        total = numbers.sub_(top[:, None]).exp_().sum(-1)
+        largest, log_sum, predicted = _joined(call, top, total, predicted)
+        known = (call.labels[part] >= 0) & (call.labels[part] < call.ranks * weight.shape[0])
+        # As in Megatron, a label that no rank has counts as the largest logit.
+        loss = log_sum - (predicted - largest).masked_fill(~known, 0)
+        if grad_hidden is not None or grad_weight is not None:
+            factor = torch.exp(top - largest - log_sum).mul_(raising)
+            subtracted = held.to(numbers.dtype).mul_(raising)
+            numbers.mul_(factor[:, None])
+            numbers[torch.arange(len(labels), device=labels.device), labels] -= subtracted
+            grad_logits = numbers if logits is numbers else logits.copy_(numbers)
+            del numbers
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                weighted = (call.hidden[part] * call.token_weights[part, None]).to(weight.dtype)
+                _add_product(grad_weight, grad_logits, weighted)
+        return loss, top, top_index, log_sum + largest
+
+    def add_gradients(
+        self,
+        call: LossCall,
+        lse: Tensor,
+        factors: Tensor,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+    ) -> None:
+        """Form gradients from logits that are computed again; no rank waits for another.
+
+        Args:
+            call: the arguments, or a selection of their tokens.
+            lse: ``[tokens]`` of these.
+            factors: ``[tokens]``, by which the gradients of the losses are multiplied.
+            grad_hidden: ``[tokens, hidden]``, of any content; becomes the gradient, if ``factors`` have the
+                logits' own factor in them.
+            grad_weight: ``[vocabulary, hidden]``; gets it added, likewise.
+        """
+        for part in self.parts(call):
+            self._chunk_again(call, part, lse, factors, grad_hidden, grad_weight)
+
+    def _chunk_again(
+        self,
+        call: LossCall,
+        part: slice,
+        lse: Tensor,
+        factors: Tensor,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+    ) -> None:
+        logits, numbers = self._logits(call, call.hidden[part])
+        labels, held = call.on_rank(call.labels[part])
+        numbers.sub_(lse[part, None]).exp_().mul_(factors[part, None])
+        subtracted = factors[part].to(numbers.dtype).masked_fill(~held, 0)
+        numbers[torch.arange(len(labels), device=labels.device), labels] -= subtracted
+        grad_logits = numbers if logits is numbers else logits.copy_(numbers)
+        del numbers
+        if grad_hidden is not None:
+            torch.mm(grad_logits, call.weight, out=grad_hidden[part])
+        if grad_weight is not None:
+            _add_product(grad_weight, grad_logits, call.hidden[part])
+
+    def parts(self, call: LossCall) -> list[slice]:
+        """Return the chunks."""
+        rows = call.rows
+        if not rows:
+            fitting = self.CHUNK_BYTES // (call.weight.shape[0] * torch.float32.itemsize)
+            rows = max(_FEWEST_ROWS, fitting // _STEP * _STEP)
+        return [slice(first, first + rows) for first in range(0, call.hidden.shape[0], rows)]
+
+    @staticmethod
+    def _logits(call: LossCall, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits in the dtype of the product, and the numbers to work with in place, scaled."""
+        logits = hidden @ call.weight.t()
+        numbers = logits.to(wide(logits.dtype))
+        return logits, numbers if call.logit_scale == 1 else numbers.mul_(call.logit_scale)
+
+
+class Cpu(Chunked):
+    """Smaller chunks, which suffice for as many operations by byte as a CPU computes."""
+
+    CHUNK_BYTES = 128 << 20
+
+
+class Cuda(Chunked):
+    """Chunks of the size that keeps tensor cores busy."""
+
+
+class Npu(Chunked):
+    """Chunks as on GPUs."""
+
+
+def raised(dtype: torch.dtype) -> float:
+    """Return the factor by which gradients in this dtype are kept.
+
+    Probabilities of a large vocabulary are below what fp16 holds with all its digits, and the scale of the
+    loss comes with the gradient, after they are formed.
+    """
+    return 256.0 if dtype == torch.float16 else 1.0
+
+
+def _joined(call: LossCall, top: Tensor, total: Tensor, predicted: Tensor) -> tuple[Tensor, ...]:
+    """Return the largest logit, the log of the sum relative to it, and the label's logit, over all ranks.
+
+    Args:
+        call: the arguments.
+        top: ``[tokens]``, the largest of this rank's.
+        total: ``[tokens]``, sum of exp(logit - top).
+        predicted: ``[tokens]``, the label's logit, 0 where this rank does not have it.
+    """
+    if call.group is None:
+        return top, total.log(), predicted
+    own = torch.stack((top, total, predicted))
+    gathered = [torch.empty_like(own) for _ in range(call.ranks)]
+    dist.all_gather(gathered, own, group=call.group)
+    tops, totals, labels = torch.stack(gathered, dim=1)
+    largest = tops.amax(0)
+    return largest, (totals * torch.exp(tops - largest)).sum(0).log(), labels.sum(0)
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """Add ``grad_logits.T @ hidden`` to a sum that may have more bits."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(grad_logits.t(), hidden)
+    else:
+        total.add_(grad_logits.t() @ hidden)
