@@ -115,9 +115,12 @@ def quantise(
     height, width = block
     quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     chosen = torch.ones(factors_shape((rows, columns), block)) if factors is None else factors
+    scratch = torch.empty(min(rows, height), columns)
     for band, begin in enumerate(range(0, rows, height)):
-        values = weight[begin : begin + height].float()
-        largest = torch.stack([part.abs().amax() for part in values.split(width, dim=1)])
+        part = weight[begin : begin + height]
+        values = scratch[: len(part)].copy_(part)
+        of_columns = torch.maximum(values.amax(0), -values.amin(0))
+        largest = torch.stack([each.amax() for each in of_columns.split(width)])
         if not largest.isfinite().all():
             raise RunError(
                 f"rows {begin} to {begin + len(values)} hold NaN or infinities, which FP8 blocks cannot; "
@@ -127,6 +130,5 @@ def quantise(
             factor = largest / LARGEST
             chosen[band] = torch.where(factor > 0, factor, 1.0)
         scale = chosen[band].repeat_interleave(width)[:columns]
-        quotients = torch.div(values, scale).clamp_(-LARGEST, LARGEST)
-        quantised[begin : begin + height].copy_(quotients)
+        quantised[begin : begin + height].copy_(values.div_(scale).clamp_(-LARGEST, LARGEST))
     return quantised, chosen
