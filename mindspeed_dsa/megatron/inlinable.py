@@ -17,6 +17,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights, waits_for_weights
 from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from mindspeed_dsa.ops.precision import normalize
 from mindspeed_dsa.parallel import weight_gradients
 
 
@@ -36,8 +37,8 @@ class Norm(NamedTuple):
             return states
         weight = weight + 1 if self.zero_centered else weight
         if self.is_rms:
-            return F.rms_norm(states, weight.shape, weight, self.eps)
-        return F.layer_norm(states, weight.shape, weight, self.bias, self.eps)  # type: ignore[arg-type]
+            return normalize(F.rms_norm, states, weight, self.eps)
+        return normalize(F.layer_norm, states, weight, self.bias, self.eps)
 
 
 NO_NORM = Norm(None, None, None, True, False)

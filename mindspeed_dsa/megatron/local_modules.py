@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.ops.precision import normalize
 from mindspeed_dsa.patches.compose import depends_on
 
 # -- norms, with sequence parallelism, and fused into linear layers ----------------------------
@@ -33,7 +34,7 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        return F.layer_norm(hidden_states, self.normalized_shape, weight, self.bias, self.eps)
+        return normalize(F.layer_norm, hidden_states, weight, self.bias, self.eps)
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -46,7 +47,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        return F.rms_norm(hidden_states, self.normalized_shape, weight, self.eps)
+        return normalize(F.rms_norm, hidden_states, weight, self.eps)
 
 
 def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
@@ -70,7 +71,7 @@ def normalize_with(layer: Any, rms_norm: RMSNorm) -> None:
 
 
 def _rms_norm_of_torch(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(hidden_states, weight.shape, weight, eps)
+    return normalize(F.rms_norm, hidden_states, weight, eps)
 
 
 def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
@@ -90,10 +91,18 @@ def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tenso
     if config.normalization == "RMSNorm":
         rms_norm: RMSNorm = getattr(layer, _RMS_NORM, _rms_norm_of_torch)
         return rms_norm(hidden_states, weight, config.layernorm_epsilon)
-    return F.layer_norm(hidden_states, weight.shape, weight, layer.layer_norm_bias, config.layernorm_epsilon)
+    return normalize(F.layer_norm, hidden_states, weight, layer.layer_norm_bias, config.layernorm_epsilon)
 
 
 _NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMSNorm}
+
+
+def torch_norm(config: Any, hidden_size: int, eps: float) -> torch.nn.Module | None:
+    """Build the norm that a configuration asks for; ``None`` where PyTorch has none."""
+    norm = _NORMS.get(config.normalization)
+    if norm is None or config.memory_efficient_layer_norm:
+        return None
+    return norm(config, hidden_size, eps)
 
 
 def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,13 +111,11 @@ def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
     def __new__(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
     ) -> Any:
-        norm = _NORMS.get(config.normalization)
         refused = (
             config.sequence_parallel or config.persist_layer_norm or config.layernorm_zero_centered_gamma
         )
-        if refused and norm is not None and not config.memory_efficient_layer_norm:
-            return norm(config, hidden_size, eps)
-        return original(cls, config, hidden_size, eps, *args, **kwargs)
+        norm = torch_norm(config, hidden_size, eps) if refused else None
+        return original(cls, config, hidden_size, eps, *args, **kwargs) if norm is None else norm
 
     return __new__
 

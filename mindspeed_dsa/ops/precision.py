@@ -49,6 +49,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def normalize(norm: Callable[..., Tensor], states: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Apply one of torch's norms where weights may be wider than what is normalised.
+
+    Both types at once are slow in some of torch's kernels, refused by others, and give either of them.
+
+    Args:
+        norm: ``F.rms_norm`` or ``F.layer_norm``.
+        states: ``[..., n]``.
+        weight: ``[n]`` of the same floating dtype or another one.
+        *rest: what the norm takes behind its weight.
+
+    Returns:
+        Tensor of the shape and dtype of ``states``, computed in the wider of both dtypes.
+    """
+    wider = torch.promote_types(states.dtype, weight.dtype)
+    return norm(states.to(wider), weight.shape, weight, *rest).to(states.dtype)
+
+
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of gradients that are not final yet: fp16 does not reach down to a mean's."""
     return torch.float32 if dtype == torch.float16 else dtype

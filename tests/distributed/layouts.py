@@ -479,6 +479,18 @@ without_logits = partial(
 )
 TIED_MTP = f"{SHALLOW} {MTP} {TIED}"
 
+NORMS = {"init_norm_weight_in_fp32": True}
+BF16_ALONE = f"{SHALLOW} {BF16}"
+norms = partial(
+    row,
+    "init-norm-weight-in-fp32",
+    model=BF16_ALONE,
+    reference=Layout("init-norm-weight-in-fp32: one process", model=BF16_ALONE, switches=NORMS),
+    bounds=ROUNDED,
+    watched=(events.WIDER,),
+    **NORMS,
+)
+
 FASTER_LAYERS = (
     without_logits("TP2+SP", 2, TP2, quick=True, fused_linear_cross_entropy_gradient="forward"),
     without_logits("one process, MTP, tied embeddings", model=TIED_MTP),
@@ -505,6 +517,11 @@ FASTER_LAYERS = (
         both={},
         bounds=ROUNDED,
     ),
+    norms("TP2+SP", 2, TP2),
+    norms("PP2", 2, PP2),
+    norms("EP2", 2, EP2),
+    norms("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
+    norms("TP2+SP x DP2, EP2, distributed optimizer", 4, f"{TP2} {EP2} {ETP1} {ZERO}"),
     operators("one process"),
     operators("TP2+SP x DP2, distributed optimizer, recomputed", 4, f"{TP2} {ZERO}", **RECOMPUTED),
     operators("PP2 x VPP2, attention swapped", 2, f"{PP2} {VPP2}", **ON_HOST),

@@ -47,6 +47,8 @@ FUSED_OPERATORS = {
 """And for each of the fused operators."""
 CHUNKS_OF_LOGITS = "losses in chunks of tokens"
 """And for losses that are computed together with the output projection."""
+WIDER = "norms with wider weights"
+"""And for norms whose weights stay in fp32."""
 REGIONS = "regions run compiled"
 """And for the parts of a layer that are compiled."""
 BESIDE = "started on the second stream"
@@ -68,6 +70,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     PERMUTED: ("moe_permute_fusion",),
     GATHERED: ("use_torch_fsdp2",),
     CHUNKS_OF_LOGITS: ("fused_linear_cross_entropy",),
+    WIDER: ("init_norm_weight_in_fp32",),
     REGIONS: ("compile_regions",),
     BESIDE: ("two_streams",),
     AWAITED: ("two_streams",),
@@ -93,6 +96,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.operators.fused import functions
     from mindspeed_dsa.features.operators.two_streams import second_stream
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
+    from mindspeed_dsa.megatron import local_modules
     from mindspeed_dsa.ops.grouped_matmul.backends import Cpu as grouped
     from mindspeed_dsa.ops.linear_cross_entropy.backends import Cpu as loss
     from mindspeed_dsa.ops.moe_permute.backends import Cpu as permutation
@@ -111,6 +115,12 @@ def counted() -> Iterator[Counter[str]]:
             return original(self, *args, **kwargs)
 
         return mock.patch.object(holder, name, call)
+
+    normalize = local_modules.normalize
+
+    def normalized(norm: Any, states: Any, weight: Any, *rest: Any) -> Any:
+        counts[WIDER] += weight.dtype != states.dtype
+        return normalize(norm, states, weight, *rest)
 
     gather, reduce, measure = chunked.Gather.__init__, chunked.matmul_reduce, tuning._measure
     choose = balanced.choose
@@ -159,6 +169,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(chunked, "matmul_reduce", reduced))
         stack.enter_context(mock.patch.object(tuning, "_measure", measured))
         stack.enter_context(mock.patch.object(balanced, "choose", chosen))
+        stack.enter_context(mock.patch.object(local_modules, "normalize", normalized))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
         stack.enter_context(counting_calls(transfers, "gather", GATHERED))

@@ -97,14 +97,12 @@ def assemble(
         model = DistributedDataParallel(cfg, ddp_config, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            lr=2e-3,
-            weight_decay=0.1,
             use_distributed_optimizer=distributed,
             # Before 0.14 this is DDP's alone.
             **({"overlap_param_gather": overlap} if takes(OptimizerConfig, "overlap_param_gather") else {}),
             clip_grad=clip,
             loss_scale=1.0,  # a constant scale, for its check of infinite gradients
-            **{"optimizer": "adam", **types, **(optimizer_options or {})},
+            **{"optimizer": "adam", "lr": 2e-3, "weight_decay": 0.1, **types, **(optimizer_options or {})},
         ),
         [model],
     )

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_dsa.ops import liger
 from mindspeed_dsa.ops.backend import Backend, ShapeClass
 from mindspeed_dsa.ops.npu.device import npu_op, product, unavailable
+from mindspeed_dsa.ops.precision import normalize
 from mindspeed_dsa.platforms.npu_operators import PRODUCTS
 
 _NORM = "npu_rms_norm"
@@ -35,7 +36,7 @@ class Reference(Norm):
     """PyTorch's function, by autograd."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, eps)
+        return normalize(F.rms_norm, hidden, weight, eps)
 
 
 class GradientNorm(Norm):

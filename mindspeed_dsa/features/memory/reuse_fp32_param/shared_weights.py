@@ -104,6 +104,8 @@ def _share_parameters(optimizer: Any) -> list[Master]:
     groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
     for models, mains in groups:
         for model, main in zip(models, mains, strict=True):
+            if model.dtype is not torch.bfloat16:  # a weight in float32 is its own master
+                continue
             storage = InPlaceStorage(model.numel(), model.device)
             storage.weights.copy_(model.data.flatten())
             model.data = storage.weights.view(model.shape)
