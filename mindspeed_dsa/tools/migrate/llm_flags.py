@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_dsa.tools.migrate.job import Row, different, kept, not_needed, renamed, slower
+from mindspeed_dsa.tools.migrate.job import Row, different, kept, not_needed, renamed, same, slower
 
 _CONVERTED = (
     "Megatron writes its own checkpoints; Hugging Face's are made of them afterwards, by another program."
@@ -15,7 +15,7 @@ _PREPARED = "Data are prepared beforehand; training reads their .bin and .idx fi
 _TUNING = "Fine-tuning of MindSpeed-LLM is not served."
 _TUNING_ONLY = "Only MindSpeed-LLM's fine-tuning, inference or evaluation reads it."
 _LORA = "LoRA is not served."
-_NORM = "Norm weights in fp32 beside bf16 ones are not here."
+_NORM = "Norms that take or return fp32 beside layers in bf16 are not here."
 _V4 = "Of DeepSeek-V4's compressed attention, which is not here."
 _YARN = "Only --rope-scaling-type yarn or llama3 reads it."
 
@@ -88,7 +88,8 @@ MODEL = [
         "mamba-chunk-size use-triton-gdn use-fused-mhc use-triton-mhc use-triton-swiglu-limit", _OTHER_MODEL
     ),
     *different("use-global-aux-loss", "See global_aux_loss of --moe-router-load-balancing-type."),
-    *different("rmsnorm-weight-in-fp32 init-norm-weight-in-fp32 input-layernorm-in-fp32", _NORM),
+    *same("init-norm-weight-in-fp32", "Of all norms, LayerNorms as well."),
+    *different("rmsnorm-weight-in-fp32 input-layernorm-in-fp32", _NORM),
     *not_needed("no-enable-linear-qkv", "Query, key and value lie in one weight; the function is the same."),
     *not_needed("input-jitter", "Megatron has none unless --moe-input-jitter-eps asks for it."),
 ]

@@ -62,7 +62,7 @@ def test_imported_again_the_one_liner_finds_what_it_has_done():
 
 def test_everything_that_is_refused_is_one_message():
     argv = (
-        f"{FLAG} --fix-router --bf16 --init-norm-weight-in-fp32 --n-group 2 --moe-router-num-groups 4".split()
+        f"{FLAG} --fix-router --bf16 --rmsnorm-weight-in-fp32 --n-group 2 --moe-router-num-groups 4".split()
     )
     before = list(argv)
     with pytest.raises(SettingsError) as caught:
@@ -72,7 +72,7 @@ def test_everything_that_is_refused_is_one_message():
     assert [line.split()[1].rstrip(":") for line in lines[1:]] == [
         "--n-group",
         "--fix-router",
-        "--init-norm-weight-in-fp32",
+        "--rmsnorm-weight-in-fp32",
     ]
     assert argv == before
 

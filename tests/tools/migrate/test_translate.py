@@ -152,6 +152,7 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         # What hangs on other flags.
         ("--enable-hf2mg-convert --model-type-hf deepseek3", ""),
         ("--init-norm-weight-in-fp32", ""),
+        ("--bf16 --init-norm-weight-in-fp32", "--bf16 --init-norm-weight-in-fp32"),
         ("--spec mindspeed_llm.tasks.models.spec.deepseek_spec layer_spec", ""),
         ("--spec my.own layer", "--spec my.own layer"),
         ("--sparse-mode 2 --pre-tockens 65536 --seq-length 4096", "--seq-length 4096"),
@@ -265,7 +266,7 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
     ("text", "flag"),
     [
         ("--fix-router", "--fix-router"),
-        ("--bf16 --init-norm-weight-in-fp32", "--init-norm-weight-in-fp32"),
+        ("--bf16 --rmsnorm-weight-in-fp32", "--rmsnorm-weight-in-fp32"),
         ("--load /w --enable-hf2mg-convert", "--enable-hf2mg-convert"),
         ("--tokenizer-type MagistralTokenizer", "--tokenizer-type"),
         ("--context-parallel-size 2 --context-parallel-algo adaptive_cp_algo", "--context-parallel-algo"),
