@@ -134,7 +134,7 @@ def test_small_updates_arrive(pool, options):
         ({"swap_optimizer": True}, DISTRIBUTED),
         pytest.param({"swap_optimizer": True}, PLAIN, marks=FULL),
         pytest.param({"reuse_fp32_param": True}, DISTRIBUTED, marks=FULL),
-        ({"reuse_fp32_param": True}, PLAIN),
+        pytest.param({"reuse_fp32_param": True}, PLAIN, marks=FULL),
         pytest.param({"virtual_optimizer": ["all"]}, DISTRIBUTED, marks=FULL),
         pytest.param({"virtual_optimizer": ["all"]}, PLAIN, marks=FULL),
     ],
@@ -154,7 +154,7 @@ def test_beside_what_moves_optimizer_state(pool, feature, options):
     ("options", "way"),
     [
         (DISTRIBUTED, "fully_reshardable"),
-        (PLAIN, "torch_dist"),
+        pytest.param(PLAIN, "torch_dist", marks=FULL),
         pytest.param(PLAIN, "torch", marks=FULL),
     ],
 )
