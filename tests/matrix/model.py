@@ -61,19 +61,14 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
         # Older releases ask the global state for the stage, later ones are told.
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
         stage = _accepted(GPTModel.__init__, vp_stage=vp_stage)
-    first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
-    where = _accepted(first, ignore_virtual=False, **stage)
+    where = _accepted(parallel_state.is_pipeline_first_stage, ignore_virtual=False, **stage)
     block = _block_spec(cfg, stage)
     if cfg.mtp_num_layers:
         stage["mtp_block_spec"] = _mtp_spec(cfg, block, stage)
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=block,
-        vocab_size=job.VOCABULARY,
-        max_sequence_length=job.SEQUENCE,
-        pre_process=first(**where),
-        post_process=last(**where),
-        position_embedding_type="rope",
+        **job.ends(**where),
         **stage,
     )
     model.vp_stage = vp_stage

@@ -17,6 +17,7 @@ import torch
 
 from tests.support import memory_events
 from tests.support.gradient_pieces import Piece
+from tests.support.model import ends
 from tests.support.observe import Choices, Fault, Key, Observer, Place
 
 
@@ -156,7 +157,6 @@ def _config(args: argparse.Namespace) -> Any:
 
 
 def _build_chunk(args: argparse.Namespace, config: Any, stage: int | None) -> Any:
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -164,11 +164,7 @@ def _build_chunk(args: argparse.Namespace, config: Any, stage: int | None) -> An
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        position_embedding_type="rope",
+        **ends(args.padded_vocab_size, args.seq_length, **where),
         vp_stage=stage,
     )
     model.vp_stage = stage

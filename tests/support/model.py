@@ -111,9 +111,27 @@ def config(**overrides: Any) -> Any:
     return MLATransformerConfig(**{**values, **overrides})
 
 
+def ends(vocabulary: int = VOCABULARY, length: int = SEQUENCE, **where: Any) -> dict[str, Any]:
+    """Keywords of ``GPTModel``: what it reads and predicts, and whether this stage does.
+
+    Args:
+        vocabulary: tokens that there are.
+        length: of a sequence.
+        **where: keywords of ``is_pipeline_first_stage`` and ``is_pipeline_last_stage``.
+    """
+    from megatron.core import parallel_state
+
+    return {
+        "vocab_size": vocabulary,
+        "max_sequence_length": length,
+        "pre_process": parallel_state.is_pipeline_first_stage(**where),
+        "post_process": parallel_state.is_pipeline_last_stage(**where),
+        "position_embedding_type": "rope",
+    }
+
+
 def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
     """One pipeline chunk with weights that depend on their names alone, never on the layout."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
@@ -127,11 +145,7 @@ def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope",
+        **ends(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
         mtp_block_spec=mtp_spec,
     )

@@ -88,20 +88,14 @@ def built(
 
 def stock_gpt(cfg: Any, stage: int | None) -> Any:
     """Multi-head attention, and dense MLPs or experts in every layer."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
-    where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=cfg.num_moe_experts, normalization=cfg.normalization
         ),
-        vocab_size=job.VOCABULARY,
-        max_sequence_length=job.SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        position_embedding_type="rope",
+        **job.ends(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
     job.fill_by_name(model)

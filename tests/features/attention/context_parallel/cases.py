@@ -41,7 +41,6 @@ def grouped_config(**overrides: Any) -> Any:
 
 
 def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     # Older releases ask the global state for the stage, later ones are told.
@@ -53,11 +52,7 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=spec,
-        vocab_size=job.VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        position_embedding_type="rope",
+        **job.ends(length=SEQUENCE, **where),
         **stage,
     )
     model.vp_stage = vp_stage
