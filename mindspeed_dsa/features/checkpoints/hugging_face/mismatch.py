@@ -125,13 +125,9 @@ def _differs(name: str, here: Any, there: Any, release: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return (
-        pattern(value)
-        if isinstance(value, list)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, list):
+        return pattern(value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _equal(here: Any, there: Any) -> bool:

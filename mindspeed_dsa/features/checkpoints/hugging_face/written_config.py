@@ -145,7 +145,7 @@ def _routing(args: Any) -> dict[str, Any]:
 
 
 def _rope(args: Any, release: str, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary embeddings and the longest context: as it was, or what YaRN stretches to."""
+    """Return rotary embeddings and the longest context."""
     rotary = Rotary.of(args, release)
     assert rotary is not None
     longest = value_of(args, "max_position_embeddings")
@@ -161,7 +161,8 @@ def _rope(args: Any, release: str, like: Mapping[str, Any]) -> dict[str, Any]:
             "mscale": getattr(args, "mscale", 1.0),
             "mscale_all_dim": getattr(args, "mscale_all_dim", 1.0 if before_0_14(release) else 0.0),
         }
-        longest = round(rotary.factor * (rotary.original or 0))
+        if before_0_14(release):  # whose argument is the length before
+            longest = round(rotary.factor * (rotary.original or 0))
     longest = like.get("max_position_embeddings", longest)
     known = {} if longest in (None, MISSING) else {"max_position_embeddings": longest}
     return {"rope_parameters": given, **known}

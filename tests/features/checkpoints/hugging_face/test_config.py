@@ -1,0 +1,300 @@
+"""Descriptions of Hugging Face models beside transformers' own classes, and what is refused in them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa.features.checkpoints.hugging_face.config import (
+    _ALIKE,
+    _DEFAULTS,
+    arguments_of,
+    read_config,
+    rotary_of,
+    said,
+    sizes_of,
+    yarn_scale,
+)
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import SettingsError
+from tests.features.checkpoints.hugging_face.models import KINDS, WHERE, YARN, arguments, config
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
+    """A file of nothing but sizes is read as the class fills it."""
+    whole = json.loads(getattr(transformers, KINDS[kind])().to_json_string())
+    bare = {"model_type": kind}
+    written = [name for name in (*_DEFAULTS[kind], *_ALIKE) if name in whole]
+    assert {"n_group", "rms_norm_eps", "routed_scaling_factor", "norm_topk_prob", "hidden_act"} <= {*written}
+    assert {name: said(bare, name) for name in written} == {name: whole[name] for name in written}
+    theirs = {name: whole[name] for name in whole if name not in {*written, "rope_parameters"}}
+    assert arguments_of(theirs, WHERE) == arguments_of(whole, WHERE)
+
+
+def test_every_argument_of_a_model():
+    found = arguments("glm_moe_dsa", index_topk_freq=3, index_skip_topk_offset=2, rms_norm_eps=1e-5)
+    assert found == {
+        "num_layers": 6,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 24,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 12,
+        "qk_layernorm": True,
+        "multi_latent_attention": True,
+        "num_experts": 8,
+        "moe_layer_freq": [0, 0, 1, 1, 1, 1],
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_dtype": "fp32",
+        "mtp_num_layers": 1,
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 3,
+        "dsa_indexer_head_dim": 32,
+        "dsa_indexer_topk": 16,
+        "dsa_indexer_topk_freq": 3,
+        "dsa_indexer_skip_topk_offset": 2,
+        "dsa_indexer_topk_pattern": None,
+        "dsa_indexer_rope_first": True,
+        "dsa_indexer_rope_interleaved": True,
+        "dsa_indexer_normalised_query": True,
+        "dsa_indexer_rotate_activation": False,
+        "dsa_indexer_scoring_relu": True,
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "untie_embeddings_and_output_weights": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-5,
+        "position_embedding_type": "rope",
+        "max_position_embeddings": 202752,
+        "rope_type": "rope",
+        "rotary_base": 10000,
+        "rotary_scaling_factor": 1.0,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def test_kinds_differ_in_their_indexers():
+    assert arguments("deepseek_v3")["experimental_attention_variant"] is None
+    assert not [name for name in arguments("deepseek_v3") if name.startswith("dsa_")]
+    paired = {kind: arguments(kind)["dsa_indexer_rope_interleaved"] for kind in list(KINDS)[1:]}
+    assert paired == {"deepseek_v32": False, "glm_moe_dsa": True}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 2},
+        {"index_topk_pattern": "FFSFSS"},
+    ],
+    ids=str,
+)
+def test_layers_that_select_keys_are_those_of_transformers(changed):
+    file = config("glm_moe_dsa", **changed)
+    sharing = Sharing.of(type("Args", (), arguments_of(file, WHERE)))
+    ours = ["full" if sharing.computes(layer) else "shared" for layer in range(1, 7)]
+    assert ours == file["indexer_types"]
+
+
+def test_an_iterated_prediction_layer_shares_where_there_are_several():
+    one = arguments("glm_moe_dsa", index_share_for_mtp_iteration=True)
+    two = arguments("glm_moe_dsa", index_share_for_mtp_iteration=True, num_nextn_predict_layers=2)
+    assert "dsa_indexer_share_for_mtp" not in one
+    assert two["dsa_indexer_share_for_mtp"] is True
+
+
+# -- rotary embeddings --------------------------------------------------------------------------
+
+_OLD = {key: value for key, value in YARN.items() if key not in ("rope_type", "rope_theta")}
+
+
+def _without_rope(file: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in file.items() if key != "rope_parameters"}
+
+
+def test_older_files_have_rotary_embeddings_of_other_names():
+    file = config("deepseek_v32", rope_parameters=dict(YARN))
+    old = {**_without_rope(file), "rope_theta": 10000, "rope_scaling": {"type": "yarn", **_OLD}}
+    assert rotary_of(old) == rotary_of(file)
+    assert rotary_of(file) == {
+        "rotary_base": 10000,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    plain = {**_without_rope(file), "rope_theta": 8000000, "rope_scaling": None}
+    assert rotary_of(plain) == {"rotary_base": 8000000, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"mscale": None, "mscale_all_dim": None},
+        {"mscale": 0.5, "mscale_all_dim": None},
+        {"factor": None},
+        {"beta_fast": None, "beta_slow": None},
+    ],
+    ids=str,
+)
+def test_frequencies_and_magnitudes_are_those_of_transformers(changed):
+    """Megatron's own embedding and its factor of attention's scores, beside those of transformers' model."""
+    torch = pytest.importorskip("torch")
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as megatron
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    given = {key: value for key, value in {**YARN, **changed}.items() if value is not None}
+    given.setdefault("factor", None)
+    file = config("deepseek_v3", max_position_embeddings=65536, rope_parameters=given)
+    made = theirs.DeepseekV3Config(**file)
+    frequencies, magnitude = theirs.ROPE_INIT_FUNCTIONS["yarn"](made)
+    ours = rotary_of(file)
+    factor, length = ours["rotary_scaling_factor"], ours["original_max_position_embeddings"]
+    exponents = torch.arange(0, 8, 2, dtype=torch.float32) / 8
+    whole = 1.0 / ours["rotary_base"] ** exponents
+    low, high = megatron._yarn_find_correction_range(
+        ours["beta_fast"], ours["beta_slow"], 8, ours["rotary_base"], length
+    )
+    kept = 1.0 - megatron._yarn_linear_ramp_mask(low, high, 4, device=torch.device("cpu"))
+    torch.testing.assert_close(whole / factor * (1 - kept) + whole * kept, frequencies)
+    scales = [megatron._yarn_get_mscale(factor, ours[name]) for name in ("mscale", "mscale_all_dim")]
+    assert scales == [yarn_scale(factor, ours[name]) for name in ("mscale", "mscale_all_dim")]
+    assert scales[0] / scales[1] == pytest.approx(magnitude)
+    if given["factor"]:  # transformers' attention does not derive it from the lengths
+        assert scales[1] ** 2 == pytest.approx(theirs.yarn_apply_mscale(made.rope_parameters, 1.0))
+
+
+# -- routing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"n_group": 1, "topk_group": 1},
+        {"n_group": 4, "topk_group": 4},
+        {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0},
+        {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ],
+    ids=str,
+)
+def test_experts_are_chosen_as_transformers_does(changed):
+    torch = pytest.importorskip("torch")
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    file = config("deepseek_v3", **changed)
+    ours = arguments_of(file, WHERE)
+    router = DeepseekV3TopkRouter(transformers.DeepseekV3Config(**file))
+    torch.manual_seed(1)
+    bias = torch.randn(8)
+    with torch.no_grad():
+        router.weight.normal_()
+        router.e_score_correction_bias.copy_(bias)
+        logits, weights, indices = router(torch.randn(64, 64))
+    expected = torch.zeros(64, 8).scatter(1, indices, weights)
+    found, _ = topk_routing_with_score_function(
+        logits,
+        ours["moe_router_topk"],
+        num_groups=ours["moe_router_num_groups"],
+        group_topk=ours["moe_router_group_topk"],
+        scaling_factor=ours["moe_router_topk_scaling_factor"],
+        score_function=ours["moe_router_score_function"],
+        expert_bias=bias,
+    )
+    torch.testing.assert_close(found, expected)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_interleave": False}, "rope_interleave is False"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"num_experts_per_tok": 1, "n_group": 1}, "norm_topk_prob is True"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        ({"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
+        ({"n_group": 3}, "n_group 3 does not divide n_routed_experts 8"),
+        ({"n_group": 8, "topk_group": 4}, "num_experts_per_tok // topk_group = 1"),
+        ({"n_group": "4"}, "n_group is '4', and a number is read"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and a number is read"),
+        ({"q_lora_rank": None}, "q_lora_rank is None"),
+        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "not one table"),
+        ({"rope_parameters": {**YARN, "rope_type": "linear"}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate is False"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.4}}, "attention_factor is 1.4"),
+        ({"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim is given without mscale"),
+        ({"rope_parameters": {**YARN, "factor": "40"}}, "factor is '40', and a number is read"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_megatron_cannot_compute_is_refused(changed, problem):
+    with pytest.raises(SettingsError) as caught:
+        arguments_of({**config("deepseek_v32"), **changed}, WHERE)
+    message = str(caught.value)
+    assert message.startswith(f"{WHERE} is a model that Megatron cannot compute: ")
+    assert problem in message
+
+
+def test_all_problems_are_in_one_message():
+    file = {
+        **config("deepseek_v3"),
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "rope_scaling": {"type": "su"},
+    }
+    with pytest.raises(SettingsError, match=r"hidden_act.*attention_bias.*rope_type is 'su'"):
+        arguments_of(file, WHERE)
+
+
+def test_a_kind_is_refused_by_name():
+    with pytest.raises(
+        SettingsError, match="model_type 'llama'; what can be read is deepseek_v3, deepseek_v32"
+    ):
+        sizes_of({**config("deepseek_v3"), "model_type": "llama"}, WHERE)
+    bare = {key: value for key, value in config("deepseek_v32").items() if key != "index_topk"}
+    with pytest.raises(SettingsError, match="lacks index_topk"):
+        sizes_of(bare, WHERE)
+
+
+def test_a_folder_or_its_file_is_read(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(SettingsError, match=r"^mindspeed_dsa weights: .*config.json cannot be read"):
+        read_config(tmp_path, "mindspeed_dsa weights")
+    file.write_text("[1]")
+    with pytest.raises(SettingsError, match="is no configuration of a model"):
+        read_config(file, "mindspeed_dsa weights")
+    transformers.GlmMoeDsaConfig().save_pretrained(tmp_path)
+    assert read_config(tmp_path, "me")["model_type"] == "glm_moe_dsa"
+    assert read_config(file, "me") == read_config(tmp_path, "me")

@@ -1,0 +1,261 @@
+"""Differences between files and a job, each with the flag that mends it; what may differ, or is the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import adds_indexers, mismatches, remarks
+from tests.features.checkpoints.hugging_face.models import KINDS, YARN, arguments, job
+
+pytest.importorskip("transformers", minversion="5.23")
+
+RELEASES = ("0.12.1", "0.16.1", "0.19.0")
+SHARED = {"index_topk_freq": 2, "index_skip_topk_offset": 2}
+STRETCHED = {
+    "rope_parameters": YARN | {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0}
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "changed", [{}, STRETCHED, {"n_group": 1, "topk_group": 1}], ids=("", "yarn", "groups")
+)
+def test_a_job_made_of_a_description_has_none(kind, changed, release):
+    found = arguments(kind, **changed)
+    assert mismatches(found, job(found, release), release) == []
+    assert mismatches(found, SimpleNamespace(), release) == [], "what is not said is not judged"
+
+
+@pytest.mark.parametrize(
+    ("here", "mended"),
+    [
+        ({"num_layers": 4}, "num_layers is 4 here and 6 in the files: give --num-layers 6"),
+        ({"hidden_size": 32}, "give --hidden-size 64"),
+        ({"ffn_hidden_size": 32}, "give --ffn-hidden-size 128"),
+        ({"num_attention_heads": 8}, "give --num-attention-heads 4"),
+        ({"multi_latent_attention": False}, "give --multi-latent-attention"),
+        ({"q_lora_rank": None}, "q_lora_rank is None here and 40 in the files: give --q-lora-rank 40"),
+        ({"kv_lora_rank": 512}, "give --kv-lora-rank 24"),
+        ({"qk_head_dim": 128}, "give --qk-head-dim 16"),
+        ({"qk_pos_emb_head_dim": 64}, "give --qk-pos-emb-head-dim 8"),
+        ({"v_head_dim": 128}, "give --v-head-dim 12"),
+        ({"qk_layernorm": False}, "give --qk-layernorm"),
+        ({"num_experts": 16}, "give --num-experts 8"),
+        ({"num_experts": None}, "num_experts is None here and 8 in the files: give --num-experts 8"),
+        ({"moe_layer_freq": 1}, "moe_layer_freq is ([1]*6) here and ([0]*2+[1]*4) in the files"),
+        ({"moe_layer_freq": [0, 0, 0, 1, 1, 1]}, "give --moe-layer-freq '([0]*2+[1]*4)'"),
+        ({"moe_ffn_hidden_size": None}, "moe_ffn_hidden_size is 128 here and 32 in the files"),
+        ({"moe_shared_expert_intermediate_size": 32}, "give --moe-shared-expert-intermediate-size 64"),
+        ({"moe_router_topk": 2}, "give --moe-router-topk 4"),
+        ({"moe_router_score_function": "softmax"}, "give --moe-router-score-function sigmoid"),
+        ({"moe_router_enable_expert_bias": False}, "give --moe-router-enable-expert-bias"),
+        ({"moe_router_num_groups": 2}, "moe_router_group_topk is None here and 2 in the files"),
+        ({"moe_router_group_topk": None}, "give --moe-router-num-groups 4"),
+        ({"moe_router_group_topk": 1}, "give --moe-router-group-topk 2"),
+        ({"moe_router_topk_scaling_factor": None}, "give --moe-router-topk-scaling-factor 2.5"),
+        ({"moe_latent_size": 64}, "omit --moe-latent-size"),
+        ({"moe_shared_expert_gate": True}, "omit --moe-shared-expert-gate"),
+        ({"swiglu": False}, "give --swiglu"),
+        ({"add_bias_linear": True}, "give --disable-bias-linear"),
+        ({"add_qkv_bias": True}, "omit --add-qkv-bias"),
+        ({"normalization": "LayerNorm"}, "give --normalization RMSNorm"),
+        (
+            {"layernorm_epsilon": 1e-5},
+            "norm_epsilon is 1e-05 here and 1e-06 in the files: give --norm-epsilon 1e-06",
+        ),
+        ({"untie_embeddings_and_output_weights": False}, "give --untie-embeddings-and-output-weights"),
+        ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
+        (
+            {"rotary_base": 8000000},
+            "rotary_base is 8000000 here and 10000 in the files: give --rotary-base 10000",
+        ),
+        ({"rotary_interleaved": True}, "omit --rotary-interleaved"),
+        ({"padded_vocab_size": 896}, "padded_vocab_size is 896 here and 1000 in the files"),
+        ({"padded_vocab_size": None, "vocab_size": 999}, "give --padded-vocab-size 1000 or more"),
+        ({"mtp_num_layers": 2}, "give --mtp-num-layers 1"),
+        ({"experimental_attention_variant": None}, "give --experimental-attention-variant dsa"),
+        ({"dsa_indexer_n_heads": 64}, "give --dsa-indexer-n-heads 3"),
+        ({"dsa_indexer_head_dim": 128}, "give --dsa-indexer-head-dim 32"),
+        ({"dsa_indexer_topk": 2048}, "give --dsa-indexer-topk 16"),
+        ({"dsa_indexer_rope_first": None}, "dsa_indexer_rope_first is False here and True in the files"),
+        ({"dsa_indexer_rope_first": False}, "give --dsa-indexer-rope-first"),
+        ({"dsa_indexer_normalised_query": None}, "give --dsa-indexer-normalised-query"),
+        ({"dsa_indexer_rope_interleaved": False}, "give --dsa-indexer-rope-interleaved"),
+        ({"dsa_indexer_scoring_relu": False}, "omit --no-dsa-indexer-scoring-relu"),
+        ({"dsa_indexer_k_norm_epsilon": 1e-5}, "give --dsa-indexer-k-norm-epsilon 1e-06"),
+        (
+            {"dsa_indexer_k_norm_epsilon": None, "layernorm_epsilon": 1e-5},
+            "give --dsa-indexer-k-norm-epsilon 1e-06",
+        ),
+        (
+            {"dsa_indexer_topk_freq": 1},
+            "select keys here and 4 of 6 layers (1, 2, 4, 6) in the files: give --dsa-indexer-topk-freq 2",
+        ),
+        (
+            {"dsa_indexer_topk_freq": 1, "dsa_indexer_topk_pattern": "FFSFFF"},
+            "give --dsa-indexer-topk-freq 2",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_difference_is_said_with_its_flag(here, mended):
+    found = arguments("glm_moe_dsa", **SHARED, rms_norm_eps=1e-6)
+    said = mismatches(found, job(found, "0.16.1", **here), "0.16.1")
+    assert mended in "; ".join(said)
+    assert all(" here and " in sentence and sentence.count(": ") == 1 for sentence in said)
+
+
+@pytest.mark.parametrize(
+    ("release", "here", "mended"),
+    [
+        ("0.16.1", {"rope_type": "rope"}, "--rotary-scaling-factor 4.0 --rope-type yarn"),
+        (
+            "0.16.1",
+            {"rotary_scaling_factor": 40.0},
+            "yarn with a factor of 40 here and yarn with 4 in the files",
+        ),
+        ("0.12.1", {"rotary_scaling_factor": 1.0}, "in the files: give --rotary-scaling-factor 4.0"),
+        (
+            "0.16.1",
+            {"yarn_original_max_position_embeddings": None},
+            "--yarn-original-max-position-embeddings 32",
+        ),
+        ("0.12.1", {"max_position_embeddings": 128}, "give --max-position-embeddings 32"),
+        (
+            "0.19.0",
+            {"yarn_beta_fast": None},
+            "beta_fast is 32 here and 16 in the files: give --yarn-beta-fast 16.0",
+        ),
+        ("0.16.1", {"yarn_beta_slow": 2.0}, "give --yarn-beta-slow 1.0"),
+        ("0.16.1", {"mscale_all_dim": 0.0}, "give --mscale 1 --mscale-all-dim 1"),
+        ("0.12.1", {"mscale": 0.707}, "give --mscale 1 --mscale-all-dim 1"),
+    ],
+)
+def test_rotary_embeddings_that_differ(release, here, mended):
+    found = arguments("deepseek_v32", **STRETCHED)
+    (said,) = mismatches(found, job(found, release, **here), release)
+    assert mended in said
+
+
+def test_plain_files_beside_stretched_jobs():
+    found = arguments("deepseek_v3")
+    (said,) = mismatches(found, job(found, "0.16.1", rope_type=None, rotary_scaling_factor=40.0), "0.16.1")
+    assert said.endswith("rope with 1 in the files: give --rotary-scaling-factor 1.0 --rope-type rope")
+    # Type rope leaves YaRN's factor of attention's scores.
+    here = job(found, "0.16.1", rotary_scaling_factor=40.0, mscale_all_dim=1.0)
+    (said,) = mismatches(found, here, "0.16.1")
+    assert "attention's scores by 1.87385 here" in said
+    assert "give --rotary-scaling-factor 1.0" in said
+
+
+def test_a_release_that_cannot_is_named():
+    found = arguments("deepseek_v3", rope_parameters=YARN | {"mscale": 0.5})
+    assert mismatches(found, job(found, "0.16.1"), "0.16.1") == []
+    (said,) = mismatches(found, job(found, "0.12.1"), "0.12.1")
+    assert "Megatron-core 0.12.1 scales attention with --mscale for both; train with 0.14 or later" in said
+
+
+def test_what_a_job_leaves_open_the_release_decides():
+    found = arguments("deepseek_v32")
+    names = ("dsa_indexer_rope_first", "dsa_indexer_normalised_query")
+    for release, count in zip(RELEASES, (2, 2, 0), strict=True):
+        open_job = job(found, release, **dict.fromkeys(names))
+        assert len(mismatches(found, open_job, release)) == count, release
+    last = job(found, "0.19.0", dsa_indexer_rope_first=False)
+    assert "omit --no-dsa-indexer-rope-first" in mismatches(found, last, "0.19.0")[0]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"padded_vocab_size": 4096},
+        {"moe_layer_freq": [False, False, True, True, True, True]},
+        {"position_embedding_type": "none"},
+        {"dsa_indexer_rotate_activation": True},
+        {"dsa_indexer_topk_freq": 1, "dsa_indexer_topk_pattern": "CCSCSC"},
+        {"rope_type": "yarn"},
+        {"hidden_dropout": 0.1},
+        {"moe_router_dtype": None},
+        {"mtp_num_layers": None},
+        {"mtp_num_layers": 3, "mtp_use_repeated_layer": True},
+    ],
+    ids=str,
+)
+def test_another_way_to_say_the_same(same):
+    found = arguments("glm_moe_dsa", **SHARED)
+    assert mismatches(found, job(found, "0.19.0", **same), "0.19.0") == []
+
+
+def test_groups_that_exclude_no_expert():
+    found = arguments("deepseek_v3", n_group=1, topk_group=1)
+    here = job(found, "0.16.1", moe_router_num_groups=4, moe_router_group_topk=4)
+    assert mismatches(found, here, "0.16.1") == []
+
+
+def test_all_differences_at_once():
+    found = arguments("deepseek_v32")
+    here = job(found, "0.16.1", hidden_size=32, rotary_base=1, dsa_indexer_topk=1, moe_router_topk=2)
+    said = " ".join(mismatches(found, here, "0.16.1"))
+    for flag in ("--hidden-size 64", "--rotary-base 10000", "--dsa-indexer-topk 16", "--moe-router-topk 4"):
+        assert flag in said
+
+
+def test_configurations_of_megatron_are_judged_as_well():
+    """By names of their own, built as a job does."""
+    core = pytest.importorskip("megatron.core.transformer.transformer_config")
+    import mindspeed_dsa
+    from mindspeed_dsa.patches import versions
+
+    release = versions.of_megatron()
+    found = arguments("deepseek_v32", **STRETCHED)
+    values = job(found, release).__dict__
+    options = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
+    with mindspeed_dsa.enabled(**options):
+        import torch
+
+        known = core.MLATransformerConfig.__dataclass_fields__
+        fields = {name: value for name, value in {**found, **values}.items() if name in known}
+        made = core.MLATransformerConfig(
+            **fields
+            | {
+                "num_moe_experts": found["num_experts"],
+                "layernorm_epsilon": found["norm_epsilon"],
+                "gated_linear_unit": True,
+                "activation_func": torch.nn.functional.silu,
+                "apply_rope_fusion": False,
+            }
+        )
+    assert mismatches(found, made, release) == []
+    made.num_moe_experts, made.layernorm_epsilon, made.gated_linear_unit = 4, 1e-5, False
+    made.activation_func, made.kv_lora_rank = torch.nn.functional.gelu, 8
+    said = " ".join(mismatches(found, made, release))
+    for flag in (
+        "--num-experts 8",
+        "--norm-epsilon 1e-06",
+        "--swiglu",
+        "--swiglu alone",
+        "--kv-lora-rank 24",
+    ):
+        assert flag in said
+
+
+def test_dense_files_beside_a_model_with_indexers():
+    dense, sparse = arguments("deepseek_v3"), arguments("deepseek_v32")
+    assert mismatches(dense, job(dense | sparse, "0.16.1"), "0.16.1") == []
+    assert adds_indexers(dense, job(sparse, "0.16.1"))
+    assert not adds_indexers(sparse, job(sparse, "0.16.1"))
+    assert not adds_indexers(dense, job(dense, "0.16.1"))
+    assert remarks(dense, job(sparse, "0.16.1")) == [
+        "the files are of a dense model: indexers are initialised, all else is read"
+    ]
+
+
+def test_what_is_left_out_and_what_stays_inexact_is_said():
+    found = arguments("glm_moe_dsa", num_nextn_predict_layers=2, rms_norm_eps=1e-5)
+    fewer, epsilon = remarks(found, job(found, "0.16.1", mtp_num_layers=1))
+    assert "2 layers of multi-token prediction, and 1 are trained" in fewer
+    assert "epsilon 1e-06, and Megatron, which has one for all norms, with 1e-05" in epsilon
+    assert remarks(found | {"norm_epsilon": 1e-6}, job(found, "0.16.1")) == []

@@ -1,0 +1,210 @@
+"""Configurations that are written: transformers reads them as the same model, and refuses none of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
+from mindspeed_dsa.features.checkpoints.hugging_face.written_config import config_of
+from mindspeed_dsa.patches.errors import SettingsError
+from tests.features.checkpoints.hugging_face.models import KINDS, WHERE, YARN, arguments, config, job
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+WHO = "mindspeed_dsa weights"
+RELEASES = ("0.12.1", "0.16.1", "0.19.0")
+_SAID_BY_NOBODY = ("architectures", "dtype", "transformers_version", "rope_parameters")
+
+
+def read_back(written: dict[str, Any], folder: Any) -> dict[str, Any]:
+    """Return what transformers makes of a file."""
+    (folder / "config.json").write_text(json.dumps(written))
+    made = transformers.AutoConfig.from_pretrained(folder)
+    assert type(made).__name__ == KINDS[written["model_type"]]
+    return dict(json.loads(made.to_json_string(use_diff=False)))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 1, "num_nextn_predict_layers": 0}),
+        ("deepseek_v32", {"rope_parameters": YARN, "max_position_embeddings": 163840}),
+        ("deepseek_v32", {"tie_word_embeddings": True, "n_group": 1, "topk_group": 1}),
+        ("deepseek_v32", {"mlp_layer_types": ["sparse", "dense", "sparse"] * 2, "first_k_dense_replace": 0}),
+        ("glm_moe_dsa", {"rope_parameters": {"rope_type": "default", "rope_theta": 8000000.0}}),
+        ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 1, "num_nextn_predict_layers": 2}),
+        ("glm_moe_dsa", {"index_topk_pattern": "FFSFSS", "rms_norm_eps": 1e-5}),
+    ],
+    ids=str,
+)
+def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
+    found = arguments(kind, **changed)
+    written = config_of(job(found, release), release, WHO, vocabulary=1000)
+    again = arguments_of(written, WHERE)
+    if release == "0.12.1":  # whose parser has one length for two things, and no word for the longest context
+        again.pop("max_position_embeddings"), found.pop("max_position_embeddings")
+    assert again == found
+    theirs = read_back(written, tmp_path)
+    begun_with = config(kind, **changed)
+    same = {name: value for name, value in begun_with.items() if name not in _SAID_BY_NOBODY}
+    same.pop("index_topk_pattern", None)
+    if release == "0.12.1":
+        same.pop("max_position_embeddings")
+    assert {name: theirs.get(name) for name in same} == same
+    rope = {name: theirs["rope_parameters"][name] for name in begun_with["rope_parameters"]}
+    assert rope == begun_with["rope_parameters"]
+    assert theirs["architectures"] == [f"{KINDS[kind].removesuffix('Config')}ForCausalLM"]
+    assert theirs["dtype"] == "bfloat16"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    layers=st.integers(1, 12),
+    dense=st.integers(0, 12),
+    topk=st.integers(2, 8),
+    shared=st.integers(0, 3),
+    scale=st.floats(0.1, 10.0),
+    factor=st.sampled_from([None, 1.0, 4.0, 40.0]),
+    mscale=st.floats(0.1, 2.0),
+    theta=st.integers(2, 10**8),
+    epsilon=st.sampled_from([1e-6, 1e-5, 1e-8]),
+    mtp=st.integers(0, 3),
+    frequency=st.integers(1, 5),
+    offset=st.integers(1, 12),
+    tied=st.booleans(),
+    release=st.sampled_from(RELEASES[1:]),
+)
+def test_any_model_comes_back(
+    kind,
+    layers,
+    dense,
+    topk,
+    shared,
+    scale,
+    factor,
+    mscale,
+    theta,
+    epsilon,
+    mtp,
+    frequency,
+    offset,
+    tied,
+    release,
+):
+    changed = {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": min(dense, layers),
+        "num_experts_per_tok": topk,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": shared,
+        "routed_scaling_factor": scale,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(theta)},
+        "rms_norm_eps": epsilon,
+        "num_nextn_predict_layers": mtp,
+        "tie_word_embeddings": tied,
+    }
+    if factor is not None:
+        changed["rope_parameters"] = YARN | {"rope_theta": float(theta), "factor": factor, "mscale": mscale}
+    if kind == "glm_moe_dsa":
+        changed |= {"index_topk_freq": frequency, "index_skip_topk_offset": offset}
+    file = {**_BARE[kind], **changed}
+    found = arguments_of(file, WHERE)
+    again = arguments_of(config_of(job(found, release), release, WHO, vocabulary=1000), WHERE)
+    if factor == 1.0:  # is plain, and the numbers of YaRN are none
+        assert again["rope_type"] == "rope"
+        kept = again.keys() - {"rope_type"}
+        assert {name: again[name] for name in kept} == {name: found[name] for name in kept}
+    else:
+        if frequency == 1 or layers <= offset:  # all of them select, whichever rule says so
+            for name in ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"):
+                again.pop(name, None), found.pop(name, None)
+        assert again == found
+
+
+_BARE = {
+    kind: {
+        name: value
+        for name, value in config(kind).items()
+        if name not in ("mlp_layer_types", "indexer_types", "layer_types")
+    }
+    for kind in KINDS
+}
+"""Files that say nothing for each layer."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "problem"),
+    [
+        ("deepseek_v32", {"dsa_indexer_rope_first": None}, "give --dsa-indexer-rope-first"),
+        ("deepseek_v32", {"dsa_indexer_normalised_query": False}, "give --dsa-indexer-normalised-query"),
+        ("glm_moe_dsa", {"dsa_indexer_k_norm_epsilon": 1e-5}, "give --dsa-indexer-k-norm-epsilon 1e-06"),
+        ("glm_moe_dsa", {"dsa_indexer_scoring_relu": False}, "omit --no-dsa-indexer-scoring-relu"),
+        ("deepseek_v32", {"dsa_indexer_topk_freq": 2}, "omit --dsa-indexer-topk-freq"),
+        (
+            "deepseek_v3",
+            {"moe_shared_expert_intermediate_size": 40},
+            "--moe-shared-expert-intermediate-size 32",
+        ),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is ([1]*1+[0]*1"),
+        ("deepseek_v3", {"moe_router_score_function": "softmax"}, "give --moe-router-score-function sigmoid"),
+        ("deepseek_v3", {"moe_router_enable_expert_bias": False}, "give --moe-router-enable-expert-bias"),
+        ("deepseek_v3", {"num_experts": None}, "give --num-experts"),
+        ("deepseek_v3", {"swiglu": False}, "give --swiglu"),
+        ("deepseek_v3", {"add_bias_linear": True}, "give --disable-bias-linear"),
+        ("deepseek_v3", {"normalization": "LayerNorm"}, "give --normalization RMSNorm"),
+        ("deepseek_v3", {"multi_latent_attention": False}, "give --multi-latent-attention"),
+        ("deepseek_v3", {"qk_layernorm": False}, "give --qk-layernorm"),
+        ("deepseek_v3", {"add_qkv_bias": True}, "omit --add-qkv-bias"),
+        ("deepseek_v3", {"moe_router_group_topk": 1}, "num_experts_per_tok // topk_group = 4"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_has_no_place_is_refused_with_its_flag(kind, here, problem):
+    with pytest.raises(SettingsError) as caught:
+        config_of(job(arguments(kind), "0.16.1", **here), "0.16.1", WHO)
+    assert problem in str(caught.value)
+    assert str(caught.value).startswith(WHO)
+
+
+def test_a_release_that_scales_attention_otherwise_is_refused():
+    found = arguments("deepseek_v3", rope_parameters=YARN)
+    with pytest.raises(SettingsError, match="scales attention with --mscale for both"):
+        config_of(job(found, "0.12.1", mscale=0.5), "0.12.1", WHO)
+
+
+def test_arguments_that_say_nothing_are_refused():
+    with pytest.raises(SettingsError, match="lack num_layers, hidden_size"):
+        config_of(object(), "0.16.1", WHO)
+
+
+def test_what_megatron_does_not_know_is_of_the_model_that_training_began_with(tmp_path):
+    like = {
+        **config("deepseek_v32", rope_parameters=YARN, eos_token_id=[7, 9], max_position_embeddings=163840),
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "auto_map": {"AutoConfig": "configuration.Config"},
+        "torch_dtype": "float16",
+        "rope_scaling": {"type": "yarn", "factor": 2.0},
+        "rope_theta": 5.0,
+    }
+    found = arguments("deepseek_v32", rope_parameters=YARN)
+    written = config_of(job(found, "0.12.1"), "0.12.1", WHO, like=like, dtype="float32")
+    assert (
+        not {"quantization_config", "auto_map", "torch_dtype", "rope_scaling", "rope_theta"} & written.keys()
+    )
+    theirs = read_back(written, tmp_path)
+    assert theirs["eos_token_id"] == [7, 9]
+    assert theirs["max_position_embeddings"] == 163840
+    assert theirs["dtype"] == "float32"
+    assert theirs["rope_parameters"]["factor"] == 40.0
+    assert theirs["vocab_size"] == 1000
+    assert config_of(job(found, "0.16.1", vocab_size=None), "0.16.1", WHO)["vocab_size"] == 1024
