@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features.attention.context_parallel import cases
+from tests.features.attention.context_parallel import dense_model
 from tests.support import model as job
 
 PAGE = Path(__file__).parents[2] / "docs" / "context-parallel-strategy.md"
@@ -38,7 +38,7 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
     strategy.exchange = told
     try:
-        return {**cases.step(algorithm="whole_sequences", **arguments), "attended": attended}
+        return {**dense_model.step(algorithm="whole_sequences", **arguments), "attended": attended}
     finally:
         algorithms.unregister("whole_sequences")
 
@@ -50,10 +50,12 @@ def test_the_page_is_as_short_as_it_says():
 
 @pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.full)])
 def test_the_page_trains_as_one_rank(pool, attention):
-    (expected,) = pool.run("tests.features.attention.context_parallel.cases:step", 1, attention=attention)
+    (expected,) = pool.run(
+        "tests.features.attention.context_parallel.dense_model:step", 1, attention=attention
+    )
     ranks = pool.run("tests.context_parallel.test_strategy_page:trained", 2, attention=attention, cp=2)
-    found = cases.in_one_group(ranks, cp=2, tp=1)
+    found = dense_model.in_one_group(ranks, cp=2, tp=1)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
     job.assert_same_gradients(found["gradients"], expected["gradients"], rtol=1e-5)
     # Two layers and microbatches: a whole sequence, one of the two, all heads.
-    assert all(rank["attended"] == [(cases.SEQUENCE, 1, cases.HEADS)] * 4 for rank in ranks)
+    assert all(rank["attended"] == [(dense_model.SEQUENCE, 1, dense_model.HEADS)] * 4 for rank in ranks)

@@ -56,8 +56,8 @@ from tests.distributed.flags import (
 from tests.distributed.layouts_of_sharing import SHARED_SELECTIONS
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
-from tests.features.moe.balanced_experts.cases import ALWAYS as HOT_EXPERTS
-from tests.features.moe.batch_overlap.cases import ALWAYS as HALVES
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
+from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
 from tests.support import memory_events as events
 
 COMBINATIONS = {

@@ -35,7 +35,7 @@ from tests.distributed.flags import (
 )
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, row
-from tests.features.moe.batch_overlap.cases import ALWAYS as HALVES
+from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
 
 sharing = partial(row, "dsa-shared-selections", model=SHARING)
 fused = partial(sharing, **FUSED)

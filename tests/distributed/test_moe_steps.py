@@ -14,7 +14,7 @@ from mindspeed_dsa.runs.expert_placement import Placement
 from tests.distributed.flags import EP2, ETP1, TP2, ZERO
 from tests.distributed.parity import HEADING, Lab, Layout, Outcome, assert_same_bits
 from tests.distributed.rows import BESIDE_STOCK
-from tests.features.moe.balanced_experts.cases import ALWAYS
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS
 from tests.support.figures import tell
 from tests.support.memory_events import (
     CHUNKED,

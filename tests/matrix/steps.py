@@ -23,10 +23,10 @@ from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.parallel.local_shards import local_of
-from tests.features.attention.context_parallel import cases as dense
-from tests.features.compilation.regions import cases as regions
+from tests.features.attention.context_parallel import dense_model as dense
+from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.dsa import cp_cases
-from tests.features.dsa.stages import cases as stages
+from tests.features.dsa.stages import jobs_by_stage as stages
 from tests.features.operators.norm_weights import cases as norm_weights
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.releases(">=0.12.1,<0.16")
 ROOT = Path(__file__).parents[2]
 STEP = "tests.matrix.model:one_step"
 CASE = "tests.matrix.backport_steps"
-PACKS = "tests.features.attention.packs.cases"
+PACKS = "tests.features.attention.packs.documents"
 
 
 @pytest.fixture(scope="module")

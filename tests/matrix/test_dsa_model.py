@@ -21,7 +21,7 @@ from tests.matrix.make_reference import summary
 
 pytestmark = pytest.mark.releases(">=0.12.1,<0.21", quick=True)
 
-CASES = "tests.features.dsa.model.cases"
+CASES = "tests.features.dsa.model.ways_to_configure"
 NATIVE = str(versions.of_megatron()) in SpecifierSet(">=0.19", prereleases=True)
 DEFAULTS = {flag.dest: flag.unset for flag in FLAGS}
 DEFAULTS |= dict.fromkeys(("dsa_indexer_rope_first", "dsa_indexer_normalised_query"), NATIVE)

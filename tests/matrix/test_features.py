@@ -21,10 +21,10 @@ from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.features.attention.context_parallel import cases as dense
-from tests.features.compilation.regions import cases as regions
-from tests.features.moe.balanced_experts import cases as balanced
-from tests.features.moe.batch_overlap import cases as batch_overlap
+from tests.features.attention.context_parallel import dense_model as dense
+from tests.features.compilation.regions import compiled_steps as regions
+from tests.features.moe.balanced_experts import popular_experts as balanced
+from tests.features.moe.batch_overlap import layer_in_halves as batch_overlap
 from tests.features.operators.norm_weights.cases import FLAG as NORMS_IN_FP32
 from tests.matrix.record import Note
 from tests.support import memory_events as events
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2+SP, EP2 over its ranks": {"tp": 2, "ep": 2, "etp": 1},
     "CP2": {"cp": 2},
 }
-DENSE = "tests.features.attention.context_parallel.cases"
+DENSE = "tests.features.attention.context_parallel.dense_model"
 DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
 FUSED = {"use_fused_dsa": True}
 CP2 = {**FUSED, "context_parallel_size": 2}
@@ -406,7 +406,7 @@ def test_grouped_experts(pool: Any, note: Note) -> None:
     switches = {**DSA, "moe_grouped_gemm": True}
     if note.begins("EP2, one layer", "moe-grouped-gemm", switches=switches):
         return
-    case = "tests.features.moe.grouped_experts.cases:layers"
+    case = "tests.features.moe.grouped_experts.beside_sequential:layers"
     ranks = pool.run(f"{STEPS}:beside", 2, case=case, ep=2, switches=DSA)
     assert all(rank["found"] == ("GroupedExperts", "SequentialMLP") for rank in ranks)
     note.trained(ranks)
@@ -449,7 +449,7 @@ def test_dense_attention_by_the_operator(pool: Any, note: Note) -> None:
 def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
     note.begins("TP2+SP", "mla-sp-tp-sp")
     (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
-    case = {"case": "tests.features.attention.sp_tp_sp.cases:facts", "tp": 2}
+    case = {"case": "tests.features.attention.sp_tp_sp.rows_and_heads:facts", "tp": 2}
     ranks = dense_ranks(pool, case, alone, cp=1, tp=2)
     assert all(rank["received"] == [(dense.SEQUENCE, 2, 8 * 8 // 2)] * 4 for rank in ranks)
     note.trained(ranks)
@@ -459,7 +459,7 @@ def test_packs_of_documents(pool: Any, note: Note) -> None:
     """By a script that knows no packs; beside the same documents one by one."""
     note.begins("TP2+SP x PP2", "pack-documents")
     case = {
-        "case": "tests.features.attention.packs.cases:scripted_step",
+        "case": "tests.features.attention.packs.documents:scripted_step",
         "builder": "tests.matrix.model",
         "overrides": {"moe_layer_freq": [0, 1, 0, 1], "dsa_indexer_n_heads": 16},
         # From 0.19 on Megatron's own code describes the rows, and a script hands on no lengths.

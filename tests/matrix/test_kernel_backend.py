@@ -174,7 +174,7 @@ def test_packed_sequences_do_not_see_each_other(pool, sparse_loss):
 
 def test_a_model_trains_on_a_pack_as_on_its_documents_one_by_one(pool):
     """This release's own code describes the rows; a script hands on no lengths."""
-    packs = "tests.features.attention.packs.cases"
+    packs = "tests.features.attention.packs.documents"
     (packed,), (alone,) = (
         pool.run(f"{packs}:one_pass", 1, packed=each, padding=0, overrides={"dsa_indexer_n_heads": 16})
         for each in (True, False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.platforms.cpu import CpuPlatform
-from tests.features.attention.packs import cases as packs
+from tests.features.attention.packs import documents as packs
 from tests.features.memory.pairs import FEATURES
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work

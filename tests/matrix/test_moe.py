@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 
-from tests.features.moe.alltoall_overlap.cases import SWITCH
-from tests.features.moe.balanced_experts.cases import ALWAYS, watched
-from tests.features.moe.batch_overlap.cases import ALWAYS as HALVES
-from tests.features.moe.batch_overlap.cases import MEASURED
+from tests.features.moe.alltoall_overlap.overlapped_layer import SWITCH
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS, watched
+from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
+from tests.features.moe.batch_overlap.layer_in_halves import MEASURED
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
 from tests.support.counting import counted
@@ -36,7 +36,7 @@ STEPS = {
     "PP2 x VPP2": (4, {"pp": 2, "vpp": 2}, 4, {"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}),
 }
 
-GROUPED = "tests.features.moe.grouped_experts.cases"
+GROUPED = "tests.features.moe.grouped_experts.beside_sequential"
 DSA = {"experimental_attention_variant": "dsa"}  # so that older releases know the tests' configuration
 RELEASE = Version(metadata.version("megatron-core"))
 

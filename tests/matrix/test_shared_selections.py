@@ -193,7 +193,7 @@ def test_megatrons_own_holder_gives_another_microbatchs_selection(pool):
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, {"pp": 2}), (2, {"cp": 2})], ids=["PP2", "CP2"])
 @pytest.mark.parametrize("overrides", [{}, FULL], ids=["plain", "full"])
 def test_packed_documents(pool, ranks, sizes, overrides):
-    step = "tests.features.attention.packs.cases:scripted_step"
+    step = "tests.features.attention.packs.documents:scripted_step"
     shared = {**HALF, "dsa_indexer_n_heads": 16}
     (alone,) = pool.run(step, 1, alone=True, from_tokens=True, overrides=shared)
     packed = pool.run(step, ranks, from_tokens=True, overrides={**shared, **overrides}, **sizes)

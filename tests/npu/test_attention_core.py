@@ -13,7 +13,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss, npu
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import npu as attention_npu
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.npu.cases import watch_reads
+from tests.npu.selected_indices import watch_reads
 from tests.npu.test_indexer_kl_loss import SCALE, indexer_leaves, main_inputs, widened
 from tests.ops import oracle
 

@@ -13,7 +13,7 @@ from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operand
 from mindspeed_dsa.ops.npu import layout
 from tests.npu.counting import Counts, counted
 from tests.npu.test_indexer_kl_loss import SCALE
-from tests.ops.cases import indexer_inputs
+from tests.ops.random_inputs import indexer_inputs
 
 LENGTH, TOPK, HEADS, VALUE_DIM = 40, 2048, 64, 16
 # Rows of context parallel rank 0 of 2, in two runs.

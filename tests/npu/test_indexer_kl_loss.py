@@ -12,10 +12,10 @@ from mindspeed_dsa.ops.indexer_kl_loss.npu import parts_of
 from mindspeed_dsa.ops.npu.layout import Layout
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu import loss_kernels
-from tests.npu.cases import causal_indices, packed_indices
 from tests.npu.kernel_parts import Call
+from tests.npu.selected_indices import causal_indices, packed_indices
 from tests.ops import oracle
-from tests.ops.cases import indexer_inputs, packed_ranges
+from tests.ops.random_inputs import indexer_inputs, packed_ranges
 
 SCALE = 192**-0.5
 SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss"

@@ -15,7 +15,7 @@ from tests.npu import attention_kernels
 from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import oracle
-from tests.ops.cases import indexer_inputs, packed_ranges
+from tests.ops.random_inputs import indexer_inputs, packed_ranges
 
 # Two sequences of a batch may be packed differently.
 RANGES = {

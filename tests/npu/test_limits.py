@@ -14,8 +14,8 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.npu.cases import causal_indices
 from tests.npu.counting import counted
+from tests.npu.selected_indices import causal_indices
 from tests.npu.test_indexer_kl_loss import indexer_leaves, main_inputs
 from tests.npu.test_lightning_indexer import inputs_of
 from tests.npu.test_sparse_flash_attention import SCALE, attention_inputs

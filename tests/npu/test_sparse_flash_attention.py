@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.npu.cases import causal_indices, packed_indices
 from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
+from tests.npu.selected_indices import causal_indices, packed_indices
 from tests.ops import oracle
 
 SCALE = 192**-0.5

@@ -11,7 +11,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 from mindspeed_dsa.ops.npu import device as npu_device
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.npu import ranks as rank_processes
-from tests.npu.cases import causal_indices
+from tests.npu.selected_indices import causal_indices
 from tests.npu.test_indexer_kl_loss import DENSE, SCALE, SPARSE, indexer_leaves, main_inputs, widened
 from tests.ops import oracle
 

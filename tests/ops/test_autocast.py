@@ -12,7 +12,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import (
 )
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.ops.cases import BACKENDS, indexer_inputs, random_indices
+from tests.ops.random_inputs import BACKENDS, indexer_inputs, random_indices
 
 ROWS = 40
 INDICES = random_indices(2, ROWS, ROWS, 12)

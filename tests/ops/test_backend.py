@@ -10,7 +10,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
-from tests.ops.cases import indexer_inputs
+from tests.ops.random_inputs import indexer_inputs
 from tests.support import warm
 
 CPU = ShapeClass("cpu", torch.float32, (("heads", 4), ("head_dim", 16), ("topk", 8)))

@@ -15,7 +15,7 @@ from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.sparse_flash_attention import chunked as attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from tests.ops import oracle
-from tests.ops.cases import DTYPES, indexer_inputs, packed_ranges, random_indices
+from tests.ops.random_inputs import DTYPES, indexer_inputs, packed_ranges, random_indices
 
 
 @pytest.fixture(autouse=True, params=[1, 3000, 1 << 20], ids=["row-by-row", "few-rows", "one-chunk"])

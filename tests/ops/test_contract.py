@@ -20,7 +20,7 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scor
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
-from tests.ops.cases import BACKENDS, indexer_inputs, random_indices
+from tests.ops.random_inputs import BACKENDS, indexer_inputs, random_indices
 
 SCALE = 0.3
 

@@ -18,7 +18,7 @@ from tests.ops import oracle, test_indexer_kl_loss, test_memory
 from tests.ops import test_lightning_indexer as indexer
 from tests.ops import test_sparse_attention_by_head as by_head
 from tests.ops import test_sparse_flash_attention as attention
-from tests.ops.cases import random_indices
+from tests.ops.random_inputs import random_indices
 
 pytestmark = pytest.mark.skipif(
     not cpu_products.has_bf16_product(),

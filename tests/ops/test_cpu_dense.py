@@ -12,7 +12,7 @@ from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, sparse_flash_att
 from tests.ops import oracle, test_contract, test_memory, test_score_gradient
 from tests.ops import test_layouts as layouts
 from tests.ops import test_sparse_flash_attention as operator
-from tests.ops.cases import DTYPES, packed_ranges, random_indices
+from tests.ops.random_inputs import DTYPES, packed_ranges, random_indices
 from tests.support.counting import noted
 
 FORMS = ("gathered", "dense")

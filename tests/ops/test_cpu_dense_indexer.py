@@ -10,7 +10,7 @@ from mindspeed_dsa.ops.cpu import chunks as cpu_chunks
 from mindspeed_dsa.ops.lightning_indexer import cpu_dense, selected_scores
 from tests.ops import oracle, test_contract, test_memory
 from tests.ops import test_lightning_indexer as operator
-from tests.ops.cases import DTYPES, indexer_inputs, random_indices
+from tests.ops.random_inputs import DTYPES, indexer_inputs, random_indices
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.precision import raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
-from tests.ops.cases import indexer_inputs, random_indices
+from tests.ops.random_inputs import indexer_inputs, random_indices
 from tests.ops.test_indexer_kl_loss import main_inputs
 from tests.ops.triton_backend import DEVICE
 

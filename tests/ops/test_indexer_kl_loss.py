@@ -8,7 +8,7 @@ from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.lightning_indexer.reference import visible
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
-from tests.ops.cases import BACKENDS, DTYPES, indexer_inputs, packed_ranges, random_indices
+from tests.ops.random_inputs import BACKENDS, DTYPES, indexer_inputs, packed_ranges, random_indices
 
 SCALE = 0.2
 

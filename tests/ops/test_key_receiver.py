@@ -9,7 +9,7 @@ from mindspeed_dsa.ops.lightning_indexer import cpu_dense as dense_indexer
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense as dense_attention
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.ops.cases import indexer_inputs, random_indices
+from tests.ops.random_inputs import indexer_inputs, random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs
 
 

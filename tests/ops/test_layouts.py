@@ -14,7 +14,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import (
 )
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
-from tests.ops.cases import indexer_inputs, random_indices
+from tests.ops.random_inputs import indexer_inputs, random_indices
 
 SEEDS = range(12)
 BATCH, ROWS, KEYS, HEADS, DIM = 2, 19, 90, 5, 12

@@ -9,7 +9,7 @@ from mindspeed_dsa.ops.lightning_indexer import cpu as indexer_cpu
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.lightning_indexer.reference import visible
 from tests.ops import oracle
-from tests.ops.cases import BACKENDS, DTYPES, indexer_inputs, packed_ranges, tied_inputs
+from tests.ops.random_inputs import BACKENDS, DTYPES, indexer_inputs, packed_ranges, tied_inputs
 from tests.ops.test_memory import LargestStorage
 
 

@@ -18,7 +18,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
-from tests.ops.cases import indexer_inputs, random_indices
+from tests.ops.random_inputs import indexer_inputs, random_indices
 
 TOPK = 16
 DTYPE = torch.float32

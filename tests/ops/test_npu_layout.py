@@ -8,8 +8,8 @@ import torch
 from mindspeed_dsa.ops.checks import set_debug_checks
 from mindspeed_dsa.ops.npu.layout import Layout, layout_of_indices, layout_of_ranges, layout_of_selection
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, Ranges, RowForm, visible_ranges
-from tests.npu.cases import causal_indices, packed_indices, watch_reads
-from tests.ops.cases import packed_ranges
+from tests.npu.selected_indices import causal_indices, packed_indices, watch_reads
+from tests.ops.random_inputs import packed_ranges
 
 CPU = torch.device("cpu")
 

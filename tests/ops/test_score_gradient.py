@@ -12,7 +12,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, ind
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
-from tests.ops.cases import BACKENDS, DTYPES, indexer_inputs, packed_ranges
+from tests.ops.random_inputs import BACKENDS, DTYPES, indexer_inputs, packed_ranges
 
 SCALE = 0.2
 ROWS = 37

@@ -9,7 +9,7 @@ from mindspeed_dsa.ops import backend, checks
 from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
 from tests.ops import oracle
-from tests.ops.cases import DTYPES, packed_ranges, random_indices
+from tests.ops.random_inputs import DTYPES, packed_ranges, random_indices
 from tests.support.counting import noted
 
 SHAPES = [(1, 7, 5, 3), (3, 40, 24, 17), (16, 192, 128, 60)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mindspeed_dsa.ops.cpu import products
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
-from tests.ops.cases import BACKENDS, DTYPES, random_indices
+from tests.ops.random_inputs import BACKENDS, DTYPES, random_indices
 
 SHAPES = [
     # heads, dim, value_dim, topk

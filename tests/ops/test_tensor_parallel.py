@@ -17,7 +17,7 @@ from mindspeed_dsa.ops.indexer_kl_loss import (
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
-from tests.ops.cases import indexer_inputs
+from tests.ops.random_inputs import indexer_inputs
 
 # -- what runs in the pool's workers ---------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
-from tests.ops.cases import indexer_inputs, random_indices
+from tests.ops.random_inputs import indexer_inputs, random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs
 from tests.ops.test_triton_lightning_indexer import select_from
 from tests.ops.triton_backend import DEVICE, attention, indexer, kl_loss

@@ -11,7 +11,7 @@ from mindspeed_dsa.ops.lightning_indexer.reference import visible
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from tests.ops import oracle
-from tests.ops.cases import indexer_inputs, packed_ranges, random_indices
+from tests.ops.random_inputs import indexer_inputs, packed_ranges, random_indices
 from tests.ops.test_indexer_kl_loss import SCALE, check, expected_loss, main_inputs
 from tests.ops.triton_backend import DEVICE, indexer, kl_loss
 

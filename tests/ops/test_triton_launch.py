@@ -14,7 +14,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.ops import indexer_kl_loss as public_loss
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, divergence_and_score_gradient
-from tests.ops.cases import indexer_inputs, packed_ranges
+from tests.ops.random_inputs import indexer_inputs, packed_ranges
 from tests.ops.triton_backend import DEVICE, common, kl_loss
 
 SIZES = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from tests.ops import oracle
-from tests.ops.cases import indexer_inputs, packed_ranges, tied_inputs
+from tests.ops.random_inputs import indexer_inputs, packed_ranges, tied_inputs
 from tests.ops.test_lightning_indexer import best_of, causal, masked_scores
 from tests.ops.triton_backend import DEVICE, common, indexer
 

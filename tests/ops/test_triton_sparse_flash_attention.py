@@ -11,7 +11,7 @@ from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton import launch
 from tests.ops import oracle
-from tests.ops.cases import random_indices
+from tests.ops.random_inputs import random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
 from tests.ops.triton_backend import DEVICE, attention, common
 

@@ -41,7 +41,7 @@ def train(file: str | None) -> dict[str, Any]:
 def library(switches: dict[str, Any]) -> dict[str, Any]:
     """What this library's own lines cost in steps of the tiny model, when everything is built."""
     from mindspeed_dsa.features.diagnostics.steps import host_profile
-    from tests.features.compilation.regions.cases import operator_by_operator
+    from tests.features.compilation.regions.compiled_steps import operator_by_operator
 
     job.start(switches)
     # All functions: which are the most costly depends on who else runs on the machine.

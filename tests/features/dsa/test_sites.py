@@ -6,7 +6,7 @@ from mindspeed_dsa import settings
 from mindspeed_dsa.features import all_features, all_flags
 from mindspeed_dsa.session import checks
 
-CASES = "tests.features.dsa.cases"
+CASES = "tests.features.dsa.parts_of_dsa"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 FUSED = {"dsa-absorb", "dsa-stage", "dsa-warmup", "dsa-kernel-backend", "dsa-context-parallel"}

@@ -143,7 +143,7 @@ def test_old_parameter_states_are_read_into_the_host(pool, case):
 
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_every_row_is_applied_and_undone(pool, case):
-    (result,) = pool.run("tests.features.dsa.cases:arm_and_undo", 1, switches=case.switches)
+    (result,) = pool.run("tests.features.dsa.parts_of_dsa:arm_and_undo", 1, switches=case.switches)
     states = {(site["target"], site["state"]) for site in result["sites"]}
     for patch in case.feature.patches:
         assert (patch.label, "applied") in states

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.features.memory.pairs import FEATURES as MEMORY
-from tests.features.operators.cases import ALL
+from tests.features.operators.fused_modules import ALL
 from tests.support.memory_events import EVENTS, FUSED_OPERATORS
 from tests.support.model import assert_same_gradients
 
-CASES = "tests.features.operators.cases"
+CASES = "tests.features.operators.fused_modules"
 RECOMPUTED = {"recompute_norm": True, "recompute_activation_function": True}
 PLAIN = {"as it is": {}}
 RUNS = {

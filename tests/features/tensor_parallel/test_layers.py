@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-CASES = "tests.features.tensor_parallel.cases"
+CASES = "tests.features.tensor_parallel.parallel_layers"
 LAYERS = ("column", "row")
 COUNTS = (2, 4, 8)
 EXACT = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2}

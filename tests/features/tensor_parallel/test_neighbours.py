@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.features.tensor_parallel.cases import build, counted, groups, relative
+from tests.features.tensor_parallel.parallel_layers import build, counted, groups, relative
 
 HERE = "tests.features.tensor_parallel.test_neighbours"
 RANK = 3  # of LoRA's matrices

@@ -81,7 +81,7 @@ def tuned_layers():
 
     import mindspeed_dsa
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
-    from tests.features.tensor_parallel.cases import build, counted, groups, run
+    from tests.features.tensor_parallel.parallel_layers import build, counted, groups, run
 
     mindspeed_dsa.enable()
     groups()
@@ -120,7 +120,7 @@ def before_and_after_ddp():
     """What is tuned with gradient accumulation fusion while weights have no ``main_grad``, and then."""
     import mindspeed_dsa
     from mindspeed_dsa.features.tensor_parallel.overlap import tuning
-    from tests.features.tensor_parallel.cases import build, groups, wgrad_kernels
+    from tests.features.tensor_parallel.parallel_layers import build, groups, wgrad_kernels
 
     mindspeed_dsa.enable(use_ascend_coc=True)
     groups()

@@ -21,7 +21,7 @@ from mindspeed_dsa.features.attention.context_parallel.feature import (
 from tests.support import model as job
 from tests.support.contexts import context
 
-CASES = "tests.features.attention.context_parallel.cases"
+CASES = "tests.features.attention.context_parallel.dense_model"
 ON = {"use_flash_attn": True}
 LAYERS, MICROBATCHES = 2, 2
 

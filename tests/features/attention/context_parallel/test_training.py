@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features.attention.context_parallel import cases
+from tests.features.attention.context_parallel import dense_model
 from tests.support import model as job
 
-CASES = "tests.features.attention.context_parallel.cases"
+CASES = "tests.features.attention.context_parallel.dense_model"
 RING, HEADS, HYBRID = "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"
 OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
 
@@ -66,7 +66,7 @@ def check(pool, one_rank, attention, cp, given):
     tp, pp = arguments.get("tp", 1), arguments.get("pp", 1)
     ranks = pool.run(f"{CASES}:step", cp * tp * pp, attention=attention, cp=cp, **arguments)
     assert all(rank["calls"] > 0 for rank in ranks), "the operator ran on every rank"
-    found, expected = cases.in_one_group(ranks, cp, tp), one_rank(attention)
+    found, expected = dense_model.in_one_group(ranks, cp, tp), one_rank(attention)
     if attention == "latent" and not arguments.get("sequence_parallel", True):
         # Megatron adds up this norm's gradient over tensor parallel ranks, each of which has all of it.
         for name in found["gradients"]:

@@ -23,8 +23,8 @@ from mindspeed_dsa.ops.row_ranges import visible_ranges
 from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
-CASES = "tests.features.attention.packs.cases"
-BUILDER = "tests.features.attention.context_parallel.cases"
+CASES = "tests.features.attention.packs.documents"
+BUILDER = "tests.features.attention.context_parallel.dense_model"
 DENSE = {
     "use_fused_dsa": False,
     "experimental_attention_variant": None,

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.attention.sp_tp_sp.feature import check_sp_tp_sp
-from tests.features.attention.context_parallel import cases
+from tests.features.attention.context_parallel import dense_model
 from tests.support import model as job
 
-CASES = "tests.features.attention.sp_tp_sp.cases"
+CASES = "tests.features.attention.sp_tp_sp.rows_and_heads"
 
 
 @pytest.fixture(scope="module")
 def one_rank(pool):
-    (result,) = pool.run("tests.features.attention.context_parallel.cases:step", 1, attention="latent")
+    (result,) = pool.run("tests.features.attention.context_parallel.dense_model:step", 1, attention="latent")
     return result
 
 
 def check(pool, one_rank, cp=1, **arguments):
     tp = arguments["tp"]
     ranks = pool.run(f"{CASES}:facts", tp * cp, cp=cp, **arguments)
-    found = cases.in_one_group(ranks, cp, tp)
+    found = dense_model.in_one_group(ranks, cp, tp)
     torch.testing.assert_close(found["losses"], one_rank["losses"], rtol=1e-5, atol=0)
     job.assert_same_gradients(found["gradients"], one_rank["gradients"], rtol=1e-5)
     for rank in ranks:
@@ -32,7 +32,7 @@ def check(pool, one_rank, cp=1, **arguments):
         assert rank["shapes"]["linear_q_down_proj.weight"] == (24, 32)
         assert rank["shapes"]["linear_kv_down_proj.weight"] == (16 + 8, 32)
         # All rows of the rank's heads, in each layer and microbatch.
-        assert rank["received"] == [(cases.SEQUENCE // cp, 2, 8 * 8 // tp)] * 4
+        assert rank["received"] == [(dense_model.SEQUENCE // cp, 2, 8 * 8 // tp)] * 4
     return ranks
 
 

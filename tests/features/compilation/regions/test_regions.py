@@ -12,7 +12,7 @@ from tests.support.model import assert_same_gradients
 torch = pytest.importorskip("torch")
 third_party.or_skip("megatron.core")
 
-CASES = "tests.features.compilation.regions.cases"
+CASES = "tests.features.compilation.regions.compiled_steps"
 ON = {"compile_regions": True}
 FUSED = {"use_fused_dsa": True, "use_dsa_absorb": True}
 REST = {"router", "shared expert"}

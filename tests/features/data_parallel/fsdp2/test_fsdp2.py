@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_dsa.features.data_parallel.fsdp2.checkpoint import count_in_all
 
-CASES = "tests.features.data_parallel.fsdp2.cases"
+CASES = "tests.features.data_parallel.fsdp2.beside_ddp"
 
 
 SWAPPED = {"swap_optimizer": True}

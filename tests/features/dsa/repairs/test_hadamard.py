@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_dsa.features.dsa.repairs.feature import HADAMARD
 
-CASES = "tests.features.dsa.cases"
+CASES = "tests.features.dsa.parts_of_dsa"
 ERROR = "tests.support.model:error_of"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-CASES = "tests.features.dsa.cases"
+CASES = "tests.features.dsa.parts_of_dsa"
 ERROR = "tests.support.model:error_of"
 
 

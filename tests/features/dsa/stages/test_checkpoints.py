@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.features.dsa.stages.cases import differing
+from tests.features.dsa.stages.jobs_by_stage import differing
 
-CASES = "tests.features.dsa.stages.cases"
+CASES = "tests.features.dsa.stages.jobs_by_stage"
 CHAIN = ["dense", "warmup", "sparse", "frozen"]
 DISTRIBUTED = {"distributed": True}
 OVERLAP = {"overlap": True, "ddp_options": {"bucket_size": None}}

@@ -11,7 +11,7 @@ from mindspeed_dsa.features.dsa.stages import layers
 from mindspeed_dsa.features.dsa.stages.feature import drop_loss
 from mindspeed_dsa.patches import SettingsError
 
-CASES = "tests.features.dsa.stages.cases"
+CASES = "tests.features.dsa.stages.jobs_by_stage"
 KEY = "decoder.layers.{}self_attention.core_attention.indexer.linear_wk.weight"
 
 

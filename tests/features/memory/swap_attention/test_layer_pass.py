@@ -19,7 +19,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.cpu import CpuEvent, CpuPlatform, CpuStream
 from tests.features.memory.recompute_cases import allocations
-from tests.features.memory.swap_attention.cases import Copies, copies, in_use
+from tests.features.memory.swap_attention.counted_copies import Copies, copies, in_use
 
 SIZE = 64
 NBYTES = SIZE * SIZE * 4

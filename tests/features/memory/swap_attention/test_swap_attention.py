@@ -10,7 +10,7 @@ import torch
 from tests.features.memory.recompute_cases import EXPERTS, PLAIN
 from tests.support.model import losses_of
 
-CASES = "tests.features.memory.swap_attention.cases"
+CASES = "tests.features.memory.swap_attention.counted_copies"
 ON = {"swap_attention": True, "swap_attention_min_bytes": 0}
 ALL = {**ON, "swap_modules": "input_norm,self_attention,post_attention_norm"}
 FUSED = {"use_fused_dsa": True}
@@ -295,7 +295,7 @@ def test_undo_gives_the_model_back(pool):
 def test_every_row_is_applied_and_undone(pool, beside):
     """recompute-outputs has a checkpoint of its own; then there is nothing to decorate in Megatron's."""
     switches = {**ON, **beside}
-    (result,) = pool.run("tests.features.dsa.cases:arm_and_undo", 1, switches=switches)
+    (result,) = pool.run("tests.features.dsa.parts_of_dsa:arm_and_undo", 1, switches=switches)
     ours = [site for site in result["sites"] if any("swap-attention" in name for name in site["features"])]
     assert len(ours) == (4 if beside else 5)
     assert {site["state"] for site in ours} == {"applied"}

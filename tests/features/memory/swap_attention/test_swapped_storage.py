@@ -17,7 +17,7 @@ from mindspeed_dsa.features.memory.swap_attention.feature import Options
 from mindspeed_dsa.features.memory.swap_attention.layer_pass import LayerPass
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
 from mindspeed_dsa.platforms.cpu import CpuPlatform, CpuStream
-from tests.features.memory.swap_attention.cases import in_use
+from tests.features.memory.swap_attention.counted_copies import in_use
 
 
 class Recorded(CpuPlatform):

@@ -150,7 +150,7 @@ def test_a_model_without_megatrons_parser_is_refused_when_it_is_built(pool):
     (error,) = pool.run(
         "tests.support.model:error_of",
         1,
-        case="tests.features.memory.swap_attention.cases:train",
+        case="tests.features.memory.swap_attention.counted_copies:train",
         switches={"swap_attention": True, "swap_modules": "attention"},
     )
     assert "'attention' cannot be swapped" in error

@@ -18,7 +18,7 @@ SWAPPED = {"voided": True, "moments on the host": 1, "optimizers": 1}
 KEPT = {"voided": False, "moments on the host": 1, "optimizers": 1}  # the model's own float32 weights
 # Megatron has more than one bucket only if their gradients are reduced one by one.
 BUCKETS = {**DISTRIBUTED, "ddp_options": {"overlap_grad_reduce": True}}
-CASES = "tests.features.memory.swap_optimizer.cases"
+CASES = "tests.features.memory.swap_optimizer.steps_on_host"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import moe
 
-CASES = "tests.features.moe.alltoall_overlap.cases"
+CASES = "tests.features.moe.alltoall_overlap.overlapped_layer"
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 RUNS = {
     "several microbatches": {"rows": (6, 5, 7)},

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.features.moe.balanced_experts.cases import ALWAYS, NEVER
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS, NEVER
 from tests.support.moe import assert_same
 
-CASES = "tests.features.moe.balanced_experts.cases"
+CASES = "tests.features.moe.balanced_experts.popular_experts"
 EP2 = {"ep": 2}
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 EXPERT = 3 * 32 * 16

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.moe.batch_overlap import layer
-from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
+from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS, MEASURED
 from tests.support import moe
 
-CASES = "tests.features.moe.batch_overlap.cases"
-OVERLAP = "tests.features.moe.alltoall_overlap.cases"
+CASES = "tests.features.moe.batch_overlap.layer_in_halves"
+OVERLAP = "tests.features.moe.alltoall_overlap.overlapped_layer"
 OVERLAPPED = {"moe_alltoall_overlap_comm": True}
 RUNS = {
     "several microbatches, odd tokens": {"rows": (7, 5, 6)},

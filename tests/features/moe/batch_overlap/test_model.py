@@ -6,7 +6,7 @@ import pytest
 
 from tests.features.moe.alltoall_overlap.test_layer import CASES
 from tests.features.moe.alltoall_overlap.test_model import MEMORY, OVERLAPPED, RECOMPUTED
-from tests.features.moe.batch_overlap.cases import ALWAYS, MEASURED
+from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS, MEASURED
 from tests.support.model import assert_same_gradients, losses_of
 
 FUSED = {"moe_grouped_gemm": True, "moe_permute_fusion": True}

@@ -7,11 +7,11 @@ import torch
 
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from tests.features.moe.grouped_experts.cases import ACTIVATIONS
+from tests.features.moe.grouped_experts.beside_sequential import ACTIVATIONS
 from tests.support.moe import assert_same
 
-BALANCED = "tests.features.moe.balanced_experts.cases"
-CASES = "tests.features.moe.grouped_experts.cases"
+BALANCED = "tests.features.moe.balanced_experts.popular_experts"
+CASES = "tests.features.moe.grouped_experts.beside_sequential"
 COUNTS = {"uneven": (5, 0, 9, 2), "one token": (0, 0, 1, 0), "no tokens": (0, 0, 0, 0), "one expert": (7,)}
 
 
@@ -76,7 +76,7 @@ def test_state_dicts(pool, layout):
 
 def test_hot_experts_travel(pool):
     """Single experts are lent from a stack, and their gradients return into it."""
-    from tests.features.moe.balanced_experts.cases import ALWAYS
+    from tests.features.moe.balanced_experts.popular_experts import ALWAYS
 
     arguments = {"popularity": [[2.0, 1.0, 0.0, -1.0]] * 2, "ep": 2}
     stock = pool.run(f"{BALANCED}:train", 2, switches={}, **arguments)

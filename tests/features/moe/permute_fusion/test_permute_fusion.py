@@ -14,7 +14,7 @@ from tests.support import model, moe
 from tests.support.contexts import context
 from tests.support.model import losses_of
 
-CASES = "tests.features.moe.permute_fusion.cases"
+CASES = "tests.features.moe.permute_fusion.permuted_layer"
 CAPACITY = {"moe_expert_capacity_factor": 0.75}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 EVERYWHERE = {

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tests.features.pipeline.fb_overlap import cases
+from tests.features.pipeline.fb_overlap import paired_steps
 from tests.support import model
 from tests.support.model import assert_same_gradients, losses_of
 
@@ -16,7 +16,7 @@ from tests.support.model import assert_same_gradients, losses_of
 
 
 def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
-    """As ``cases.trained``, with weights frozen whose names have one of these parts."""
+    """As ``paired_steps.trained``, with weights frozen whose names have one of these parts."""
     build, found = model.gpt_model, model.gradients
 
     def gpt_model(*given: Any, **more: Any) -> Any:
@@ -41,7 +41,7 @@ def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
         return {name: each for name, each in names(chunk).items() if name in learning}
 
     with mock.patch.object(model, "gpt_model", gpt_model), mock.patch.object(model, "gradients", gradients):
-        return cases.trained(**arguments)
+        return paired_steps.trained(**arguments)
 
 
 FROZEN = {

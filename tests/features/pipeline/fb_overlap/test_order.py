@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CASES = "tests.features.pipeline.fb_overlap.cases"
+CASES = "tests.features.pipeline.fb_overlap.paired_steps"
 FIRST_FORWARD = [
     *("attention", "launch", "launch", "shared fc1", "wait", "wait"),  # dispatch of tokens and probabilities
     *("experts", "launch", "shared fc2", "wait"),  # combine

@@ -11,7 +11,7 @@ from mindspeed_dsa.schedule import beside
 from tests.support.memory_events import EVENTS, STARTED
 from tests.support.model import assert_same_gradients, losses_of
 
-CASES = "tests.features.pipeline.fb_overlap.cases"
+CASES = "tests.features.pipeline.fb_overlap.paired_steps"
 NO_SHARED = {"moe_shared_expert_intermediate_size": None}
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 INTERLEAVED = {"pp": 2, "vpp": 2}

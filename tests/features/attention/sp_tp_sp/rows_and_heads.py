@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.features.attention.context_parallel import cases
+from tests.features.attention.context_parallel import dense_model
 from tests.support import model as job
 
 ON = {"mla_sp_tp_sp": True}
@@ -19,14 +19,14 @@ def facts(**arguments: Any) -> dict[str, Any]:
     from mindspeed_dsa.features.attention.sp_tp_sp.layers import OutputProjection
 
     layers: list[Any] = []
-    build = cases.gpt_model
+    build = dense_model.gpt_model
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         model = build(*args, **kwargs)
         layers.extend(model.decoder.layers)
         return model
 
-    cases.gpt_model = watched
+    dense_model.gpt_model = watched
     received: list[tuple[int, ...]] = []
     forward = OutputProjection.forward
 
@@ -36,9 +36,9 @@ def facts(**arguments: Any) -> dict[str, Any]:
 
     OutputProjection.forward = told
     try:
-        result = cases.step("latent", more=ON, **arguments)
+        result = dense_model.step("latent", more=ON, **arguments)
     finally:
-        cases.gpt_model, OutputProjection.forward = build, forward
+        dense_model.gpt_model, OutputProjection.forward = build, forward
     attention = layers[0].self_attention
     named = {name: tuple(p.shape) for name, p in attention.named_parameters() if "up_proj" not in name}
     return {**result, "shapes": named, "received": received}
@@ -58,8 +58,8 @@ def _model_output(folder: str, on: bool, load: bool) -> Any:
 
     mindspeed_dsa.disable()
     parallel_state.destroy_model_parallel()
-    with cases.dense("latent", 1):
-        job.start({**cases.switches("latent", 1, None, None), **(ON if on else {})}, tp=2)
+    with dense_model.dense("latent", 1):
+        job.start({**dense_model.switches("latent", 1, None, None), **(ON if on else {})}, tp=2)
         cfg = job.config(tensor_model_parallel_size=2, sequence_parallel=True)
         model = job.gpt_model(cfg)
         if load:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.log import Log
-from tests.features.moe.alltoall_overlap.cases import switch_on
+from tests.features.moe.alltoall_overlap.overlapped_layer import switch_on
 from tests.support import model, moe
 
 ALWAYS = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tests.features.operators import cases as operators
+from tests.features.operators import fused_modules as operators
 from tests.support import model as job
 from tests.support.contexts import running
 
