@@ -310,9 +310,9 @@ def make_strategy(
     """
     group = _context_parallel_group(attention, context.megatron)
     name = context.options.of_layer(layer_number, (comm_type or DEFAULT).replace("_", ""))
-    own = registered(name)
-    if own is not None:
-        return own(group)
+    registered_strategy = registered(name)
+    if registered_strategy is not None:
+        return registered_strategy(group)
     if name == "p2p":
         return Ring(group)
     if name == "a2a":
@@ -355,14 +355,14 @@ def _neighbours_and_ring(
     if levels and [level.size() for level in levels] == sizes:
         return levels[0], levels[1]
     if group not in _built or _built[group][0] != degree:
-        ranks, own = dist.get_process_group_ranks(group), group.rank()
-        first = own - own % degree
+        ranks, rank = dist.get_process_group_ranks(group), group.rank()
+        first = rank - rank % degree
         # Only members call: every context parallel rank builds the same layers in the same order.
         _built[group] = (
             degree,
             *(
                 dist.new_group(members, use_local_synchronization=True)
-                for members in (ranks[first : first + degree], ranks[own % degree :: degree])
+                for members in (ranks[first : first + degree], ranks[rank % degree :: degree])
             ),
         )
     return _built[group][1:]

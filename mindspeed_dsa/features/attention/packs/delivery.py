@@ -277,9 +277,9 @@ def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any
     ) -> Tensor:
         # Context parallel ranks attend to documents together.
         if packed_seq_params is None or self.config.context_parallel_size > 1:
-            given = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias}
-            given |= {"packed_seq_params": packed_seq_params, **kwargs}
-            return original(self, query, key, value, attention_mask, **given)
+            keywords = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias}
+            keywords |= {"packed_seq_params": packed_seq_params, **kwargs}
+            return original(self, query, key, value, attention_mask, **keywords)
         _refuse_unsupported(self, attn_mask_type, attention_bias)
         # [t, heads, dim]
         pack = Pack.of(packed_seq_params, key.size(0))

@@ -59,7 +59,7 @@ def read_config(path: str) -> dict[str, Any]:
     content = _load(path)
     if problems := list(_problems(content)):
         raise SettingsError(f"--fsdp2-config-path {path}: " + "; ".join(problems))
-    given = {
+    fields = {
         "sharding_size": content.get("sharding_size"),
         "prefetch": content.get("num_to_forward_prefetch"),
         "reduce_dtype": _dtype(content.get("reduce_dtype")),
@@ -68,7 +68,7 @@ def read_config(path: str) -> dict[str, Any]:
         "wrapped": tuple(content.get("sub_modules_to_wrap") or ()),
         "ignored": tuple(content.get("ignored_modules") or ()),
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _dtype(value: Any) -> str | None:
