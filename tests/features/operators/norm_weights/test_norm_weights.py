@@ -13,7 +13,7 @@ from tests.support.optimizer_training import COMPARED, DISTRIBUTED, JOB, OFF, PL
 from tests.support.pool import CaseError
 
 CASES = "tests.features.operators.norm_weights.cases"
-FSDP2 = "tests.features.data_parallel.fsdp2.cases:life"
+FSDP2 = "tests.features.data_parallel.fsdp2.beside_ddp:life"
 STATE = ("weights", "masters", "moments")
 FULL = pytest.mark.full
 FEATURE = next(each for each in features.built_in() if each.name == "init-norm-weight-in-fp32")
