@@ -27,7 +27,6 @@ from tests.features.attention.context_parallel import dense_model as dense
 from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.dsa import cp_cases
 from tests.features.dsa.stages import jobs_by_stage as stages
-from tests.features.operators.norm_weights import cases as norm_weights
 from tests.matrix import model as tiny
 from tests.matrix.record import at_work
 from tests.support import memory_events, optimizer_job
@@ -304,12 +303,3 @@ def _put_together(shard: Any) -> Tensor:
     pieces = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(pieces, own, group=group)
     return torch.cat(pieces, dim=placement.dim)
-
-
-def norms_from_equal_weights(**arguments: Any) -> dict[str, Any]:
-    """As :func:`norm_weights.from_equal_weights` with the model of any release."""
-    with (
-        mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
-        mock.patch.object(job, "gpt_model", tiny.gpt_model),
-    ):
-        return {**norm_weights.from_equal_weights(**arguments), "at work": at_work()}

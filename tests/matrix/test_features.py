@@ -25,7 +25,6 @@ from tests.features.attention.context_parallel import dense_model as dense
 from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.moe.balanced_experts import popular_experts as balanced
 from tests.features.moe.batch_overlap import layer_in_halves as batch_overlap
-from tests.features.operators.norm_weights.cases import FLAG as NORMS_IN_FP32
 from tests.matrix.record import Note
 from tests.support import memory_events as events
 from tests.support.model import assert_same_gradients, put_together
@@ -469,36 +468,3 @@ def test_packs_of_documents(pool: Any, note: Note) -> None:
     ranks = pool.run(f"{STEPS}:beside", 4, tp=2, pp=2, **case)
     assert_same_gradients(put_together([rank["found"] for rank in ranks]), alone["found"]["gradients"], 2e-5)
     note.trained(ranks)
-
-
-@pytest.mark.parametrize("options", [{}, {"distributed": True}], ids=["plain", "distributed"])
-def test_weights_of_norms_are_updated_as_megatrons_masters(
-    pool: Any, note: Note, options: Mapping[str, Any]
-) -> None:
-    note.begins("one process", "init-norm-weight-in-fp32")
-    arguments = {"drawn": True, "clip": 0.0, **options}
-    (stock,) = pool.run(f"{STEPS}:norms_from_equal_weights", 1, switches={}, **arguments)
-    (ours,) = pool.run(f"{STEPS}:norms_from_equal_weights", 1, switches=NORMS_IN_FP32, **arguments)
-    for name, weight in ours["weights"].items():
-        assert weight.dtype == torch.float32
-        assert weight.flatten().equal(stock["masters"][name].flatten()), name
-    note.trained([ours])
-
-
-def test_weights_of_norms_in_checkpoints(pool: Any, note: Note, tmp_path: Path) -> None:
-    """Saved in fp32, read and saved again by a job whose weights all have 16 bits, and resumed."""
-    note.begins("DP2, distributed optimizer", "init-norm-weight-in-fp32")
-    steps, options = "tests.matrix.test_memory:optimizer_steps", {"distributed": True}
-    whole = pool.run(steps, 2, steps=4, switches=NORMS_IN_FP32, **options)
-    folders = [str(tmp_path / name) for name in ("one", "other")]
-    for folder in folders:
-        Path(folder).mkdir()
-    one, other = folders
-    pool.run(steps, 2, steps=2, folders={"save": one}, switches=NORMS_IN_FP32, **options)
-    pool.run(steps, 2, steps=0, folders={"load": one, "save": other}, switches={}, **options)
-    found = pool.run(steps, 2, steps=2, first=2, folders={"load": other}, switches=NORMS_IN_FP32, **options)
-    for expected, result in zip(whole, found, strict=True):
-        for what in ("weights", "masters", "moments"):
-            assert result[what] == expected[what], what
-        assert result["records"] == expected["records"][2:]
-    note.trained(found)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mindspeed_dsa import features
-from tests.features.operators.norm_weights.cases import FLAG, is_of_a_norm
+from tests.features.operators.norm_weights.fp32_norms import FLAG, is_of_a_norm
 from tests.support.optimizer_training import COMPARED, DISTRIBUTED, JOB, OFF, PLAIN
 from tests.support.pool import CaseError
 
-CASES = "tests.features.operators.norm_weights.cases"
+WORKERS = "tests.features.operators.norm_weights.fp32_norms"
 FSDP2 = "tests.features.data_parallel.fsdp2.beside_ddp:life"
 STATE = ("weights", "masters", "moments")
 FULL = pytest.mark.full
@@ -23,7 +23,7 @@ FEATURE = next(each for each in features.built_in() if each.name == "init-norm-w
 
 
 def test_all_norms_and_nothing_else(pool):
-    (types,) = pool.run(f"{CASES}:types_with_multi_token_prediction", 1, switches=FLAG)
+    (types,) = pool.run(f"{WORKERS}:types_with_multi_token_prediction", 1, switches=FLAG)
     assert {name for name, dtype in types.items() if dtype is torch.float32} == set(
         filter(is_of_a_norm, types)
     )
@@ -40,7 +40,7 @@ def test_all_norms_and_nothing_else(pool):
         "linear_kv_up_proj.layer_norm_weight",
     ):
         assert any(part in name for name in types), part
-    (stock,) = pool.run(f"{CASES}:types_with_multi_token_prediction", 1, switches=OFF)
+    (stock,) = pool.run(f"{WORKERS}:types_with_multi_token_prediction", 1, switches=OFF)
     assert set(stock.values()) == {torch.bfloat16}
 
 
@@ -57,7 +57,7 @@ def test_all_norms_and_nothing_else(pool):
 )
 def test_a_norm_of_bf16_rows_is_the_formula_in_fp64_rounded_once(pool, fused, normalization, held):
     (found,) = pool.run(
-        f"{CASES}:output_and_gradients", 1, fused=fused, normalization=normalization, held=held
+        f"{WORKERS}:output_and_gradients", 1, fused=fused, normalization=normalization, held=held
     )
     assert found["weight"].dtype == found["weight gradient"].dtype == torch.float32
     assert not found["weight"].equal(found["weight"].bfloat16().float())
@@ -75,12 +75,12 @@ def test_a_norm_of_bf16_rows_is_the_formula_in_fp64_rounded_once(pool, fused, no
 
 
 def test_a_norm_that_takes_one_type_gets_one(pool):
-    (found,) = pool.run(f"{CASES}:converted", 1, kind="apex")
+    (found,) = pool.run(f"{WORKERS}:converted", 1, kind="apex")
     assert found == {"weight": torch.float32, "output": torch.bfloat16, "class": "ApexNorm"}
 
 
 def test_a_linear_layer_with_a_norm_that_is_not_ours_is_refused(pool):
-    (said,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:converted", kind="linear")
+    (said,) = pool.run("tests.support.model:error_of", 1, case=f"{WORKERS}:converted", kind="linear")
     assert "TransformerEnginesLinear holds a norm" in said
     assert "--init-norm-weight-in-fp32" in said
     assert "--transformer-impl local" in said
@@ -101,8 +101,8 @@ def test_a_linear_layer_with_a_norm_that_is_not_ours_is_refused(pool):
 def test_updates_are_those_of_megatrons_masters(pool, options, precision):
     """From the same gradients; stock's master weights are in fp32, its model's are rounded."""
     arguments = {"drawn": True, "clip": 0.0, "precision": precision, **options}
-    (stock,) = pool.run(f"{CASES}:from_equal_weights", 1, switches=OFF, **arguments)
-    (ours,) = pool.run(f"{CASES}:from_equal_weights", 1, switches=FLAG, **arguments)
+    (stock,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=OFF, **arguments)
+    (ours,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=FLAG, **arguments)
     assert ours["weights"].keys() == stock["weights"].keys()
     for name, weight in ours["weights"].items():
         assert weight.dtype == torch.float32
@@ -115,8 +115,8 @@ def test_updates_are_those_of_megatrons_masters(pool, options, precision):
 def test_small_updates_arrive(pool, options):
     """Weights are one at first, so the first losses are the same, and bf16 has nothing beside one."""
     arguments = {"ones": True, "steps": 3, "optimizer_options": {"lr": 1e-4, "weight_decay": 0.0}, **options}
-    (stock,) = pool.run(f"{CASES}:from_equal_weights", 1, switches=OFF, **arguments)
-    (ours,) = pool.run(f"{CASES}:from_equal_weights", 1, switches=FLAG, **arguments)
+    (stock,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=OFF, **arguments)
+    (ours,) = pool.run(f"{WORKERS}:from_equal_weights", 1, switches=FLAG, **arguments)
     for name, weight in ours["weights"].items():
         assert bool((weight != 1).all()), name
         assert bool((weight - 1).abs().max() < 2**-9), name
