@@ -54,7 +54,7 @@ def test_weights_of_norms_in_checkpoints(pool: Any, note: Note, tmp_path: Path) 
 
 
 def from_equal_weights(**arguments: Any) -> dict[str, Any]:
-    """As :func:`fp32_norms.from_equal_weights` with the model of any release; runs inside the pool's workers."""
+    """As :func:`fp32_norms.from_equal_weights` with the model of any release, in the workers."""
     with (
         mock.patch.object(optimizer_job, "config", tiny.config_with_experts),
         mock.patch.object(job, "gpt_model", tiny.gpt_model),
