@@ -26,6 +26,7 @@ from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.moe.balanced_experts import popular_experts as balanced
 from tests.features.moe.batch_overlap import layer_in_halves as batch_overlap
 from tests.matrix.record import Note
+from tests.matrix.steps import TWO_AND_MTP
 from tests.support import memory_events as events
 from tests.support.model import assert_same_gradients, put_together
 
@@ -117,9 +118,15 @@ SWITCHED = (
             layout,
             {"fused_linear_cross_entropy": True, "fused_linear_cross_entropy_gradient": gradient},
             "operator linear_cross_entropy",
+            overrides,
             rtol=1e-5,
         )
-        for layout, gradient in (("TP2+SP", "forward"), ("TP2+SP", "backward"), ("PP2 x VPP2", "auto"))
+        for layout, gradient, overrides in (
+            ("TP2+SP", "forward", {}),
+            ("TP2+SP", "backward", {}),
+            ("PP2 x VPP2", "auto", {}),
+            ("TP2+SP", "auto", TWO_AND_MTP),
+        )
     ),
     Case("two-streams", "EP2", {"two_streams": True}, events.BESIDE),
     Case("compile-regions", "one process", {"compile_regions": True}, "compiled", TWO_LAYERS, rtol=1e-5),

@@ -38,7 +38,7 @@ class TokenLosses(NamedTuple):
     top: Tensor
     """``[tokens]``, the largest of this rank's logits, in the dtype of the loss."""
     top_index: Tensor
-    """``[tokens]`` int64, its row of the weight."""
+    """``[tokens]`` int64, its row of the weight; of no meaning unless it was wanted."""
 
 
 @outside_autocast
@@ -52,6 +52,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     gradient: GradientTime = "forward",
     accumulator: Accumulator | None = None,
+    wants_top: bool = False,
     rows: int = 0,
     backend: str = "auto",
 ) -> TokenLosses:
@@ -71,6 +72,7 @@ def linear_cross_entropy(
         gradient: ``"forward"`` forms the weight's gradient in forward and keeps it in fp32 until backward;
             ``"backward"`` keeps nothing of the kind and computes the logits twice.
         accumulator: takes the weight's gradient in place of autograd.
+        wants_top: whether the place of each token's largest logit is wanted.
         rows: tokens of a chunk; by default as many as the device is efficient with.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
@@ -102,7 +104,9 @@ def linear_cross_entropy(
     shape = ShapeClass.of(hidden, ("hidden", width), ("vocabulary", weight.shape[0]))
     implementation: LinearCrossEntropy = unless_empty(OPERATOR, choose(OPERATOR, backend, shape), hidden)
     count_call(OPERATOR, implementation)
-    call = LossCall(hidden, weight, labels, token_weights.detach().to(dtype), float(logit_scale), group, rows)
+    call = LossCall(
+        hidden, weight, labels, token_weights.detach().to(dtype), float(logit_scale), group, rows, wants_top
+    )
     if implementation.KIND == "autograd":
         losses = implementation.losses(call)
         return TokenLosses(losses.loss, losses.top, losses.top_index)

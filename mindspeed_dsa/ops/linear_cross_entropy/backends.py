@@ -39,6 +39,7 @@ class LossCall(Call):
         logit_scale: factor of the logits.
         group: tensor parallel ranks that hold the other parts of the vocabulary, in this order.
         rows: tokens of a chunk; 0 leaves it to the backend.
+        wants_top: whether the place of each token's largest logit is wanted.
     """
 
     hidden: Tensor
@@ -48,6 +49,7 @@ class LossCall(Call):
     logit_scale: float
     group: dist.ProcessGroup | None
     rows: int
+    wants_top: bool
 
     @property
     def ranks(self) -> int:
@@ -73,7 +75,7 @@ class Losses:
     Attributes:
         loss: ``[tokens]``, fp32 or fp64.
         top: ``[tokens]``, the largest of this rank's logits, in the dtype of the loss.
-        top_index: ``[tokens]`` int64, its place on this rank.
+        top_index: ``[tokens]`` int64, its place on this rank; of no meaning where nobody wants it.
         lse: ``[tokens]``, natural log of the sum of exp(logits) over the whole vocabulary.
     """
 
@@ -131,7 +133,9 @@ class Chunked(LinearCrossEntropy):
     """
 
     CHUNK_BYTES: ClassVar[int] = 512 << 20
-    """Logits of a chunk in fp32. More tokens let a device read and write the weight's gradient less often."""
+    """Logits of a chunk. More tokens let a device read and write the weight's gradient less often."""
+    WIDE_BYTES: ClassVar[int] = 256 << 20
+    """Part of a chunk that exists in fp32, and part of the weight's gradient that is added at once."""
 
     def losses(self, call: LossCall) -> Losses:
         return self.losses_and_gradients(call, None, None)
@@ -153,30 +157,38 @@ class Chunked(LinearCrossEntropy):
 
     def _chunk(
         self, call: LossCall, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return the results of some tokens; the logits are gone with the call."""
-        raising, weight = raised(call.hidden.dtype), call.weight
-        logits, numbers = self._logits(call, call.hidden[part])
-        labels, held = call.on_rank(call.labels[part])
-        top, top_index = numbers.max(-1)
-        predicted = numbers.gather(1, labels[:, None])[:, 0].masked_fill_(~held, 0)
+        logits = call.hidden[part] @ call.weight.t()
+        wants_gradient = grad_hidden is not None or grad_weight is not None
+        found = [
+            self._rows(call, rows, labels, wants_gradient)
+            for rows, labels in zip(*self._wide_parts(logits, call.labels[part]), strict=True)
+        ]
+        if wants_gradient:
+            weighted = (call.hidden[part] * call.token_weights[part, None]).to(logits.dtype)
+            self._multiply(call, part, logits, weighted, grad_hidden, grad_weight)
+        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+    def _rows(
+        self, call: LossCall, logits: Tensor, labels: Tensor, wants_gradient: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the results of rows of logits, which become their own gradient, :func:`raised`."""
+        raising = raised(logits.dtype)
+        numbers = _scaled(call, logits)
+        local, held = call.on_rank(labels)
+        top, top_index = numbers.max(-1) if call.wants_top else (numbers.amax(-1), local)
+        predicted = numbers.gather(1, local[:, None])[:, 0].masked_fill_(~held, 0)
         total = numbers.sub_(top[:, None]).exp_().sum(-1)
         largest, log_sum, predicted = _joined(call, top, total, predicted)
-        known = (call.labels[part] >= 0) & (call.labels[part] < call.ranks * weight.shape[0])
+        known = (labels >= 0) & (labels < call.ranks * call.weight.shape[0])
         # As in Megatron, a label that no rank has counts as the largest logit.
         loss = log_sum - (predicted - largest).masked_fill(~known, 0)
-        if grad_hidden is not None or grad_weight is not None:
-            factor = torch.exp(top - largest - log_sum).mul_(raising)
-            subtracted = held.to(numbers.dtype).mul_(raising)
-            numbers.mul_(factor[:, None])
-            numbers[torch.arange(len(labels), device=labels.device), labels] -= subtracted
-            grad_logits = numbers if logits is numbers else logits.copy_(numbers)
-            del numbers
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                weighted = (call.hidden[part] * call.token_weights[part, None]).to(weight.dtype)
-                _add_product(grad_weight, grad_logits, weighted)
+        if wants_gradient:
+            numbers.mul_(torch.exp(top - largest - log_sum).mul_(raising)[:, None])
+            _subtract(numbers, local, held.to(numbers.dtype).mul_(raising))
+            if numbers is not logits:
+                logits.copy_(numbers)
         return loss, top, top_index, log_sum + largest
 
     def add_gradients(
@@ -209,38 +221,60 @@ class Chunked(LinearCrossEntropy):
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
     ) -> None:
-        logits, numbers = self._logits(call, call.hidden[part])
-        labels, held = call.on_rank(call.labels[part])
-        numbers.sub_(lse[part, None]).exp_().mul_(factors[part, None])
-        subtracted = factors[part].to(numbers.dtype).masked_fill(~held, 0)
-        numbers[torch.arange(len(labels), device=labels.device), labels] -= subtracted
-        grad_logits = numbers if logits is numbers else logits.copy_(numbers)
-        del numbers
+        logits = call.hidden[part] @ call.weight.t()
+        of_parts = self._wide_parts(logits, call.labels[part], lse[part], factors[part])
+        for rows, labels, lse_of_rows, factors_of_rows in zip(*of_parts, strict=True):
+            numbers = _scaled(call, rows)
+            numbers.sub_(lse_of_rows[:, None]).exp_().mul_(factors_of_rows[:, None])
+            local, held = call.on_rank(labels)
+            _subtract(numbers, local, factors_of_rows.to(numbers.dtype).masked_fill(~held, 0))
+            if numbers is not rows:
+                rows.copy_(numbers)
+        self._multiply(call, part, logits, call.hidden[part], grad_hidden, grad_weight)
+
+    def _multiply(
+        self,
+        call: LossCall,
+        part: slice,
+        grad_logits: Tensor,
+        hidden: Tensor,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+    ) -> None:
+        """Form both gradients of some tokens, that of the weight with ``hidden``.
+
+        It is added in parts if it has more bits: an addition of other dtypes would make copies of the whole.
+        """
         if grad_hidden is not None:
             torch.mm(grad_logits, call.weight, out=grad_hidden[part])
-        if grad_weight is not None:
-            _add_product(grad_weight, grad_logits, call.hidden[part])
+        if grad_weight is None:
+            return
+        if grad_weight.dtype == hidden.dtype:
+            grad_weight.addmm_(grad_logits.t(), hidden)
+            return
+        size = max(_FEWEST_ROWS, self.WIDE_BYTES // (2 * hidden.shape[1] * grad_weight.itemsize))
+        for some, gradients in zip(grad_weight.split(size), grad_logits.split(size, dim=1), strict=True):
+            some.add_(gradients.t() @ hidden)
+
+    def _wide_parts(self, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+        """Cut a chunk, and what belongs to its rows, into parts that are computed in fp32 at once."""
+        rows = max(1, self.WIDE_BYTES // (logits.shape[1] * wide(logits.dtype).itemsize))
+        return [each.split(rows) for each in (logits, *others)]
 
     def parts(self, call: LossCall) -> list[slice]:
         """Return the chunks."""
         rows = call.rows
         if not rows:
-            fitting = self.CHUNK_BYTES // (call.weight.shape[0] * torch.float32.itemsize)
+            fitting = self.CHUNK_BYTES // (call.weight.shape[0] * call.weight.itemsize)
             rows = max(_FEWEST_ROWS, fitting // _STEP * _STEP)
         return [slice(first, first + rows) for first in range(0, call.hidden.shape[0], rows)]
-
-    @staticmethod
-    def _logits(call: LossCall, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits in the dtype of the product, and the numbers to work with in place, scaled."""
-        logits = hidden @ call.weight.t()
-        numbers = logits.to(wide(logits.dtype))
-        return logits, numbers if call.logit_scale == 1 else numbers.mul_(call.logit_scale)
 
 
 class Cpu(Chunked):
     """Smaller chunks, which suffice for as many operations by byte as a CPU computes."""
 
-    CHUNK_BYTES = 128 << 20
+    CHUNK_BYTES = 224 << 20
+    WIDE_BYTES = 64 << 20
 
 
 class Cuda(Chunked):
@@ -279,9 +313,12 @@ def _joined(call: LossCall, top: Tensor, total: Tensor, predicted: Tensor) -> tu
     return largest, (totals * torch.exp(tops - largest)).sum(0).log(), labels.sum(0)
 
 
-def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """Add ``grad_logits.T @ hidden`` to a sum that may have more bits."""
-    if total.dtype == hidden.dtype:
-        total.addmm_(grad_logits.t(), hidden)
-    else:
-        total.add_(grad_logits.t() @ hidden)
+def _scaled(call: LossCall, logits: Tensor) -> Tensor:
+    """Return logits in fp32 or wider, to work with in place: a copy only of those in fewer bits."""
+    numbers = logits.to(wide(logits.dtype))
+    return numbers if call.logit_scale == 1 else numbers.mul_(call.logit_scale)
+
+
+def _subtract(numbers: Tensor, columns: Tensor, amounts: Tensor) -> None:
+    """Subtract an amount from one number of each row; unlike a scattered sum it is deterministic on GPUs."""
+    numbers[torch.arange(len(columns), device=columns.device), columns] -= amounts

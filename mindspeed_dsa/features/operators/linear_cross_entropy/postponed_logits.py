@@ -132,6 +132,7 @@ class _Head:
             logit_scale=scale,
             group=group if _ranks(layer) > 1 else None,
             gradient="forward" if in_forward else "backward",
+            wants_top=bool(layer.config.mtp_num_layers),
             accumulator=_accumulator(layer, weight, megatron),
         )
 
