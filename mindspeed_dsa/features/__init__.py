@@ -32,6 +32,7 @@ KINDS = {
     "operators": "Small operators of a layer, each as one",
     "compilation": "Parts of a layer compiled",
     "checkpoints": "Weights of other formats, read and written",
+    "data": "Samples of a job, and which of their tokens count in the loss",
     "diagnostics": "Records of a job, which change nothing in its training",
 }
 """Folders of features, with what they hold. Wrappers of one target nest in this order, and within a kind by

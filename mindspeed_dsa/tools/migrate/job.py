@@ -88,6 +88,8 @@ Kind = Literal["same", "megatron", "not needed", "not served", "unchanged", "unk
 """Verdicts of MindSpeed's flags; ``unchanged`` is a flag of Megatron's or of this library."""
 
 
+LATENT = {"--multi-latent-attention", "--multi-head-latent-attention"}
+"""What a command line with latent attention has one of."""
 FLAG = re.compile(r"--?[A-Za-z]")
 """How a word begins that is a flag."""
 
@@ -117,6 +119,11 @@ class Given:
 
     def __str__(self) -> str:
         return " ".join((self.flag, *self.values))
+
+
+def made(name: str, *values: str) -> Given:
+    """Return a flag that no command line has written."""
+    return Given(name, values, values)
 
 
 @dataclass(frozen=True)

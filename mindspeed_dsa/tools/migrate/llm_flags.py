@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from mindspeed_dsa.tools.migrate.job import Row, different, kept, not_needed, renamed, same, slower
+from mindspeed_dsa.tools.migrate.weights import LOAD, MODELS, SAVE
 
-_CONVERTED = (
-    "Megatron writes its own checkpoints; Hugging Face's are made of them afterwards, by another program."
-)
+_MODELS = ", ".join(f"--model-type-hf {name}" for name in MODELS)
+_CONVERTED = "Only the conversion of Hugging Face's weights reads it."
 _OTHER_MODEL = "Of a model that Megatron's GPT does not build."
 _GATED = (
     "Of Qwen3-Next's linear attention; Megatron's --experimental-attention-variant gated_delta_net is it."
 )
 _PREPARED = "Data are prepared beforehand; training reads their .bin and .idx files."
-_TUNING = "Fine-tuning of MindSpeed-LLM is not served."
+_TUNING = "Only --stage sft with --is-instruction-dataset is served, as Megatron's --sft."
 _TUNING_ONLY = "Only MindSpeed-LLM's fine-tuning, inference or evaluation reads it."
 _LORA = "LoRA is not served."
 _NORM = "Norms that take or return fp32 beside layers in bf16 are not here."
@@ -160,17 +160,12 @@ TRAINING = [
         "handler-name tokenizer-padding-side pad-to-multiple-of prompt-type prompt-type-path", _PREPARED
     ),
     *different("no-shuffle padded-samples", "Megatron's data sets draw samples in their own order."),
-    *different(
-        "enable-hf2mg-convert",
-        "Convert the weights of --load to Megatron's format before, and omit this flag. Megatron's own "
-        "tools/checkpoint has no loader for DeepSeek, GLM or Qwen3; NVIDIA's Megatron-Bridge converts more "
-        "models, and needs Transformer Engine.",
-    ),
-    *slower(
-        "enable-mg2hf-convert hf-save-dir mg-save-dir only-convert-last-checkpoint save-layer-by-layer",
+    *different("enable-hf2mg-convert", f"Becomes {LOAD} for {_MODELS}; other weights are converted before."),
+    *slower("enable-mg2hf-convert", f"Becomes {SAVE} for {_MODELS}; others are exported afterwards."),
+    *not_needed(
+        "model-type-hf hf-cfg-dir hf-save-dir mg-save-dir only-convert-last-checkpoint save-layer-by-layer",
         _CONVERTED,
     ),
-    *not_needed("model-type-hf hf-cfg-dir", "Only the conversion of Hugging Face's weights reads it."),
     *different("load-checkpoint-loosely", "Megatron's --dist-ckpt-strictness says what may be missing."),
     *slower("profile-data-simplification profile-export-type", "Only what is recorded changes."),
     *slower("use-wandb", "Megatron's --wandb-project and --wandb-exp-name switch it on."),

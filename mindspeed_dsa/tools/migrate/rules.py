@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from mindspeed_dsa.tools.migrate.job import Given, Job, equal
+from mindspeed_dsa.tools.migrate.fine_tuning import tune
+from mindspeed_dsa.tools.migrate.job import LATENT, Job, made
 from mindspeed_dsa.tools.migrate.layers import arrange
+from mindspeed_dsa.tools.migrate.rotary import rotate
+from mindspeed_dsa.tools.migrate.sparse_attention import select
+from mindspeed_dsa.tools.migrate.weights import convert
 
 _SPECS = [f"mindspeed_llm.tasks.models.spec.{name}_spec" for name in ("deepseek", "qwen3", "bailing")]
 """Layers of MindSpeed-LLM that Megatron builds by itself from the other flags."""
 _BALANCING = "--moe-router-load-balancing-type"
 _NORMS = ("--rmsnorm-weight-in-fp32", "--init-norm-weight-in-fp32", "--input-layernorm-in-fp32")
-_INDEXER = {
-    "--index-n-heads": ("--dsa-indexer-n-heads", "64"),
-    "--index-head-dim": ("--dsa-indexer-head-dim", "128"),
-    "--index-topk": ("--dsa-indexer-topk", "2048"),
-    "--indexer-loss-coeff": ("--dsa-indexer-loss-coeff", "1.0"),
-}
-"""MindSpeed-LLM's flags of the indexer: Megatron's, and the value that MindSpeed-LLM has by default."""
 
 
 def apply(job: Job) -> None:
     """Every rule, in order."""
     for rule in RULES:
         rule(job)
-
-
-def _flag(name: str, *values: str) -> Given:
-    return Given(name, values, values)
 
 
 def _shared_experts(job: Job) -> None:
@@ -47,96 +40,29 @@ def _shared_experts(job: Job) -> None:
     elif width is None:
         job.is_dropped(flag, f"The width of one expert is not known here; give {target}.", results=True)
     else:
-        job.becomes(flag, [_flag(target, str(count * width))], f"{count} of width {width}.")
-
-
-def _rotary(job: Job) -> None:
-    """MindSpeed-LLM's scaled rotary embeddings; ``--rope-scaling-factor`` means another thing in Megatron."""
-    flag, factor = "--rope-scaling-type", "--rope-scaling-factor"
-    kind = job.text(flag)
-    if kind == "llama3":
-        usual = {"--low-freq-factor": 1, "--high-freq-factor": 4, "--original-max-position-embeddings": 8192}
-        _only_usual(job, usual, "Megatron's --use-rope-scaling has {} and no flag for it.")
-        job.becomes(flag, [_flag("--use-rope-scaling")])
-    elif kind == "yarn":
-        _yarn(job)
-    elif kind:
-        job.is_dropped(flag, f"Megatron has no rotary embedding of kind {kind}.", results=True)
-    elif factor in job and "--use-rope-scaling" not in job:
-        job.is_kept(factor, "unchanged", "Without effect, as there: no scaling is asked for.")
-
-
-def _only_usual(job: Job, usual: Mapping[str, float], why: str) -> None:
-    for flag, value in usual.items():
-        if flag in job:
-            text = job.text(flag)
-            fits = text.replace(".", "", 1).isdigit() and float(text) == value
-            if fits:
-                job.is_dropped(flag, why.format(f"this value, {value}").replace(" and no flag for it", ""))
-            else:
-                job.is_dropped(flag, why.format(value), results=True)
-
-
-def _yarn(job: Job) -> None:
-    flag, factor = "--rope-scaling-type", "--rope-scaling-factor"
-    if not {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given):
-        job.is_dropped(
-            flag, "Megatron has YaRN for latent attention, and for others since 0.19 only.", results=True
-        )
-        return
-    original, trained = "--rope-scaling-original-max-position-embeddings", "--max-position-embeddings"
-    why = "Megatron's latent attention has {} and no flag for it."
-    _only_usual(
-        job,
-        {"--beta-fast": 32, "--rope-scaling-beta-fast": 32, "--beta-slow": 1, "--rope-scaling-beta-slow": 1},
-        why,
-    )
-    first, longest = job.number(original), job.number(trained)
-    if job.before("0.14") and first is not None:
-        # The length is read from --max-position-embeddings there, and by nothing else with rotary embeddings.
-        job.overrides(original, _flag(trained, str(first)), "Megatron-core before 0.14 reads it there.")
-    else:
-        _only_usual(job, {original: 4096}, why)
-    job.is_dropped(flag, "Megatron's latent attention has YaRN in any case; a factor of 1 switches it off.")
-    scaled = job.text(factor) or (str(longest / first) if first and longest else "")
-    if scaled:
-        owner = factor if factor in job else flag
-        job.overrides(
-            owner, _flag("--rotary-scaling-factor", scaled), "Megatron's --rope-scaling-factor is Llama 3's."
-        )
-    scale, all_dims = "--rope-scaling-mscale", "--rope-scaling-mscale-all-dim"
-    if job.before("0.14") and not equal([job.text(scale, "1")], [job.text(all_dims, "0")]):
-        for each in (scale, all_dims):
-            if each in job:
-                job.is_dropped(
-                    each, "Megatron-core before 0.14 scales attention with --mscale for both.", results=True
-                )
-        return
-    for each, now in ((scale, "--mscale"), (all_dims, "--mscale-all-dim")):
-        if each in job:
-            job.becomes(each, [Given(now, job.given[each].values, job.given[each].written)])
+        job.becomes(flag, [made(target, str(count * width))], f"{count} of width {width}.")
 
 
 def _router(job: Job) -> None:
     kind = job.text(_BALANCING, "aux_loss")
     if "--router-gating-in-fp32" in job:
-        job.becomes("--router-gating-in-fp32", [_flag("--moe-router-dtype", "fp32")])
+        job.becomes("--router-gating-in-fp32", [made("--moe-router-dtype", "fp32")])
     if "--seq-aux" in job:
         if kind == "none":
             why = (
                 "none with --seq-aux means that loss. MindSpeed-LLM counts zeros and ones of its routing map "
                 "there, not experts, and adds expert biases to scores: the loss has other values."
             )
-            job.overrides("--seq-aux", _flag(_BALANCING, "seq_aux_loss"), why)
+            job.overrides("--seq-aux", made(_BALANCING, "seq_aux_loss"), why)
         elif kind in ("aux_loss", "seq_aux_loss"):
             job.is_dropped("--seq-aux", f"MindSpeed-LLM does not read it with {_BALANCING} {kind}.")
         else:
             job.is_dropped("--seq-aux", f"The loss of {_BALANCING} {kind}.", results=True)
     if kind == "softmax_topk":
         why = "It takes the softmax of all experts before the selection, and has no loss."
-        job.overrides(_BALANCING, _flag(_BALANCING, "none"), why)
+        job.overrides(_BALANCING, made(_BALANCING, "none"), why)
         if "--norm-topk-prob" not in job:
-            job.overrides(_BALANCING, _flag("--moe-router-pre-softmax"), why)
+            job.overrides(_BALANCING, made("--moe-router-pre-softmax"), why)
     elif kind in ("group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk"):
         job.is_dropped(_BALANCING, f"Megatron's router has no {kind}.", results=True)
     softmax = "--topk-softmax-in-fp32"
@@ -156,51 +82,7 @@ def _router(job: Job) -> None:
             job.omits("--moe-router-pre-softmax", "--norm-topk-prob normalises.")
     dispatcher = "--moe-token-dispatcher-type"
     if job.text(dispatcher) == "alltoall_seq":
-        job.overrides(dispatcher, _flag(dispatcher, "alltoall"), "Megatron's own has taken its place.")
-
-
-def _sparse_attention(job: Job) -> None:
-    """MindSpeed-LLM's indexer; its defaults are said, because Megatron has others, or none."""
-    flag = "--enable-dsa-indexer"
-    if flag not in job:
-        return
-    query = "latent query before its norm there"
-    if "--enable-mla-absorb" in job:
-        query = "latent query after its norm there, as DeepSeek's does"
-    elif not job.before("0.19"):
-        why = (
-            f"Without --enable-mla-absorb the indexer reads the {query}, and from Megatron-core 0.19 on "
-            "after it: add --enable-mla-absorb, which is DeepSeek's way, or take an older release."
-        )
-        job.is_dropped(flag, why, results=True)
-        return
-    now = [_flag("--experimental-attention-variant", "dsa"), _flag("--dsa-indexer-use-sparse-loss")]
-    now += [_flag(name, value) for old, (name, value) in _INDEXER.items() if old not in job]
-    now += _shared_selections(job)
-    if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
-        now.append(_flag("--dsa-indexer-rope-first"))
-        if "--enable-mla-absorb" in job:
-            now.append(_flag("--dsa-indexer-normalised-query"))
-    why = (
-        "The rotated dimensions come first there; which of them form pairs is another order of weights. "
-        f"The indexer reads the {query}."
-    )
-    job.becomes(flag, now, why)
-
-
-def _shared_selections(job: Job) -> list[Given]:
-    """Return the offset that MindSpeed-LLM has by default, where Megatron has 0; a pattern overrules it."""
-    frequency, offset = "--index-topk-freq", "--index-skip-topk-offset"
-    if "--index-topk-pattern" in job:
-        for flag in (frequency, offset):
-            if flag in job:
-                job.is_dropped(flag, "--index-topk-pattern overrules it there.")
-        return []
-    if frequency in job and offset not in job:
-        return [_flag("--dsa-indexer-skip-topk-offset", "2")]
-    if offset in job and frequency not in job:
-        job.is_dropped(offset, f"Only {frequency} reads it.")
-    return []
+        job.overrides(dispatcher, made(dispatcher, "alltoall"), "Megatron's own has taken its place.")
 
 
 def _flash_attention(job: Job) -> None:
@@ -210,13 +92,7 @@ def _flash_attention(job: Job) -> None:
         job.is_kept(flag, "unchanged", why)
 
 
-def _weights(job: Job) -> None:
-    flag = "--enable-hf2mg-convert"
-    if flag in job and "--load" not in job:
-        job.is_dropped(flag, "There is no --load: weights are drawn, not converted.")
-    loosely = "--load-checkpoint-loosely"
-    if loosely in job and "--load" not in job:
-        job.is_dropped(loosely, "There is no --load.")
+def _norms(job: Job) -> None:
     if not {"--bf16", "--fp16"} & set(job.given):
         for each in _NORMS:
             if each in job:
@@ -240,15 +116,18 @@ def _layers_of_its_own(job: Job) -> None:
 def _documents(job: Job) -> None:
     """Latent attention of Megatron's own modules reads no mask, which is what the flag makes in Megatron."""
     flag = "--reset-attention-mask"
-    latent = {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given)
+    latent = LATENT & set(job.given)
     if flag not in job or not latent or job.text("--transformer-impl") != "local":
         return
-    if "--mtp-num-layers" in job:
-        why = "Megatron has no packed documents with multi-token prediction; omit one of them."
+    predicts = "--mtp-num-layers" in job
+    if predicts and job.before("0.16"):
+        why = "Multi-token prediction of Megatron-core before 0.16 has no packed documents; omit one of them."
         job.is_dropped(flag, why, results=True)
     elif "--eod-mask-loss" in job:
         why = "Documents attend to themselves; rotary embeddings do not care that positions restart."
-        job.becomes(flag, [_flag("--pack-documents")], why)
+        if predicts:
+            why += " Multi-token prediction does not look into the next document, as MindSpeed-LLM's does."
+        job.becomes(flag, [made("--pack-documents")], why)
     else:
         why = (
             "Megatron's flag makes a mask, which latent attention on its own modules does not read; "
@@ -318,7 +197,7 @@ def _operators(job: Job) -> None:
             job.is_dropped(norm, "The model has no RMSNorm.")
         elif job.text("--transformer-impl", "transformer_engine") == "transformer_engine":
             job.is_dropped(norm, "Transformer Engine's norms are fused already.")
-    latent = {"--multi-latent-attention", "--multi-head-latent-attention"} & set(job.given)
+    latent = LATENT & set(job.given)
     rotates = (
         job.text("--position-embedding-type") in ("rope", "mrope")
         or "--use-rotary-position-embeddings" in job
@@ -340,22 +219,24 @@ def _muon(job: Job) -> None:
     if "muon" not in job.text("--optimizer"):
         return
     if "--muon-nesterov" in job and job.before("0.17"):
-        job.becomes("--muon-nesterov", [_flag("--muon-use-nesterov")])
+        job.becomes("--muon-nesterov", [made("--muon-use-nesterov")])
     if "--muon-momentum" not in job:
         why = "MindSpeed's momentum of 0.95 is said, because Megatron's default is 0.9."
-        job.overrides("--optimizer", _flag("--optimizer", job.text("--optimizer")), why)
-        job.overrides("--optimizer", _flag("--muon-momentum", "0.95"), why)
+        job.overrides("--optimizer", made("--optimizer", job.text("--optimizer")), why)
+        job.overrides("--optimizer", made("--muon-momentum", "0.95"), why)
 
 
 RULES: tuple[Callable[[Job], None], ...] = (
     _layers_of_its_own,
     arrange,
     _shared_experts,
-    _rotary,
+    rotate,
     _router,
-    _sparse_attention,
+    select,
     _flash_attention,
-    _weights,
+    convert,
+    tune,
+    _norms,
     _documents,
     _masks,
     _chunks,

@@ -180,6 +180,7 @@ def _lines_to_change(path: Path, script: str) -> list[str]:
         line = text.count("\n", 0, found.start(1)) + 1
         more = re.search(r"^\s*(?:from|import) mindspeed(_llm)?\.(?!megatron_adaptor)", text, re.MULTILINE)
         other = "MindSpeed-LLM" if more and more[1] else "MindSpeed"
-        uses = f"; it imports more of {other}: take Megatron-LM's own {file.name}" if more else ""
+        own = file.name.replace("posttrain_gpt", "pretrain_gpt")  # Megatron-LM has one script for both
+        uses = f"; it imports more of {other}: take Megatron-LM's own {own}" if more else ""
         return [f"{file}, line {line}: `{found[1].strip()}` becomes `{_LINE}`{uses}"]
     return [f"{script}: the line that imports MindSpeed's megatron_adaptor becomes `{_LINE}`"]

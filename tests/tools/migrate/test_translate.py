@@ -106,8 +106,19 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
             "--multi-latent-attention --rotary-scaling-factor 40 --mscale 0.7",
         ),
         (
+            f"{YARN} --rope-scaling-original-max-position-embeddings 202752 --beta-fast 1 --beta-slow 1.0",
+            (
+                "--multi-latent-attention --rotary-scaling-factor 8.0 "
+                "--yarn-original-max-position-embeddings 202752 --yarn-beta-fast 1"
+            ),
+        ),
+        (
+            f"{YARN} --rope-scaling-factor 4 --rope-scaling-beta-slow $SLOW",
+            "--multi-latent-attention --rotary-scaling-factor 4 --yarn-beta-slow $SLOW",
+        ),
+        (
             f"{YARN} --rope-scaling-original-max-position-embeddings 4096 --max-position-embeddings 8192",
-            "--multi-latent-attention --rotary-scaling-factor 2.0 --max-position-embeddings 8192",
+            "--multi-latent-attention --rotary-scaling-factor 8.0 --max-position-embeddings 8192",
         ),
         (
             "--rope-scaling-type llama3 --rope-scaling-factor 8 --low-freq-factor 1.0",
@@ -174,7 +185,8 @@ def test_the_new_command_line(old, new):
 INDEXER = "--enable-dsa-indexer --index-topk 1024"
 OF_THE_INDEXER = (
     "--experimental-attention-variant dsa --dsa-indexer-use-sparse-loss --dsa-indexer-n-heads 64 "
-    "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0"
+    "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0 --dsa-indexer-k-norm-epsilon 1e-6 "
+    "--dsa-indexer-k-norm-fp32"
 )
 
 
@@ -220,7 +232,7 @@ def test_reasons_name_what_there_is():
     def why(text):
         return translated(text, "0.16.1").outcomes[-1].why
 
-    assert "no loader for DeepSeek, GLM or Qwen3" in why("--load /w --enable-hf2mg-convert")
+    assert "deepseek32 (deepseek_v32)" in why("--load /w --model-type-hf qwen3 --enable-hf2mg-convert")
     assert "core models do not read it" in why("--use-flash-attn")
     assert command("--use-flash-attn", "0.16.1") == "--use-flash-attn"
     assert "--fused-adam" in why("--optimizer-selection fused_adamw")
@@ -232,9 +244,10 @@ def test_older_releases_read_yarn_elsewhere():
     old = f"{YARN} --rope-scaling-factor 4 --max-position-embeddings 16384"
     old += " --rope-scaling-original-max-position-embeddings 4096"
     assert "--max-position-embeddings 16384" in command(old, "0.16.1")
-    assert "--max-position-embeddings 4096" in command(old, "0.12.1")
+    assert "--max-position-embeddings 4096" in command(f"{old} {SCALES}", "0.12.1")
     assert not translated(f"{old} {SCALES}", "0.12.1").refused
-    assert translated(f"{old} --rope-scaling-mscale 1.0", "0.12.1").refused
+    for scale in ("", "--rope-scaling-mscale 1.0"):
+        assert translated(f"{old} {scale}", "0.12.1").refused
 
 
 def test_a_feature_that_the_release_lacks_is_left_out_with_a_note():
@@ -267,25 +280,13 @@ def test_a_padded_vocabulary_on_a_release_without_that_flag():
     [
         ("--fix-router", "--fix-router"),
         ("--bf16 --rmsnorm-weight-in-fp32", "--rmsnorm-weight-in-fp32"),
-        ("--load /w --enable-hf2mg-convert", "--enable-hf2mg-convert"),
+        ("--load /w --enable-hf2mg-convert --model-type-hf qwen3-moe", "--enable-hf2mg-convert"),
         ("--tokenizer-type MagistralTokenizer", "--tokenizer-type"),
         ("--context-parallel-size 2 --context-parallel-algo adaptive_cp_algo", "--context-parallel-algo"),
         ("--rope-scaling-type yarn", "--rope-scaling-type"),
-        (f"{YARN} --beta-fast 1", "--beta-fast"),
-        (
-            f"{YARN} --rope-scaling-original-max-position-embeddings 8192",
-            "--rope-scaling-original-max-position-embeddings",
-        ),
         ("--sparse-mode 4", "--sparse-mode"),
         (
             "--multi-latent-attention --transformer-impl local --reset-attention-mask",
-            "--reset-attention-mask",
-        ),
-        (
-            (
-                "--multi-latent-attention --transformer-impl local --reset-attention-mask --eod-mask-loss "
-                "--mtp-num-layers 1"
-            ),
             "--reset-attention-mask",
         ),
         ("--seq-length 4096 --pre-tockens 128", "--pre-tockens"),

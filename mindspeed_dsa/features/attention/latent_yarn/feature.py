@@ -1,0 +1,148 @@
+"""YaRN of latent attention: fields of Megatron's configuration for which its parser has no flag.
+
+Their names are those of Megatron-core 0.19, which reads them for attention without latents only.
+
+tests: tests/matrix/test_latent_yarn.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa.feature import Context, Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument, require
+from mindspeed_dsa.megatron.dsa import megatron_flag
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.spec import Patch
+
+ORIGINAL = Flag(
+    "--yarn-original-max-position-embeddings",
+    "Positions that the model was trained with before YaRN stretched them, of which its frequencies are "
+    "derived. Default: Megatron's, 4096. Before Megatron-core 0.14 --max-position-embeddings says it.",
+    kind="value",
+    type=int,
+)
+BETA_FAST = Flag(
+    "--yarn-beta-fast",
+    "Turns within the original positions from which on YaRN leaves a dimension's frequency as it is. "
+    "Default: Megatron's, 32.",
+    kind="value",
+    type=float,
+)
+BETA_SLOW = Flag(
+    "--yarn-beta-slow",
+    "Turns within the original positions up to which YaRN divides a dimension's frequency by the whole "
+    "factor. Default: Megatron's, 1.",
+    kind="value",
+    type=float,
+)
+FIELDS: Mapping[str, str] = {
+    flag.dest: flag.dest[len("yarn_") :] for flag in (ORIGINAL, BETA_FAST, BETA_SLOW)
+}
+"""By flag's ``dest``, the field of ``MLATransformerConfig``."""
+_READS_THEM = SpecifierSet(">=0.19.dev0", prereleases=True)
+_LACKS_ORIGINAL = SpecifierSet("<0.14", prereleases=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Requested settings.
+
+    Attributes:
+        values: by field of ``MLATransformerConfig``, the values that were asked for.
+        release: of Megatron-core; None where there is none.
+    """
+
+    values: Mapping[str, Any]
+    release: str | None
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Build from resolved settings or a job's arguments."""
+        said = {field: getattr(settings, dest, None) for dest, field in FIELDS.items()}
+        return cls(
+            values={field: value for field, value in said.items() if value is not None},
+            release=versions.of_megatron(getattr(settings, "megatron_root", "megatron")),
+        )
+
+
+def wanted(settings: Any) -> bool:
+    """Return whether any of the values is asked for."""
+    return any(getattr(settings, dest, None) is not None for dest in FIELDS)
+
+
+def check_yarn(args: Any, options: Options) -> Iterator[str]:
+    """Yield what a job's arguments, or a model's configuration, cannot have."""
+    names = [f"--yarn-{field.replace('_', '-')}" for field in options.values]
+    for name, value in zip(names, options.values.values(), strict=True):
+        if value <= 0:
+            yield f"{name} {value}: use a number above 0"
+    fast, slow = options.values.get("beta_fast", 32.0), options.values.get("beta_slow", 1.0)
+    if fast < slow:
+        yield f"{BETA_FAST.name} {fast} is below {BETA_SLOW.name} {slow}: fast dimensions make more turns"
+    if argument(args, "multi_latent_attention") is False:
+        if options.release is None or options.release not in _READS_THEM:
+            yield (
+                f"{', '.join(names)}: Megatron-core {options.release} has YaRN for latent attention alone; "
+                "add --multi-latent-attention, omit them, or train with Megatron-core 0.19 or later"
+            )
+    elif argument(args, "rope_type") == "rope":
+        yield f"{', '.join(names)}: --rope-type rope has no YaRN; use --rope-type yarn, or omit them"
+    lacks = options.release is not None and options.release in _LACKS_ORIGINAL
+    if lacks and "original_max_position_embeddings" in options.values:
+        yield (
+            f"{ORIGINAL.name}: Megatron-core {options.release} derives YaRN's frequencies of "
+            "--max-position-embeddings; say it there, and omit this flag"
+        )
+
+
+def fill_yarn(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``MLATransformerConfig.__init__``, to which Megatron's parser passes none of these fields."""
+    defaults = {name: each.default for name, each in inspect.signature(original).parameters.items()}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for field, value in context.options.values.items():
+            given = kwargs.get(field, defaults.get(field))
+            if given not in (value, defaults.get(field)):
+                raise SettingsError(
+                    f"mindspeed_dsa: {context.feature}: {type(self).__name__}: {field}={given!r} is passed "
+                    f"to it, and --yarn-{field.replace('_', '-')} says {value!r}: omit one of them"
+                )
+        kwargs |= {field: value for field, value in context.options.values.items() if field in defaults}
+        original(self, *args, **kwargs)
+        require(context, check_yarn, self)
+
+    return __init__
+
+
+FEATURE = Feature(
+    name="latent-yarn",
+    summary="YaRN's original length and turns for latent attention, which Megatron's parser has no flag for.",
+    flags=(
+        ORIGINAL,
+        BETA_FAST,
+        BETA_SLOW,
+        Flag("--multi-latent-attention", "Megatron's own flag.", megatron=True),
+        megatron_flag("--rope-type"),
+    ),
+    active=wanted,
+    options=Options.of,
+    check=check_yarn,
+    doc="latent-yarn.md",
+    requires=Requires(versions={versions.MEGATRON_DISTRIBUTION: ">=0.12.1,<0.21"}),
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_config:MLATransformerConfig.__init__",
+            "wrap",
+            "mindspeed_dsa.features.attention.latent_yarn.feature:fill_yarn",
+            "Megatron's configuration has these fields, and its parser no flag that reaches them",
+            params=("beta_fast", "beta_slow"),
+        ),
+    ),
+)

@@ -1,0 +1,66 @@
+"""MindSpeed-LLM's sparse attention: its indexer, its loss, and which layers select."""
+
+from __future__ import annotations
+
+from mindspeed_dsa.tools.migrate.job import Given, Job, made
+
+_FLAG, _ABSORB = "--enable-dsa-indexer", "--enable-mla-absorb"
+_SIZES = {
+    "--index-n-heads": ("--dsa-indexer-n-heads", "64"),
+    "--index-head-dim": ("--dsa-indexer-head-dim", "128"),
+    "--index-topk": ("--dsa-indexer-topk", "2048"),
+    "--indexer-loss-coeff": ("--dsa-indexer-loss-coeff", "1.0"),
+}
+"""MindSpeed-LLM's flags of the indexer: Megatron's, and the value that MindSpeed-LLM has by default."""
+_FUSED_LOSS = {"--use-fused-lightning-indexer", "--use-fused-lightning-indexer-loss"}
+"""Each of them switches the other one on there."""
+
+
+def select(job: Job) -> None:
+    """Translate the indexer; MindSpeed-LLM's defaults are said, because Megatron has others, or none."""
+    if _FLAG not in job:
+        return
+    query = "latent query before its norm there"
+    if _ABSORB in job:
+        query = "latent query after its norm there, as DeepSeek's does"
+    elif not job.before("0.19"):
+        why = (
+            f"Without {_ABSORB} the indexer reads the {query}, and from Megatron-core 0.19 on "
+            f"after it: add {_ABSORB}, which is DeepSeek's way, or take an older release."
+        )
+        job.is_dropped(_FLAG, why, results=True)
+        return
+    now = [made("--experimental-attention-variant", "dsa"), made("--dsa-indexer-use-sparse-loss")]
+    now += [made(name, value) for old, (name, value) in _SIZES.items() if old not in job]
+    # Its key norm is a class of its own: this epsilon whatever --norm-epsilon says, computed in fp32.
+    now += [made("--dsa-indexer-k-norm-epsilon", "1e-6"), made("--dsa-indexer-k-norm-fp32")]
+    now += _shared_selections(job)
+    if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
+        now.append(made("--dsa-indexer-rope-first"))
+        if _ABSORB in job:
+            now.append(made("--dsa-indexer-normalised-query"))
+    why = (
+        "The rotated dimensions come first there; which of them form pairs is another order of weights. "
+        f"The indexer reads the {query}."
+    )
+    if _ABSORB in job and "--use-sparse-flash-attn" in job and not _FUSED_LOSS & set(job.given):
+        why += (
+            " Without the fused loss MindSpeed-LLM's target weighs heads by a softmax over all keys, future "
+            "ones too; here heads count alike, as in DeepSeek's: the indexer loss has other values."
+        )
+    job.becomes(_FLAG, now, why)
+
+
+def _shared_selections(job: Job) -> list[Given]:
+    """Return the offset that MindSpeed-LLM has by default, where Megatron has 0; a pattern overrules it."""
+    frequency, offset = "--index-topk-freq", "--index-skip-topk-offset"
+    if "--index-topk-pattern" in job:
+        for flag in (frequency, offset):
+            if flag in job:
+                job.is_dropped(flag, "--index-topk-pattern overrules it there.")
+        return []
+    if frequency in job and offset not in job:
+        return [made("--dsa-indexer-skip-topk-offset", "2")]
+    if offset in job and frequency not in job:
+        job.is_dropped(offset, f"Only {frequency} reads it.")
+    return []
