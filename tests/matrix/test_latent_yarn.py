@@ -17,7 +17,7 @@ from mindspeed_dsa.patches import versions
 
 pytestmark = pytest.mark.releases(">=0.12.1,<0.21", quick=True)
 
-CASES = "tests.features.attention.latent_yarn.cases"
+CASES = "tests.features.attention.latent_yarn.stretched_angles"
 RELEASE = str(versions.of_megatron())
 LACKS_ORIGINAL = RELEASE in SpecifierSet("<0.14", prereleases=True)
 GLM = {"yarn_original_max_position_embeddings": 202752}

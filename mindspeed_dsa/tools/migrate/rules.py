@@ -86,8 +86,11 @@ def _router(job: Job) -> None:
 
 
 def _flash_attention(job: Job) -> None:
-    flag = "--use-flash-attn"
-    if flag in job:
+    flag, mask = "--use-flash-attn", "--reset-attention-mask"
+    if flag in job and mask in job and mask not in job.outcomes:
+        why = "Megatron's own attention takes the mask of documents, and PyTorch's operator here does not."
+        job.is_dropped(flag, why)
+    elif flag in job:
         why = "Megatron's core models do not read it; their --attention-backend is for Transformer Engine."
         job.is_kept(flag, "unchanged", why)
 
@@ -187,6 +190,9 @@ def _ranks_of_context(job: Job) -> None:
         for flag in ("--context-parallel-algo", "--ulysses-degree-in-cp"):
             if flag in job:
                 job.is_dropped(flag, "--context-parallel-size is 1.")
+    elif "--enable-dsa-indexer" in job and job.text("--context-parallel-algo") == "ulysses_cp_algo":
+        why = "Sparse attention gathers keys; heads are not exchanged, with the same result."
+        job.overrides("--context-parallel-algo", made("--context-parallel-algo", "kvallgather_cp_algo"), why)
 
 
 def _operators(job: Job) -> None:
@@ -233,11 +239,11 @@ RULES: tuple[Callable[[Job], None], ...] = (
     rotate,
     _router,
     select,
-    _flash_attention,
     convert,
     tune,
     _norms,
     _documents,
+    _flash_attention,
     _masks,
     _chunks,
     _pairs,

@@ -18,7 +18,7 @@ from mindspeed_dsa.features.dsa.model.feature import FLAGS
 from mindspeed_dsa.tools.migrate.job import split
 from mindspeed_dsa.tools.migrate.translate import translate
 
-CASES = "tests.tools.migrate.cases"
+CASES = "tests.tools.migrate.indexer_step"
 HEADS, SIZE, ROTARY, TOPK, EPSILON = 4, 16, 8, 6, 1e-2
 SIZES = f"--index-n-heads {HEADS} --index-head-dim {SIZE} --index-topk {TOPK} --indexer-loss-coeff 0.5"
 FUSED = "--use-sparse-flash-attn --use-fused-lightning-indexer-loss"

@@ -20,6 +20,12 @@ def command(text, release=None):
     return " ".join(words(found.flags))
 
 
+INDEXER = "--enable-dsa-indexer --index-topk 1024"
+OF_THE_INDEXER = (
+    "--experimental-attention-variant dsa --dsa-indexer-use-sparse-loss --dsa-indexer-n-heads 64 "
+    "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0 --dsa-indexer-k-norm-epsilon 1e-6 "
+    "--dsa-indexer-k-norm-fp32"
+)
 YARN = "--multi-latent-attention --rope-scaling-type yarn"
 SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
 
@@ -160,6 +166,27 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
                 "--use-fused-rotary-pos-emb --position-embedding-type rope"
             ),
         ),
+        (
+            (
+                f"{INDEXER} --enable-mla-absorb --context-parallel-size 2 "
+                "--context-parallel-algo ulysses_cp_algo"
+            ),
+            (
+                f"{OF_THE_INDEXER} --dsa-indexer-topk 1024 --use-dsa-absorb --context-parallel-size 2 "
+                "--context-parallel-algo kvallgather_cp_algo"
+            ),
+        ),
+        ("--use-flash-attn --reset-attention-mask", "--reset-attention-mask"),
+        (
+            (
+                "--use-flash-attn --reset-attention-mask --eod-mask-loss --multi-latent-attention "
+                "--transformer-impl local"
+            ),
+            (
+                "--use-flash-attn --pack-documents --eod-mask-loss --multi-latent-attention "
+                "--transformer-impl local"
+            ),
+        ),
         # What hangs on other flags.
         ("--enable-hf2mg-convert --model-type-hf deepseek3", ""),
         ("--init-norm-weight-in-fp32", ""),
@@ -180,14 +207,6 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
 )
 def test_the_new_command_line(old, new):
     assert command(old) == new
-
-
-INDEXER = "--enable-dsa-indexer --index-topk 1024"
-OF_THE_INDEXER = (
-    "--experimental-attention-variant dsa --dsa-indexer-use-sparse-loss --dsa-indexer-n-heads 64 "
-    "--dsa-indexer-head-dim 128 --dsa-indexer-loss-coeff 1.0 --dsa-indexer-k-norm-epsilon 1e-6 "
-    "--dsa-indexer-k-norm-fp32"
-)
 
 
 @pytest.mark.parametrize("release", ["0.12.1", "0.16.1", "0.18.2"])
