@@ -158,7 +158,12 @@ def _masks(job: Job) -> None:
 
 def _chunks(job: Job) -> None:
     """MindSpeed ignores a number of chunks beside the fused kernel, and mode 0 switches the overlap off."""
-    if job.text("--coc-mode") == "0" and "--use-ascend-coc" in job:
+    if "--use-ascend-coc" in job and job.text("--tensor-model-parallel-size") == "1":
+        job.is_dropped("--use-ascend-coc", "--tensor-model-parallel-size is 1.")
+        for option in ("--coc-parallel-num", "--coc-fused-kernel"):
+            if option in job:
+                job.is_dropped(option, "--tensor-model-parallel-size is 1.")
+    elif job.text("--coc-mode") == "0" and "--use-ascend-coc" in job:
         job.is_dropped("--use-ascend-coc", "--coc-mode 0 switches it off.")
         for option in ("--coc-parallel-num", "--coc-fused-kernel"):
             if option in job:
@@ -182,6 +187,35 @@ def _pairs(job: Job) -> None:
         job.is_dropped(flag, why, results=False)
     elif (job.number("--pipeline-model-parallel-size", 1) or 1) > 1 and not virtual & set(job.given):
         why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
+        job.is_dropped(flag, why, results=False)
+
+
+def _swapped(job: Job) -> None:
+    """Where every layer is recomputed whole, MindSpeed swaps inputs that Megatron keeps."""
+    whole = job.text("--recompute-granularity") == "full" and job.text("--recompute-method") != "block"
+    for flag in ("--swap-attention", "--swap-modules"):
+        if flag in job and whole and "--swap-attention" in job:
+            why = "Nothing is left to swap where --recompute-granularity full recomputes every layer."
+            job.is_dropped(flag, why, results=False)
+
+
+def _recomputed_ahead(job: Job) -> None:
+    for flag in ("--recompute-in-advance", "--recompute-in-bubble"):
+        if flag in job and "--recompute-granularity" not in job:
+            job.is_dropped(flag, "Without --recompute-granularity nothing is recomputed.")
+
+
+def _optimizer_in_fp8(job: Job) -> None:
+    for flag in ("--swap-optimizer", "--swap-optimizer-times"):
+        if flag in job and {"--fp8-format", "--fp8"} & set(job.given):
+            why = "Weights in fp8 are made from the master weights in another way here."
+            job.is_dropped(flag, why, results=False)
+
+
+def _gloo(job: Job) -> None:
+    flag = "--disable-gloo-group"
+    if flag in job and job.text("--ckpt-format") == "torch":
+        why = "Megatron needs gloo for --ckpt-format torch; use torch_dist to have both."
         job.is_dropped(flag, why, results=False)
 
 
@@ -247,6 +281,10 @@ RULES: tuple[Callable[[Job], None], ...] = (
     _masks,
     _chunks,
     _pairs,
+    _swapped,
+    _recomputed_ahead,
+    _optimizer_in_fp8,
+    _gloo,
     _ranks_of_context,
     _operators,
     _vocabulary,

@@ -35,6 +35,10 @@ def select(job: Job) -> None:
     # Its key norm is a class of its own: this epsilon whatever --norm-epsilon says, computed in fp32.
     now += [made("--dsa-indexer-k-norm-epsilon", "1e-6"), made("--dsa-indexer-k-norm-fp32")]
     now += _shared_selections(job)
+    if job.before("0.19") and job.number("--context-parallel-size", 1) != 1:
+        # Megatron's own code has no context parallelism for sparse attention there; ours shares latent keys.
+        now.append(made("--use-fused-dsa"))
+        now += [] if _ABSORB in job else [made("--use-dsa-absorb")]
     if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
         now.append(made("--dsa-indexer-rope-first"))
         if _ABSORB in job:

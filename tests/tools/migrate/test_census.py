@@ -35,6 +35,9 @@ PATHS = {"--load", "--save", "--data-path", "--tokenizer-model", "--vocab-file",
 ELSEWHERE = {LOAD, SAVE, INTERVAL, "--use-ascend-mc2"}
 """Flags of a machine with devices, and of the loader of weights."""
 
+ALONE = {"--enable-hf2mg-convert", "--fix-router"}
+"""Refused flags without which the rest of a script is a job."""
+
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(1800),
@@ -105,6 +108,8 @@ def test_megatrons_parser_takes_the_rest(translations: dict[str, list[tuple[str,
     names, cases = [], []
     for kind, found in translations.items():
         for name, each in found:
+            if {outcome.given.flag for outcome in each.refused} - ALONE or each.of("unknown"):
+                continue
             flags = list(served(each))
             names.append(f"{kind}/{name}")
             cases.append((words(flags), ranks(flags)))
@@ -121,4 +126,7 @@ def test_megatrons_parser_takes_the_rest(translations: dict[str, list[tuple[str,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     stopped = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
-    assert {name: why for name, why in stopped.items() if why} == {}
+    # Packed documents on context parallel ranks are Transformer Engine's, which may be there or not.
+    assert {
+        name: why for name, why in stopped.items() if why and "without Transformer Engine" not in why
+    } == {}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from mindspeed_dsa.tools.migrate import shell
 from mindspeed_dsa.tools.migrate.job import Given, split
@@ -27,8 +28,7 @@ SPARSE = """--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --q-lo
 --moe-shared-expert-intermediate-size 32 --moe-router-topk 2 --index-n-heads 8 --index-head-dim 16
 --index-topk 16 --first-k-dense-replace 1"""
 FOUR_LAYERS = "--num-layers 4 --noop-layers 3"
-# A pipeline of one stage has no virtual ones. The norms' weights stay in the type of the others.
-OF_A_PIPELINE = "--num-layers-per-virtual-pipeline-stage --init-norm-weight-in-fp32"
+OF_A_PIPELINE = "--num-layers-per-virtual-pipeline-stage"
 FUSED = ("fused-dsa", "dsa-absorb", "swap-optimizer", "fused-rmsnorm", "fused-swiglu")
 KERNELS = "--use-dsa-absorb --use-fused-sparse-flash-attention --use-fused-lightning-indexer-kl-loss"
 """Which the translation gives by these names; without them Megatron's own functions attend, head by head."""
@@ -99,9 +99,15 @@ def without_unset(given: Given) -> Given:
     return Given(given.flag, tuple(value for value in given.values if not value.startswith("$")))
 
 
+def release() -> Version:
+    """Return the release of the checkout, for which ``--accept-mindspeed-flags`` translates."""
+    text = (Path(os.environ["MEGATRON_LM"]) / "megatron" / "core" / "package_info.py").read_text()
+    return Version(".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)))
+
+
 def stock(flags: Sequence[Given]) -> list[str]:
     """The command line of the same job without what this library adds to speed or memory."""
-    found = translate(flags)
+    found = translate(flags, release())
     ours = {each.given.flag for each in found.of("same")} | {*KERNELS.split()}
     fusions = ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"]
     return [*words([given for given in found.flags if given.flag not in ours]), *fusions]

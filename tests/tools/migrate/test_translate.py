@@ -178,6 +178,21 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ),
         ("--use-flash-attn --reset-attention-mask", "--reset-attention-mask"),
         (
+            "--disable-gloo-group --ckpt-format torch_dist",
+            "--disable-gloo-process-groups --ckpt-format torch_dist",
+        ),
+        ("--disable-gloo-group --ckpt-format torch", "--ckpt-format torch"),
+        ("--recompute-in-advance --bf16", "--bf16"),
+        ("--swap-optimizer --swap-optimizer-times 4 --fp8-format e4m3", "--fp8-format e4m3"),
+        (
+            "--swap-attention --swap-modules mlp --recompute-granularity full --recompute-method uniform",
+            "--recompute-granularity full --recompute-method uniform",
+        ),
+        (
+            "--use-ascend-coc --coc-parallel-num 2 --tensor-model-parallel-size 1",
+            "--tensor-model-parallel-size 1",
+        ),
+        (
             (
                 "--use-flash-attn --reset-attention-mask --eod-mask-loss --multi-latent-attention "
                 "--transformer-impl local"
@@ -237,6 +252,12 @@ def test_absorbed_the_indexer_reads_the_normalised_query(release, layout):
         each for each in translated(text, release).outcomes if each.given.flag == INDEXER.split()[0]
     )
     assert "latent query after its norm" in outcome.why
+
+
+@pytest.mark.parametrize(("release", "asked"), [("0.16.1", True), ("0.19.0", False)])
+def test_context_parallel_ranks_need_the_operators_here_before_0_19(release, asked):
+    line = f"{INDEXER} --enable-mla-absorb --context-parallel-size 2"
+    assert ("--use-fused-dsa" in command(line, release).split()) == asked
 
 
 def test_what_is_read_before_the_norm_is_refused_where_megatron_reads_it_after():
