@@ -71,6 +71,10 @@ USED = {
     "recompute modules": (1, f"{RECOMPUTE} --recompute-modules moe_act --moe-grouped-gemm"),
     "reuse": (1, "--reuse-fp32-param --bf16"),
     "swapped attention": (1, f"{SWAP} --swap-attention-num-layers 1 --swap-attention-min-bytes 1"),
+    "stretched rotary embeddings": (
+        1,
+        "--rope-type yarn --yarn-beta-fast 16 --yarn-beta-slow 2 --yarn-original-max-position-embeddings 64",
+    ),
     "swapped optimizer": (1, "--swap-optimizer --swap-optimizer-times 4"),
     "trace": (1, "--trace-schedule {folder}/trace --trace-schedule-step 2 --train-iters 9"),
     "variant": (1, "--experimental-attention-variant dsa --transformer-impl local"),
@@ -78,11 +82,14 @@ USED = {
 }
 """Flags that need others or several ranks: how many, and what the job takes."""
 
-NOT_OF_THIS_JOB = {"--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"}
+NOT_OF_THIS_JOB = {
+    *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
+    "--sft-tokenizer-prompt-format",
+}
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
     *("--load", "--moe-expert-placement", "--fsdp2-config-path"),  # files
-    "--step-metrics-file",  # of Megatron-LM's own loop
+    *("--step-metrics-file", "--sft-mask-prompts"),  # of Megatron-LM's own loop
 }
 WHO = {
     "--coc-parallel-num": "--use-ascend-coc",
