@@ -88,7 +88,9 @@ def test_logits_are_computed_twice_for_tokens_that_count_otherwise_alone(monkeyp
     rows = []
     original = backends._scaled
     monkeypatch.setattr(
-        backends, "_scaled", lambda call, logits: (rows.append(len(logits)), original(call, logits))[1]
+        backends,
+        "_scaled",
+        lambda call, room, logits: (rows.append(len(logits)), original(call, room, logits))[1],
     )
     (found.loss * mask).mean().backward()
     assert sum(rows) == again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -125,6 +126,36 @@ def _over_ranks(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return part + (total - part.detach())
 
 
+class _Room:
+    """Memory for the chunks of a pass, each of which writes where the one before it did.
+
+    Memory that is new to a process has to be mapped and cleared by the system, which takes as long as reading
+    it several times.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left @ right``, which lasts until the next one of this name."""
+        shape = (left.shape[0], right.shape[1])
+        return torch.mm(left, right, out=self._take(name, shape, left, left.dtype))
+
+    def wide(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in fp32, or itself where it has no fewer bits; lasts likewise."""
+        dtype = wide(tensor.dtype)
+        if dtype == tensor.dtype:
+            return tensor
+        return self._take(name, tuple(tensor.shape), tensor, dtype).copy_(tensor)
+
+    def _take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+        numbers = math.prod(shape)
+        held = self._held.get(name)
+        if held is None or held.numel() < numbers:
+            held = self._held[name] = torch.empty(numbers, dtype=dtype, device=like.device)
+        return held[:numbers].view(shape)
+
+
 class Chunked(LinearCrossEntropy):
     """PyTorch's operations on chunks of tokens.
 
@@ -152,30 +183,36 @@ class Chunked(LinearCrossEntropy):
             grad_weight: ``[vocabulary, hidden]`` fp32 or fp64; gets :func:`raised` times the gradient of the
                 losses' sum by ``token_weights`` added, likewise. None: not formed.
         """
-        chunks = [self._chunk(call, part, grad_hidden, grad_weight) for part in self.parts(call)]
+        room = _Room()
+        chunks = [self._chunk(call, part, room, grad_hidden, grad_weight) for part in self.parts(call)]
         return Losses(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
     def _chunk(
-        self, call: LossCall, part: slice, grad_hidden: Tensor | None, grad_weight: Tensor | None
+        self,
+        call: LossCall,
+        part: slice,
+        room: _Room,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the results of some tokens; the logits are gone with the call."""
-        logits = call.hidden[part] @ call.weight.t()
+        """Return the results of some tokens."""
+        logits = room.product("logits", call.hidden[part], call.weight.t())
         wants_gradient = grad_hidden is not None or grad_weight is not None
         found = [
-            self._rows(call, rows, labels, wants_gradient)
+            self._rows(call, room, rows, labels, wants_gradient)
             for rows, labels in zip(*self._wide_parts(logits, call.labels[part]), strict=True)
         ]
         if wants_gradient:
             weighted = (call.hidden[part] * call.token_weights[part, None]).to(logits.dtype)
-            self._multiply(call, part, logits, weighted, grad_hidden, grad_weight)
+            self._multiply(call, part, room, logits, weighted, grad_hidden, grad_weight)
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def _rows(
-        self, call: LossCall, logits: Tensor, labels: Tensor, wants_gradient: bool
+        self, call: LossCall, room: _Room, logits: Tensor, labels: Tensor, wants_gradient: bool
     ) -> tuple[Tensor, ...]:
         """Return the results of rows of logits, which become their own gradient, :func:`raised`."""
         raising = raised(logits.dtype)
-        numbers = _scaled(call, logits)
+        numbers = _scaled(call, room, logits)
         local, held = call.on_rank(labels)
         top, top_index = numbers.max(-1) if call.wants_top else (numbers.amax(-1), local)
         predicted = numbers.gather(1, local[:, None])[:, 0].masked_fill_(~held, 0)
@@ -209,33 +246,36 @@ class Chunked(LinearCrossEntropy):
                 logits' own factor in them.
             grad_weight: ``[vocabulary, hidden]``; gets it added, likewise.
         """
+        room = _Room()
         for part in self.parts(call):
-            self._chunk_again(call, part, lse, factors, grad_hidden, grad_weight)
+            self._chunk_again(call, part, room, lse, factors, grad_hidden, grad_weight)
 
     def _chunk_again(
         self,
         call: LossCall,
         part: slice,
+        room: _Room,
         lse: Tensor,
         factors: Tensor,
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
     ) -> None:
-        logits = call.hidden[part] @ call.weight.t()
+        logits = room.product("logits", call.hidden[part], call.weight.t())
         of_parts = self._wide_parts(logits, call.labels[part], lse[part], factors[part])
         for rows, labels, lse_of_rows, factors_of_rows in zip(*of_parts, strict=True):
-            numbers = _scaled(call, rows)
+            numbers = _scaled(call, room, rows)
             numbers.sub_(lse_of_rows[:, None]).exp_().mul_(factors_of_rows[:, None])
             local, held = call.on_rank(labels)
             _subtract(numbers, local, factors_of_rows.to(numbers.dtype).masked_fill(~held, 0))
             if numbers is not rows:
                 rows.copy_(numbers)
-        self._multiply(call, part, logits, call.hidden[part], grad_hidden, grad_weight)
+        self._multiply(call, part, room, logits, call.hidden[part], grad_hidden, grad_weight)
 
     def _multiply(
         self,
         call: LossCall,
         part: slice,
+        room: _Room,
         grad_logits: Tensor,
         hidden: Tensor,
         grad_hidden: Tensor | None,
@@ -254,7 +294,7 @@ class Chunked(LinearCrossEntropy):
             return
         size = max(_FEWEST_ROWS, self.WIDE_BYTES // (2 * hidden.shape[1] * grad_weight.itemsize))
         for some, gradients in zip(grad_weight.split(size), grad_logits.split(size, dim=1), strict=True):
-            some.add_(gradients.t() @ hidden)
+            some.add_(room.wide("wide product", room.product("product", gradients.t(), hidden)))
 
     def _wide_parts(self, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
         """Cut a chunk, and what belongs to its rows, into parts that are computed in fp32 at once."""
@@ -274,7 +314,7 @@ class Cpu(Chunked):
     """Smaller chunks, which suffice for as many operations by byte as a CPU computes."""
 
     CHUNK_BYTES = 224 << 20
-    WIDE_BYTES = 64 << 20
+    WIDE_BYTES = 32 << 20
 
 
 class Cuda(Chunked):
@@ -313,9 +353,9 @@ def _joined(call: LossCall, top: Tensor, total: Tensor, predicted: Tensor) -> tu
     return largest, (totals * torch.exp(tops - largest)).sum(0).log(), labels.sum(0)
 
 
-def _scaled(call: LossCall, logits: Tensor) -> Tensor:
+def _scaled(call: LossCall, room: _Room, logits: Tensor) -> Tensor:
     """Return logits in fp32 or wider, to work with in place: a copy only of those in fewer bits."""
-    numbers = logits.to(wide(logits.dtype))
+    numbers = room.wide("logits in fp32", logits)
     return numbers if call.logit_scale == 1 else numbers.mul_(call.logit_scale)
 
 
