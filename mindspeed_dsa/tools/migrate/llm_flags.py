@@ -149,7 +149,11 @@ TRAINING = [
         "--exp-avg-dtype and --exp-avg-sq-dtype.",
     ),
     *different("spec", "MindSpeed-LLM's layers."),
-    *slower("mtp-mem-efficient-logits loss-chunk-size", "Memory of the loss only."),
+    *renamed(
+        {"mtp-mem-efficient-logits": "fused-linear-cross-entropy"},
+        "The main loss is computed in chunks as well.",
+    ),
+    *slower("loss-chunk-size", "Memory of the loss only."),
     *slower("loss-compute-mode", "Memory of the loss only.", ("default",)),
     *slower("output-layer-slice-num", "Memory of the output layer only.", ("1",)),
     *not_needed(
