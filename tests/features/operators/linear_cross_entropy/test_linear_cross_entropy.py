@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -56,7 +57,8 @@ def small_chunks() -> Iterator[None]:
 def step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step, sizes of the tensors in it, and calls of our operator."""
     before = backend.calls()
-    with mock.patch.object(job, "VOCABULARY", VOCABULARY), small_chunks(), Sizes() as sizes:
+    ends = partial(job.ends, VOCABULARY)
+    with mock.patch.object(job, "ends", ends), small_chunks(), Sizes() as sizes:
         found = job.run(switches, **arguments)
     calls = (backend.calls() - before)[OPERATOR, "cpu"]
     return {**found, "sizes": sizes.seen, "calls": calls}
