@@ -57,8 +57,8 @@ def small_chunks() -> Iterator[None]:
 def step(switches: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step, sizes of the tensors in it, and calls of our operator."""
     before = backend.calls()
-    ends = partial(job.ends, VOCABULARY)
-    with mock.patch.object(job, "ends", ends), small_chunks(), Sizes() as sizes:
+    larger = {"VOCABULARY": VOCABULARY, "ends": partial(job.ends, VOCABULARY)}
+    with mock.patch.multiple(job, **larger), small_chunks(), Sizes() as sizes:
         found = job.run(switches, **arguments)
     calls = (backend.calls() - before)[OPERATOR, "cpu"]
     return {**found, "sizes": sizes.seen, "calls": calls}
