@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "the same job with and without named features, side by side",
     "host-profile": "what the host does in one step of a job, by class of module",
     "experts": "the load of MoE experts that a run recorded, as a table and as a picture",
+    "weights": "a Hugging Face model into a checkpoint of Megatron's, and back",
     "plan": "memory, communication and work of a layout, from its flags alone",
     "migrate": "launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and written anew",
     "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",

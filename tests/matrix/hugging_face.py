@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_dsa import log
+from mindspeed_dsa.features.checkpoints.hugging_face import loading
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, Shape
 from tests.matrix import model as tiny
 from tests.matrix.sharing_steps import communication
-from tests.matrix.steps import job_of_any_release
+from tests.matrix.steps import EXPERT_SIZES, job_of_any_release
 from tests.support import model as job
 
-DEEPSEEK, GLM = "DeepseekV32", "GlmMoeDsa"
+DENSE, DEEPSEEK, GLM = "DeepseekV3", "DeepseekV32", "GlmMoeDsa"
 EXPERTS, SAMPLES = 8, 4
 EPSILON = 1e-6
 """Epsilon of all norms. Transformers gives it to those of the latent query and key and of the indexer's keys
@@ -25,8 +31,12 @@ whatever its configuration says, and Megatron has one for all."""
 INDEX_HEADS, INDEX_WIDTH, ROTARY = 32, 16, 8
 """GLM has as many index heads. A sum over few is often exactly 0, and of keys with the same score
 transformers takes any and Megatron the first; a sum over so many never is, and both take the same."""
-INDEXER = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
-"""Options of both models, which releases before 0.19 follow only when told."""
+INDEXER = {
+    "dsa_indexer_rope_first": True,
+    "dsa_indexer_normalised_query": True,
+    "dsa_indexer_n_heads": INDEX_HEADS,
+}
+"""Options of both models; releases before 0.19 follow the first two only when told."""
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -61,11 +71,14 @@ class Model:
         if self.yarn:
             rope |= {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, **YARN}
         selections: dict[str, Any] = {}
+        if self.kind != DENSE:
+            selections = {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_WIDTH, "index_topk": 6}
         if self.pattern:
-            selections = {"index_topk_pattern": self.pattern}
+            selections["index_topk_pattern"] = self.pattern
         elif self.kind == GLM:
             # Megatron reads an offset of 0 as 1; in transformers the first layer would have nothing to share.
-            selections = {"index_topk_freq": self.frequency, "index_skip_topk_offset": max(self.offset, 1)}
+            selections["index_topk_freq"] = self.frequency
+            selections["index_skip_topk_offset"] = max(self.offset, 1)
         config = getattr(transformers, f"{self.kind}Config")(
             vocab_size=job.VOCABULARY,
             hidden_size=32,
@@ -85,9 +98,6 @@ class Model:
             qk_rope_head_dim=ROTARY,
             qk_nope_head_dim=8,
             v_head_dim=8,
-            index_n_heads=INDEX_HEADS,
-            index_head_dim=INDEX_WIDTH,
-            index_topk=6,
             first_k_dense_replace=1,
             max_position_embeddings=64,
             rms_norm_eps=EPSILON,
@@ -97,9 +107,16 @@ class Model:
         )
         return getattr(transformers, f"{self.kind}ForCausalLM")(config)
 
+    def shape(self) -> Shape:
+        """Return which tensors it has."""
+        fields = {"experimental_attention_variant": "dsa", "q_lora_rank": 24} | self.ours()
+        return Shape.of(SimpleNamespace(**fields, moe_shared_expert_intermediate_size=16))
+
     def ours(self) -> dict[str, Any]:
         """Return what Megatron's configuration has to say for the same."""
         fields: dict[str, Any] = dict(INDEXER)
+        if self.kind == DENSE:
+            fields = {"experimental_attention_variant": None, **tiny.local_modules()}
         if self.yarn:
             fields |= {"rope_type": "yarn", **_yarn()}
         if self.kind == GLM:
@@ -121,7 +138,6 @@ class Model:
             "moe_router_enable_expert_bias": True,
             "normalization": "RMSNorm",
             "layernorm_epsilon": EPSILON,
-            "dsa_indexer_n_heads": INDEX_HEADS,
             **fields,
         }
 
@@ -137,115 +153,79 @@ def _yarn() -> dict[str, Any]:
     return values
 
 
-_LAYER = {
-    "input_layernorm.weight": ["input_layernorm.weight"],
-    "pre_mlp_layernorm.weight": ["post_attention_layernorm.weight"],
-    "self_attention.linear_q_down_proj.weight": ["self_attn.q_a_proj.weight"],
-    "self_attention.q_layernorm.weight": ["self_attn.q_a_layernorm.weight"],
-    "self_attention.linear_q_up_proj.weight": ["self_attn.q_b_proj.weight"],
-    "self_attention.linear_kv_down_proj.weight": ["self_attn.kv_a_proj_with_mqa.weight"],
-    "self_attention.kv_layernorm.weight": ["self_attn.kv_a_layernorm.weight"],
-    "self_attention.linear_kv_up_proj.weight": ["self_attn.kv_b_proj.weight"],
-    "self_attention.linear_proj.weight": ["self_attn.o_proj.weight"],
-    "self_attention.core_attention.indexer.linear_wq_b.weight": ["self_attn.indexer.wq_b.weight"],
-    "self_attention.core_attention.indexer.linear_wk.weight": ["self_attn.indexer.wk.weight"],
-    "self_attention.core_attention.indexer.k_norm.weight": ["self_attn.indexer.k_norm.weight"],
-    "self_attention.core_attention.indexer.k_norm.bias": ["self_attn.indexer.k_norm.bias"],
-    "self_attention.core_attention.indexer.linear_weights_proj.weight": [
-        "self_attn.indexer.weights_proj.weight"
-    ],
-    "mlp.linear_fc1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
-    "mlp.router.weight": ["mlp.gate.weight"],
-    "mlp.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
-    "mlp.experts.local_experts.*.linear_fc1.weight": ["mlp.experts.gate_up_proj[*]"],
-    "mlp.experts.local_experts.*.linear_fc2.weight": ["mlp.experts.down_proj[*]"],
-    "mlp.shared_experts.linear_fc1.weight": [
-        "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.up_proj.weight",
-    ],
-    "mlp.shared_experts.linear_fc2.weight": ["mlp.shared_experts.down_proj.weight"],
-}
-_NUMBER = r"(?<=\.)\d+(?=\.)"
-_RULES = {
-    "embedding.word_embeddings.weight": ["model.embed_tokens.weight"],
-    "output_layer.weight": ["lm_head.weight"],
-    "decoder.final_layernorm.weight": ["model.norm.weight"],
-    **{
-        f"decoder.layers.*.{ours}": [f"model.layers.*.{part}" for part in theirs]
-        for ours, theirs in _LAYER.items()
-    },
-}
-"""Names of Megatron, as its oldest release has them, and of transformers, whose rows one after another are
-the same tensor; a star is a number, and in brackets the first index."""
+_STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
-def parts(name: str) -> list[tuple[str, int | None]]:
-    """Return the tensors of transformers that make up one of Megatron's, with their first index or None.
-
-    Raises:
-        KeyError: no rule knows the name.
-    """
-    numbers = re.findall(_NUMBER, name)
-    found = []
-    for part in _RULES[re.sub(_NUMBER, "*", name)]:
-        for number in numbers:
-            part = part.replace("*", number, 1)
-        tensor, _, index = part.rstrip("]").partition("[")
-        found.append((tensor, int(index) if index else None))
-    return found
+def megatron_name(place: Place) -> str:
+    """Return the name of a parameter, or of a router's bias, in Megatron's oldest release."""
+    if not place.block:
+        return place.name
+    name = place.name.replace("experts.experts.", f"experts.local_experts.{place.expert}.")
+    return f"{place.block}.layers.{place.layer}.{name}"
 
 
-def of_megatron(name: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return views of transformers' tensors, by their names, that make up the one of Megatron with a name."""
-    return [tensors[theirs] if index is None else tensors[theirs][index] for theirs, index in parts(name)]
+def rows_in(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the rows that a name of Hugging Face's files means of transformers' tensors, which stack experts."""
+    expert = _STACKED.fullmatch(name)
+    if expert is None:
+        return tensors[name]
+    stack = "down_proj" if expert["part"] == "down" else "gate_up_proj"
+    rows = tensors[f"{expert['experts']}.{stack}"][int(expert["number"])]
+    return rows if stack == "down_proj" else rows.chunk(2)[expert["part"] == "up"]
 
 
-def of_transformers(model: Model, names: Collection[str]) -> dict[str, Any]:
+def of_transformers(model: Model, folder: Path | None = None) -> dict[str, Any]:
     """Compute what transformers makes of the batch of :func:`step`, the mean loss over its tokens derived.
 
     Args:
-        model: which one.
-        names: of Megatron's parameters and router biases, all of them.
+        model: which one; its weights depend on Megatron's names of them.
+        folder: to which transformers writes them; None: to nowhere.
 
     Returns:
         ``logits`` ``[samples, length, vocabulary]``, and ``gradients`` by Megatron's names, without those of
         the indexer, through which transformers does not derive.
-
-    Raises:
-        AssertionError: the models do not have the same tensors.
     """
     theirs = model.theirs()
     tensors = {name: tensor.detach() for name, tensor in theirs.named_parameters()}
     tensors |= {name: tensor for name, tensor in theirs.named_buffers() if name.endswith("correction_bias")}
-    named = {theirs for name in names for theirs, _ in parts(name)}
-    assert named == tensors.keys(), f"only one of the models has {sorted(named ^ tensors.keys())}"
-    for name in names:
-        pieces = of_megatron(name, tensors)
+    shape = model.shape()
+    names = {megatron_name(place): place.theirs(shape.layers) for place in shape.places()}
+    filled = 0
+    for name, parts in names.items():
+        pieces = [rows_in(part, tensors) for part in parts]
         rows = [piece.size(0) for piece in pieces]
         weight = tiny.weight_of(name, [sum(rows), *pieces[0].shape[1:]])
         for piece, part in zip(pieces, weight.split(rows), strict=True):
             piece.copy_(part)
+        filled += weight.numel()
+    assert filled == sum(tensor.numel() for tensor in tensors.values()), (
+        "only one of the models has some tensors"
+    )
+    if folder is not None:
+        theirs.save_pretrained(folder)
     with job_of_any_release(1, 0):
         tokens = job.samples(SAMPLES)
     logits = theirs(tokens[:, :-1], use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     derived = {name: tensor.grad for name, tensor in theirs.named_parameters() if tensor.grad is not None}
-    return {
-        "logits": logits.detach(),
-        "gradients": {
-            name: torch.cat(of_megatron(name, derived))
-            for name in names
-            if all(part in derived for part, _ in parts(name))
-        },
-    }
+    gradients = {}
+    for name, parts in names.items():
+        with contextlib.suppress(KeyError):  # nothing is derived through indexers and routers' biases
+            gradients[name] = torch.cat([rows_in(part, derived) for part in parts])
+    return {"logits": logits.detach(), "gradients": gradients}
 
 
 # -- what the ranks do --------------------------------------------------------------------------
 
 
-def step(model: Model, switches: Mapping[str, Any], **layout: int) -> dict[str, Any]:
+def step(model: Model, switches: Mapping[str, Any], folder: str = "", **layout: int) -> dict[str, Any]:
     """Run :func:`tiny.one_step` on the model.
+
+    Args:
+        model: which one.
+        switches: of our features.
+        folder: from which the weights are read; empty: they depend on names.
+        layout: sizes of the groups of ranks.
 
     Returns:
         what that does, the names of its routers' ``biases``, and from ranks of the last stage ``logits``
@@ -255,9 +235,13 @@ def step(model: Model, switches: Mapping[str, Any], **layout: int) -> dict[str, 
 
     def gpt_model(*args: Any) -> Any:
         chunk = build(*args)
-        for name, bias in _expert_biases(chunk).items():
+        biases = _expert_biases(chunk)
+        for name, bias in biases.items():
             bias.copy_(tiny.weight_of(name, bias.shape))
             found["biases"].append(name)
+        if folder:
+            poison(chunk, biases.values())
+            loading.load([chunk], Path(folder), chunk.config, log.get())
         if chunk.post_process:
             chunk.output_layer.register_forward_hook(keep)
         return chunk
@@ -270,8 +254,16 @@ def step(model: Model, switches: Mapping[str, Any], **layout: int) -> dict[str, 
         found.update(logits=logits, positions=job.own_positions(), first=first)
 
     with job_of_any_release(layout.get("cp", 1), 0), mock.patch.object(tiny, "gpt_model", gpt_model):
-        fields = {**model.ours(), **communication(**layout)}
+        sizes = {EXPERT_SIZES[name]: size for name, size in layout.items() if name in EXPERT_SIZES}
+        fields = {**model.ours(), **communication(**layout), **sizes}
         return tiny.one_step(dict(switches), fields, micro_batch_size=SAMPLES, **layout) | found
+
+
+def poison(chunk: torch.nn.Module, buffers: Iterable[Tensor] = ()) -> None:
+    """Make every weight of a model NaN, so that one which is not read is seen."""
+    with torch.no_grad():
+        for tensor in (*chunk.parameters(), *buffers):
+            tensor.fill_(float("nan"))
 
 
 def _expert_biases(chunk: torch.nn.Module) -> dict[str, Tensor]:

@@ -40,15 +40,18 @@ def config(**overrides: Any) -> Any:
 _config = config
 
 
-def config_with_experts(**overrides: Any) -> Any:
-    """Return a configuration with experts and local modules, which stands in for :func:`config`."""
+def local_modules() -> dict[str, str]:
+    """Return the field by which releases with a specification for DSA choose its modules."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    # Releases with a specification for DSA choose its modules by this field.
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    local = {"transformer_impl": "local"} if "transformer_impl" in fields else {}
+    return {"transformer_impl": "local"} if "transformer_impl" in fields else {}
+
+
+def config_with_experts(**overrides: Any) -> Any:
+    """Return a configuration with experts and local modules, which stands in for :func:`config`."""
     # RMSNorm is several operations on a CPU: recomputed, its gradient is rounded differently.
-    return _config(**{**EXPERTS, "normalization": "LayerNorm", **local, **overrides})
+    return _config(**{**EXPERTS, "normalization": "LayerNorm", **local_modules(), **overrides})
 
 
 def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
@@ -83,11 +86,14 @@ def _accepted(function: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def _block_spec(cfg: Any, stage: dict[str, Any]) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    dense = getattr(cfg, "experimental_attention_variant", None) is None
     try:
         from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     except ImportError:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
+        dense = True  # the specification of all latent attention has DSA
+    if dense:
         return get_gpt_decoder_block_spec(cfg, False, normalization=cfg.normalization, **stage)
     return specs.get_transformer_block_with_experimental_attention_variant_spec(cfg, **stage)
 

@@ -53,7 +53,7 @@ def step(
     """Run :func:`tiny.one_step` with four layers, and tell what the features did."""
     overrides = {**MODEL, **(overrides or {})}
     layout = {name: arguments[name] for name in ("ep", "etp") if name in arguments}
-    overrides |= {_FIELDS[name]: size for name, size in layout.items()}
+    overrides |= {EXPERT_SIZES[name]: size for name, size in layout.items()}
     compiles = (switches or {}).get("compile_regions", False)
     with job_of_any_release(arguments.get("cp", 1), (switches or {}).get("cp_block_rows", 0)):
         before = backend.calls()
@@ -69,7 +69,7 @@ def step(
         return {**found, "compiled": compiled() if compiles else []}
 
 
-_FIELDS = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+EXPERT_SIZES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
 
 
 def numbered_experts(model: Any) -> dict[str, torch.nn.Parameter]:

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindspeed_dsa.megatron.selections import Sharing
 from tests.matrix import hugging_face
-from tests.matrix.hugging_face import DEEPSEEK, GLM, Model
+from tests.matrix.hugging_face import DEEPSEEK, DENSE, GLM, Model, megatron_name
 from tests.support.model import put_together
 
 pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
@@ -26,6 +27,11 @@ FORMS = {
     "absorbed": {"use_fused_dsa": True, "use_dsa_absorb": True},
     "by head": {"use_fused_dsa": True, "use_dsa_absorb": False},
     "Megatron's": {},
+}
+DENSE_ATTENTION = {
+    "experimental_attention_variant": None,
+    "multi_latent_attention": True,
+    "transformer_impl": "local",
 }
 GLM_5_2 = Model(GLM, 8, frequency=4, offset=3)
 """The first layers of GLM-5.2, of which 1, 2, 3 and 7 select."""
@@ -69,7 +75,8 @@ def assert_same(model: Model, ranks: list[dict[str, Any]], context_parallel: boo
     """Compare logits, and gradients of all but the indexers, whose loss transformers lacks."""
     gradients = put_together(ranks[:1] if context_parallel else ranks)
     biases = {name for rank in ranks for name in rank["biases"]}
-    theirs = of_transformers(model, frozenset(gradients.keys() | biases))
+    theirs = of_transformers(model)
+    assert gradients.keys() | biases == {megatron_name(place) for place in model.shape().places()}
     compared = [rank for rank in ranks if rank["logits"] is not None]
     for rank in compared:
         width = rank["logits"].size(-1)
@@ -81,6 +88,36 @@ def assert_same(model: Model, ranks: list[dict[str, Any]], context_parallel: boo
     for name, gradient in theirs["gradients"].items():
         assert (gradients[name] - gradient).abs().max() <= BOUND * gradient.abs().max(), name
     assert all(gradients[name].any() for name in indexer)
+
+
+# -- weights read from the files that transformers writes ----------------------------------------
+
+READ = {
+    "one process": {},
+    "TP2+SP": {"tp": 2},
+    "PP2 x VPP2": {"pp": 2, "vpp": 2},
+    "TP2+SP, EP2": {"tp": 2, "ep": 2, "etp": 1},
+    "CP2": {"cp": 2},
+    "TP2+SP, PP2": {"tp": 2, "pp": 2},
+}
+QUICK_READ = ("TP2+SP, EP2",)
+
+
+@pytest.mark.parametrize("kind", [DENSE, DEEPSEEK, GLM])
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK_READ else pytest.param(name, marks=pytest.mark.full) for name in READ]
+)
+def test_every_rank_reads_what_it_holds(pool: Any, tmp_path: Path, kind: str, layout: str) -> None:
+    """All of the model's weights are NaN before they are read."""
+    model = Model(kind, 8, *((2, 1) if kind == GLM else ()))
+    hugging_face.of_transformers(model, tmp_path)
+    sizes = READ[layout]
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)  # experts share them
+    switches: dict[str, Any] = {**(FORMS["absorbed"] if kind != DENSE else DENSE_ATTENTION)}
+    if layout == "CP2":
+        switches["context_parallel_size"] = 2
+    results = pool.run(STEP, ranks, model=model, switches=switches, folder=str(tmp_path), **sizes)
+    assert_same(model, results, layout == "CP2")
 
 
 # -- the rule: which layers select --------------------------------------------------------------

@@ -1,0 +1,331 @@
+"""A checkpoint of Megatron's written as Hugging Face's files, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.checkpoints.hugging_face import fp8
+from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles
+from mindspeed_dsa.features.checkpoints.hugging_face.names import (
+    REPEATED,
+    Place,
+    Shape,
+    UnknownName,
+    place_of,
+)
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import PADDED, listed
+from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import (
+    Shard,
+    ShardFile,
+    TensorSpec,
+    divide,
+    require_disk_space,
+    write_index,
+)
+from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
+from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
+
+_JOB = "export.json"
+_NOT_QUANTISED = (
+    "layernorm",
+    "norm",
+    "mlp.gate.",
+    "weights_proj",
+    "embed_tokens",
+    "lm_head",
+    "eh_proj",
+    "shared_head",
+)
+"""Parts of names of weights that DeepSeek's files never have in FP8."""
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+    "*.txt",
+)
+"""Files of a model's folder that are copied: data alone, no code."""
+_OF_OPTIMIZER = ("optimizer.", "chained_", "rng_state", "rerun_state")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be exported, and how.
+
+    Attributes:
+        checkpoint: folder of a ``torch_dist`` checkpoint, ``iter_...`` or ``release``.
+        target: folder of the model's files; it must not exist.
+        config: content of its ``config.json``.
+        shape: which tensors the model has.
+        vocabulary: rows of the embedding, without padding.
+        dtype: of weights that neither FP8 nor ``like`` decide.
+        shard_bytes: largest file.
+        fp8_blocks: linear weights are written in FP8, in blocks with a factor each.
+        like: folder of the model that was trained from: its types, factors, and files beside the weights.
+    """
+
+    checkpoint: Path
+    target: Path
+    config: Mapping[str, Any]
+    shape: Shape
+    vocabulary: int
+    dtype: torch.dtype = torch.bfloat16
+    shard_bytes: int = 5 * 10**9
+    fp8_blocks: bool = False
+    like: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor of Hugging Face's lies in a checkpoint.
+
+    Attributes:
+        key: of the checkpoint.
+        offset: of the tensor among what the key stacks.
+        begin: first row in Megatron's tensor.
+        shape: of Hugging Face's tensor.
+        dtype: in the checkpoint.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Export:
+    """A planned export, whose files several processes may write.
+
+    Args:
+        wish: what is to be exported.
+
+    Raises:
+        RunError: the checkpoint is not whole, or does not have the model's tensors.
+    """
+
+    def __init__(self, wish: Wish) -> None:
+        self.wish = wish
+        self._reader = Reader(wish.checkpoint)
+        self._like = WeightFiles(wish.like) if wish.like is not None else None
+        self._sources = self._find()
+        self._described = [self._describe(name) for name in self._sources]
+        self._entries = [entry for each in self._described for entry in each]
+        self.shards = divide(self._entries, wish.shard_bytes)
+
+    @property
+    def partial(self) -> Path:
+        """Folder of what is not finished."""
+        return self.wish.target.with_name(f".{self.wish.target.name}.partial")
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def _find(self) -> dict[str, _Source]:
+        """Return where each of Hugging Face's tensors lies, in the order of the model."""
+        stacks = self._stacks()
+        missing, found = [], dict[str, _Source]()
+        wanted = list(self.wish.shape.places())
+        for place in wanted:
+            if place not in stacks:
+                missing.append(str(place))
+                continue
+            found.update(self._parts(place, *stacks[place]))
+        more = sorted(str(place) for place in stacks.keys() - set(wanted))
+        problems = [f"lacks {listed(missing)}"] if missing else []
+        problems += [f"has {listed(more)}, which the model does not"] if more else []
+        if problems:
+            raise RunError(
+                f"mindspeed_dsa weights: {self.wish.checkpoint} {' and '.join(problems)}; its "
+                "arguments, or the config.json that was named, describe another model"
+            )
+        self._repeat(found)
+        return found
+
+    def _stacks(self) -> dict[Place, tuple[str, tuple[int, ...]]]:
+        """Return for each tensor of the checkpoint its key, and its offset among what that stacks."""
+        stacks: dict[Place, tuple[str, tuple[int, ...]]] = {}
+        for key, stored in self._reader.tensors.items():
+            if key.startswith(_OF_OPTIMIZER):
+                continue
+            rank = 1 if key.endswith(("norm.weight", "norm_weight", "norm.bias", "expert_bias")) else 2
+            stacked = len(stored.shape) - rank
+            offsets: list[tuple[int, ...]] = [()]
+            for axis in range(stacked):
+                offsets = [(*o, index) for o in offsets for index in range(stored.shape[axis])]
+            for offset in offsets:
+                place, used = place_of(key, offset)
+                if used != stacked:
+                    raise UnknownName(
+                        f"mindspeed_dsa weights: {key} has {stacked} stacked axes, and its name says {used}"
+                    )
+                stacks[place] = key, offset
+        return stacks
+
+    def _parts(self, place: Place, key: str, offset: tuple[int, ...]) -> Mapping[str, _Source]:
+        stored, wish = self._reader.tensors[key], self.wish
+        rows, *rest = stored.shape[len(offset) :]
+        names = place.theirs(wish.shape.layers)
+        if place.name in PADDED:
+            if rows < wish.vocabulary:
+                raise RunError(
+                    f"mindspeed_dsa weights: {place} has {rows} rows, and config.json a vocabulary of "
+                    f"{wish.vocabulary}; name the config.json of this model"
+                )
+            rows = wish.vocabulary
+        height = rows // len(names)
+        return {
+            name: _Source(key, offset, part * height, (height, *rest), stored.dtype)
+            for part, name in enumerate(names)
+        }
+
+    def _repeat(self, found: dict[str, _Source]) -> None:
+        """Add what layers of multi-token prediction repeat of the model, as released files do."""
+        shape = self.wish.shape
+        for layer in range(len(shape.prediction_indexers)):
+            for name, original in REPEATED.items():
+                repeated = f"model.layers.{shape.layers + layer}.{name}"
+                wanted = self._like is None or repeated in self._like.names
+                if wanted and original in found:
+                    found[repeated] = found[original]
+
+    def _describe(self, name: str) -> list[TensorSpec]:
+        source = self._sources[name]
+        dtype = self._dtype(name, source)
+        entries = [TensorSpec(name, dtype, source.shape)]
+        if dtype == torch.float8_e4m3fn:
+            blocks = fp8.factors_shape(source.shape)
+            entries.append(TensorSpec(name + FACTORS, torch.float32, blocks))
+        return entries
+
+    def _dtype(self, name: str, source: _Source) -> torch.dtype:
+        known = self._like is not None and name in self._like.names
+        stored = self._like.dtype(name) if known and self._like is not None else None
+        if self.wish.fp8_blocks:
+            if stored is not None:
+                return stored
+            linear = len(source.shape) == 2 and not any(part in name for part in _NOT_QUANTISED)
+            if linear:
+                return torch.float8_e4m3fn
+        if stored is not None and stored != torch.float8_e4m3fn:
+            return stored
+        if name.endswith("e_score_correction_bias"):
+            return torch.float32  # it is trained by steps that bf16 would round away
+        return self.wish.dtype
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make the folder, or go on with that of an interrupted export; one process does it.
+
+        Raises:
+            RunError: something has that name already, or there is no room.
+        """
+        target, partial = self.wish.target, self.partial
+        if target.exists():
+            raise RunError(
+                f"mindspeed_dsa weights: {target} exists already; remove it, or name another folder"
+            )
+        known, mark = partial / _JOB, self._mark()
+        if partial.exists() and not (known.exists() and known.read_text(encoding="utf-8") == mark):
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True, exist_ok=True)
+        written = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
+        require_disk_space(partial, self.bytes - written)
+        write_atomically(known, mark)
+
+    def _mark(self) -> str:
+        index = os.stat(self.wish.checkpoint / ".metadata")
+        entries = [[entry.name, str(entry.dtype), entry.shape] for entry in self._entries]
+        facts = [
+            str(self.wish.checkpoint),
+            index.st_mtime_ns,
+            index.st_size,
+            str(self.wish.like),
+            self.wish.shard_bytes,
+        ]
+        return json.dumps([facts, entries])
+
+    def write(self, rank: int, ranks: int, progress: Callable[[int], Callable[[int], None]]) -> None:
+        """Write this process's share of the files; those that an interrupted export has finished stay.
+
+        Args:
+            rank: of this process.
+            ranks: that share the work.
+            progress: called with all bytes of the share; what it returns is called with each tensor's.
+        """
+        mine = self.shards[rank::ranks]
+        wrote = progress(sum(tensor.nbytes for shard in mine for tensor in shard.tensors))
+        for shard in mine:
+            if (self.partial / shard.file).exists():
+                wrote(sum(tensor.nbytes for tensor in shard.tensors))
+                continue
+            with ShardFile(self.partial, shard) as file:
+                for name, tensor in self._made(shard):
+                    file.write(name, tensor)
+                    wrote(tensor.numel() * tensor.element_size())
+
+    def _made(self, shard: Shard) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a file; a weight's factors may be in another file than the weight."""
+        entries = {entry.name: entry for entry in shard.tensors}
+        for name, entry in entries.items():
+            if name in self._sources:
+                weight, factors = self._weight(name, entry.dtype)
+                yield name, weight
+                if factors is not None and name + FACTORS in entries:
+                    yield name + FACTORS, factors
+            elif name.removesuffix(FACTORS) not in entries:
+                _, factors = self._weight(name.removesuffix(FACTORS), torch.float8_e4m3fn)
+                assert factors is not None
+                yield name, factors
+
+    def _weight(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return a weight, with its factors if it is to be in FP8."""
+        source = self._sources[name]
+        quantised = dtype == torch.float8_e4m3fn
+        out = torch.empty(source.shape, dtype=source.dtype if quantised else dtype)
+        begin = (*source.offset, source.begin, *[0] * (len(source.shape) - 1))
+        shape = (*[1] * len(source.offset), *source.shape)
+        self._reader.read(source.key, begin, shape, out)
+        if not quantised:
+            return out, None
+        known = self._like is not None and name in self._like.names
+        return fp8.quantise(out, self._like.factors(name) if known and self._like is not None else None)
+
+    def publish(self) -> None:
+        """Write what stands beside the weights, and name the folder; one process does it in the end."""
+        partial, config = self.partial, dict(self.wish.config)
+        write_index(partial, self.shards)
+        config.pop("quantization_config", None)
+        if self.wish.fp8_blocks:
+            config["quantization_config"] = {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "weight_block_size": list(fp8.BLOCK),
+            }
+        write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        for pattern in _COPIED if self.wish.like is not None else ():
+            for path in self.wish.like.glob(pattern) if self.wish.like is not None else ():
+                if path.is_file():
+                    shutil.copyfile(path, partial / path.name)
+        (partial / _JOB).unlink()
+        sync_tree(partial)
+        os.rename(partial, self.wish.target)
+        sync(self.wish.target.parent)

@@ -1,0 +1,176 @@
+"""Declaration of what reads and writes weights as Hugging Face has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.spec import Patch
+
+_HERE = "mindspeed_dsa.features.checkpoints.hugging_face"
+_TRAINING = "megatron.training.training"
+_RELEASES = ">=0.12.1,<0.21"
+LOAD_HF = Flag(
+    "--load-hf",
+    "Start from the weights in DIR, a folder of safetensors files and a config.json of DeepSeek-V3, "
+    "DeepSeek-V3.2 or GLM-5.x; each rank reads what it holds. Where --load has a checkpoint already, the job "
+    "goes on from that.",
+    kind="value",
+    metavar="DIR",
+)
+SAVE_HF = Flag(
+    "--save-hf",
+    "Write the weights of the last checkpoint to DIR/iter_... as safetensors files with a config.json, when "
+    "training ends.",
+    kind="value",
+    metavar="DIR",
+)
+SAVE_HF_INTERVAL = Flag(
+    "--save-hf-interval",
+    "Write them after every checkpoint at a multiple of N steps as well.",
+    kind="value",
+    type=int,
+    metavar="N",
+)
+SAVE_HF_FP8 = Flag(
+    "--save-hf-fp8-blocks",
+    "Write linear weights in FP8 (e4m3) with a factor for each block of 128 x 128, as DeepSeek does.",
+)
+
+
+def _release(settings: Any) -> str:
+    return versions.of_megatron(getattr(settings, "megatron_root", "megatron")) or ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Options of --load-hf.
+
+    Attributes:
+        folder: of the model.
+        release: of Megatron-core.
+    """
+
+    folder: Path
+    release: str
+
+    @classmethod
+    def of(cls, settings: Any) -> Load:
+        """Build from resolved settings."""
+        return cls(Path(settings.load_hf), _release(settings))
+
+
+@dataclass(frozen=True)
+class Save:
+    """Options of --save-hf.
+
+    Attributes:
+        folder: below which models are written.
+        interval: of steps between them; 0: only the last one.
+        fp8_blocks: linear weights are written in FP8.
+        like: folder of the model that the job started from, if it did.
+        release: of Megatron-core.
+    """
+
+    folder: Path
+    interval: int
+    fp8_blocks: bool
+    like: Path | None
+    release: str
+
+    @classmethod
+    def of(cls, settings: Any) -> Save:
+        """Build from resolved settings."""
+        return cls(
+            folder=Path(settings.save_hf),
+            interval=settings.save_hf_interval or 0,
+            fp8_blocks=bool(settings.save_hf_fp8_blocks),
+            like=Path(settings.load_hf) if getattr(settings, "load_hf", None) else None,
+            release=_release(settings),
+        )
+
+
+def check_load(args: Any, options: Load) -> Iterator[str]:
+    """Yield how the model's files differ from the job's arguments."""
+    from mindspeed_dsa.features.checkpoints.hugging_face import loading
+
+    flag = f"--load-hf {options.folder}"
+    if argument(args, "pretrained_checkpoint"):
+        yield f"{flag} and --pretrained-checkpoint both say where weights come from; omit one of them"
+    for problem in loading.problems(args, options.folder, options.release):
+        yield f"{flag}: {problem}"
+
+
+def check_save(args: Any, options: Save) -> Iterator[str]:
+    """Yield what is in the way of writing a model."""
+    flag = f"--save-hf {options.folder}"
+    if not argument(args, "save"):
+        yield f"{flag} writes the weights of a checkpoint, and the job saves none; add --save DIR"
+    format = argument(args, "ckpt_format")
+    if format not in (None, "torch_dist"):
+        yield f"{flag} reads checkpoints of --ckpt-format torch_dist, not {format}; use that"
+    every = argument(args, "save_interval")
+    if options.interval < 0 or (options.interval and every and options.interval % every):
+        yield (
+            f"--save-hf-interval {options.interval} is no multiple of --save-interval {every}, and models "
+            "are written of checkpoints; use a multiple"
+        )
+    if options.interval and argument(args, "async_save"):
+        yield (
+            "--save-hf-interval reads each checkpoint when it has been saved, and --async-save goes on "
+            "saving; omit one of them"
+        )
+
+
+LOAD = Feature(
+    name="load-hf",
+    summary="Starts a job from a Hugging Face model's files.",
+    flags=(LOAD_HF,),
+    requires=Requires(versions={"megatron-core": _RELEASES}),
+    options=Load.of,
+    check=check_load,
+    doc="load-hf.md",
+    patches=(
+        Patch(
+            f"{_TRAINING}:get_model",
+            "wrap",
+            f"{_HERE}.loading:fill_model",
+            "weights have to be read between the construction of the model and that of its optimizer",
+            versions=_RELEASES,
+            required=False,
+        ),
+    ),
+)
+SAVE = Feature(
+    name="save-hf",
+    summary="Writes the trained weights as a Hugging Face model's files.",
+    flags=(SAVE_HF, SAVE_HF_INTERVAL, SAVE_HF_FP8, LOAD_HF),
+    requires=Requires(versions={"megatron-core": _RELEASES}),
+    options=Save.of,
+    check=check_save,
+    doc="load-hf.md",
+    patches=(
+        Patch(
+            f"{_TRAINING}:save_checkpoint_and_time",
+            "wrap",
+            f"{_HERE}.saving:export_in_between",
+            "a model is written of a checkpoint that has just been saved",
+            params=("iteration",),
+            versions=_RELEASES,
+            required=False,
+        ),
+        Patch(
+            f"{_TRAINING}:pretrain",
+            "wrap",
+            f"{_HERE}.saving:export_at_the_end",
+            "the last checkpoint is saved in here, and may be saved asynchronously until it returns",
+            versions=_RELEASES,
+            required=False,
+        ),
+    ),
+)

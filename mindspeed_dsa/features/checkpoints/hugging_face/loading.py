@@ -1,0 +1,139 @@
+"""Weights of Hugging Face's files in a model that has just been built."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch
+from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
+from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import (
+    difference,
+    fill,
+    listed,
+    pieces_of,
+    wrong_shapes,
+)
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.files import RunError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_WHO = "mindspeed_dsa load-hf"
+
+
+def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
+    """Yield how a model's files differ from a job's arguments: sizes, numbers, names of weights.
+
+    Args:
+        args: Megatron's, of the job.
+        folder: of the files.
+        release: of Megatron-core.
+    """
+    try:
+        arguments = config.arguments_of(config.read_config(folder, _WHO), f"{_WHO}: {folder / config.FILE}")
+        yield from mismatch.mismatches(arguments, args, release)
+        files = WeightFiles(folder)
+    except (RunError, SettingsError) as error:
+        yield str(error)
+        return
+    if hasattr(args, "num_layers"):
+        found = difference(Shape.of(args), files)
+        yield from found.problems(dense=mismatch.adds_indexers(arguments, args))
+
+
+def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable[..., Any]:
+    """Decorate ``get_model`` of Megatron's training loop: the first model gets its weights."""
+
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = original(*args, **kwargs)
+        job = context.megatron("training").get_args()
+        state = context.state(_Once)
+        if state.done:
+            return chunks
+        state.done = True
+        if goes_on(job):
+            context.log.info("--load %s has a checkpoint: --load-hf is not read", job.load)
+            return chunks
+        load(chunks, context.options.folder, job, context.log, context.megatron)
+        return chunks
+
+    return get_model
+
+
+class _Once:
+    """Whether the weights have been read."""
+
+    def __init__(self, context: Context[Load]) -> None:
+        self.done = False
+
+
+def goes_on(job: Any) -> bool:
+    """Return whether a job has a checkpoint to go on from."""
+    folder = argument(job, "load")
+    return bool(folder) and (Path(folder) / TRACKER).is_file()
+
+
+def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | None = None) -> None:
+    """Read a model's weights into chunks that this rank holds, before its optimizer is made.
+
+    Args:
+        chunks: of the model, in whatever wrappers; all ranks call it together.
+        folder: of the files.
+        job: Megatron's arguments of the model.
+        log: says how long it took.
+        megatron: whose model it is.
+
+    Raises:
+        RunError: the files do not fit, or are damaged; on all ranks.
+    """
+    megatron = megatron or Megatron()
+    began, filled = time.perf_counter(), 0
+    shape = Shape.of(job)
+    files = WeightFiles(folder)
+    states = [_unwrapped(chunk).sharded_state_dict() for chunk in chunks]
+    with torch.no_grad():
+        pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
+        _agree(list(wrong_shapes(pieces, files, shape.layers)), folder)
+        problem: list[str] = []
+        try:
+            filled = sum(fill(state, files, shape.layers, megatron) for state in states)
+        except (RunError, OSError) as error:
+            problem = [str(error)]
+        _agree(problem, folder)
+    found = difference(shape, files)
+    if found.indexers:
+        log.info("%s has no indexers: those of %d layers are initialised", folder, len(found.indexers))
+    if found.predictions:
+        log.info(
+            "%s has %d more layers of multi-token prediction, which are not read", folder, found.predictions
+        )
+    seconds = time.perf_counter() - began
+    log.info("%s: %.2f GB of weights on this rank in %.1f s", folder, filled / 1e9, seconds)
+
+
+def _agree(mine: list[str], folder: Path) -> None:
+    """Raise the problems of all ranks on all ranks."""
+    everywhere: list[list[str]] = [mine]
+    if dist.is_initialized():
+        everywhere = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, mine)
+    found = list(dict.fromkeys(problem for each in everywhere for problem in each))
+    if found:
+        raise RunError(f"{_WHO}: {folder}: {listed(found)}")
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """Return the model below data parallelism and half precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,254 @@
+"""Regions of a model's tensors that a rank holds, and Hugging Face's files read into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.names import REPEATED, Place, Shape, place_of
+from mindspeed_dsa.runs.files import RunError
+
+_SHOWN = 8
+"""Names that a message lists of many."""
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose rows Megatron pads to a multiple that ranks divide."""
+
+
+class Files(Protocol):
+    """Weights of a model, by Hugging Face's names."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all weights."""
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Shape of a weight."""
+
+    def read_into(
+        self, out: Tensor, name: str, begin: int = 0, columns: tuple[int, int] | None = None
+    ) -> None:
+        """Read rows from ``begin`` on, and a range of columns, as many as ``out`` has."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a tensor, as Megatron's checkpoints place it.
+
+    Attributes:
+        place: which tensor.
+        key: of the tensor in a checkpoint, which may be a stack of several.
+        size: of what the key names.
+        offset: of the region in that.
+        shape: of the region, with 1 along the axes of a stack.
+        stacked: how many of the first axes are stacks.
+        data: the region, without the axes of stacks.
+    """
+
+    place: Place
+    key: str
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    stacked: int
+    data: Tensor
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Return where the region begins in its tensor."""
+        return self.offset[self.stacked :]
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return self.size[self.stacked :]
+
+
+def pieces_of(state: Mapping[str, Any], megatron: Megatron) -> Iterator[tuple[Any, list[Piece]]]:
+    """Yield the entries of a model's sharded state dict that are tensors, each with its regions.
+
+    A gated projection is one parameter and two regions: gate and up.
+
+    Args:
+        state: of ``sharded_state_dict`` of a model.
+        megatron: whose.
+
+    Raises:
+        UnknownName: a tensor has no counterpart in Hugging Face's files.
+    """
+    mapping: Any = megatron("core.dist_checkpointing.mapping")
+    for entry in state.values():
+        if isinstance(entry, mapping.ShardedTensorFactory):
+            yield entry, [_piece(shard) for shard in _leaves(entry.build())]
+        elif isinstance(entry, mapping.ShardedTensor):
+            yield entry, [_piece(entry)]
+
+
+def _leaves(built: Any) -> list[Any]:
+    """List the shards that a factory has built."""
+    if isinstance(built, Mapping):
+        return [shard for each in built.values() for shard in _leaves(each)]
+    if isinstance(built, (list, tuple)):
+        return [shard for each in built for shard in _leaves(each)]
+    return [built]
+
+
+def _piece(shard: Any) -> Piece:
+    place, stacked = place_of(shard.key, shard.global_offset)
+    if stacked != shard.prepend_axis_num:
+        raise RunError(
+            f"mindspeed_dsa weights: {shard.key} has {shard.prepend_axis_num} stacked axes, and its name "
+            f"says {stacked}: this release of Megatron stacks what the table of names does not know"
+        )
+    shape = (*[1] * stacked, *shard.local_shape)
+    return Piece(place, shard.key, shard.global_shape, shard.global_offset, shape, stacked, shard.data)
+
+
+def read_piece(out: Tensor, piece: Piece, files: Files, layers: int) -> None:
+    """Read a region from Hugging Face's files.
+
+    Args:
+        out: filled with it, ``piece.data`` or a tensor of its shape; any dtype.
+        piece: which region.
+        files: of the whole model.
+        layers: of its decoder.
+    """
+    first, last = piece.begin[0], piece.begin[0] + out.size(0)
+    columns = (piece.begin[1], piece.begin[1] + out.size(1)) if out.dim() > 1 else None
+    start = 0
+    for name in piece.place.theirs(layers):
+        end = start + files.shape(name)[0]
+        begin, stop = max(first, start), min(last, end)
+        if begin < stop:
+            files.read_into(out[begin - first : stop - first], name, begin - start, columns)
+        start = end
+    if last > start:  # rows of a padded vocabulary
+        out[max(start - first, 0) :].zero_()
+
+
+def fill(state: Mapping[str, Any], files: Files, layers: int, megatron: Megatron) -> int:
+    """Read the weights of a model, as far as this rank holds them, into its parameters.
+
+    Args:
+        state: of ``sharded_state_dict`` of the model; it shares memory with the parameters.
+        files: of the whole model.
+        layers: of its decoder.
+        megatron: whose.
+
+    Returns:
+        Bytes that were filled.
+    """
+    filled = 0
+    there = frozenset(files.names)
+    for entry, pieces in pieces_of(state, megatron):
+        if any(name not in there for piece in pieces for name in piece.place.theirs(layers)):
+            continue  # indexers of a dense model's files; what else is missing has been refused
+        for piece in pieces:
+            if not _within(piece.data, entry.data):
+                raise RunError(
+                    f"mindspeed_dsa: --load-hf: Megatron's {piece.key} is a copy of the model's parameter, "
+                    "which cannot be filled through it; use `python -m mindspeed_dsa weights import`"
+                )
+            out = piece.data
+            if out.device.type != "cpu":
+                out = torch.empty_like(out, device="cpu")
+            read_piece(out, piece, files, layers)
+            if out is not piece.data:
+                piece.data.copy_(out)
+            filled += out.numel() * out.element_size()
+    return filled
+
+
+def _within(part: Tensor, whole: Tensor) -> bool:
+    """Return whether two tensors share memory."""
+    return part.numel() == 0 or part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+# -- what there has to be ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Names that only one of a model and its files has.
+
+    Attributes:
+        missing: that the files lack, indexers' apart.
+        unexpected: that the model does not have.
+        indexers: layers, from 1, whose indexers the files lack.
+        predictions: layers of multi-token prediction that only the files have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    indexers: tuple[int, ...]
+    predictions: int
+
+    def problems(self, dense: bool) -> Iterator[str]:
+        """Yield sentences about what may not be.
+
+        Args:
+            dense: the files are of a model without indexers, which are initialised.
+        """
+        if self.missing:
+            yield f"the files lack {listed(self.missing)}"
+        if self.unexpected:
+            yield f"the files have {listed(self.unexpected)}, which the model does not"
+        if self.indexers and not dense:
+            yield f"the files lack the indexers of layers {listed([str(layer) for layer in self.indexers])}"
+
+
+def difference(shape: Shape, files: Files) -> Difference:
+    """Compare the names of a model's tensors with those of its files."""
+    there, wanted = frozenset(files.names), set[str]()
+    missing, indexers = [], set[int]()
+    for place in shape.places():
+        names = place.theirs(shape.layers)
+        wanted.update(names)
+        lacking = [name for name in names if name not in there]
+        if lacking and place.indexer:
+            indexers.add(place.layer + 1 + (shape.layers if place.inner else 0))
+        else:
+            missing += lacking
+    layers, own = shape.layers, len(shape.prediction_indexers)
+    wanted |= {f"model.layers.{layers + layer}.{name}" for layer in range(own) for name in REPEATED}
+    if shape.tied:
+        wanted.add("lm_head.weight")
+    more = there - wanted
+    beyond = {name.split(".")[2] for name in more if name.startswith("model.layers.")}
+    predictions = {number for number in beyond if number.isdigit() and int(number) >= layers + own}
+    unexpected = [
+        name for name in more if name.split(".")[2:3] == [] or name.split(".")[2] not in predictions
+    ]
+    return Difference(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(predictions))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return a few of many names, for a message."""
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def wrong_shapes(pieces: Iterable[Piece], files: Files, layers: int) -> Iterator[str]:
+    """Yield a sentence for each tensor that has another shape in the files."""
+    there, seen = frozenset(files.names), set[Place]()
+    for piece in pieces:
+        names = piece.place.theirs(layers)
+        if piece.place in seen or any(name not in there for name in names):
+            continue
+        seen.add(piece.place)
+        shapes = [tuple(files.shape(name)) for name in names]
+        rows, rest = sum(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+        enough = rows <= piece.whole[0] if piece.place.name in PADDED else rows == piece.whole[0]
+        if rest != {piece.whole[1:]} or not enough:
+            found = " and ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
+            yield f"{piece.place} is {list(piece.whole)} here, and the files have {found}"
+
+
+def bytes_of(pieces: Iterable[Piece], element: int | None = None) -> int:
+    """Return how many bytes regions have, of elements of so many bytes or of their own type."""
+    return sum(math.prod(piece.shape) * (element or piece.data.element_size()) for piece in pieces)

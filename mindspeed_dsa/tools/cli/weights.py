@@ -1,0 +1,152 @@
+"""``weights``: a Hugging Face model's files into a checkpoint of Megatron's, and back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mindspeed_dsa.patches.errors import SettingsError
+
+_WHO = "mindspeed_dsa weights"
+_DESCRIPTION = """\
+Reads and writes the weights of DeepSeek-V3, DeepSeek-V3.2 and GLM-5.x, a tensor at a time.
+
+  python -m mindspeed_dsa weights import HF_DIR CHECKPOINTS -- FLAGS      files to a checkpoint for --load
+  python -m mindspeed_dsa weights export CHECKPOINT HF_DIR --like HF_DIR  a checkpoint to files
+  python -m mindspeed_dsa weights flags HF_DIR                            the flags of a model
+
+Under torchrun several processes share the work. FLAGS are those of the job; what they say of the model is
+compared.
+
+Exit status: 0 done; 2 refused."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{_WHO}: {message}")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what a command line says."""
+    own, flags = list(argv), []
+    if "--" in own:
+        cut = own.index("--")
+        own, flags = own[:cut], own[cut + 1 :]
+    options = _parser().parse_args(own)
+    if flags and options.command != "import":
+        raise SettingsError(f"{_WHO} {options.command}: it takes no flags of a job")
+    commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
+        "import": _import,
+        "export": _export,
+        "flags": _flags,
+    }
+    commands[options.command](options, flags)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m mindspeed_dsa weights",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    add = commands.add_parser("import", help="files to a checkpoint", allow_abbrev=False)
+    add.add_argument("source", type=Path, metavar="HF_DIR")
+    add.add_argument("target", type=Path, metavar="CHECKPOINTS")
+    add.add_argument(
+        "--dtype", choices=_DTYPES, help="of the weights; default: as the job's flags say, else bfloat16"
+    )
+    add = commands.add_parser("export", help="a checkpoint to files", allow_abbrev=False)
+    add.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    add.add_argument("target", type=Path, metavar="HF_DIR")
+    add.add_argument(
+        "--like", type=Path, metavar="HF_DIR", help="model whose config.json, tokenizer and types it gets"
+    )
+    add.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights; default: bfloat16")
+    add.add_argument(
+        "--shard-size", type=_size, default=5 * 10**9, metavar="5GB", help="largest file; default: 5GB"
+    )
+    add.add_argument(
+        "--fp8-blocks", action="store_true", help="linear weights in FP8, a factor for 128 x 128"
+    )
+    add = commands.add_parser("flags", help="the flags of a model", allow_abbrev=False)
+    add.add_argument("source", type=Path, metavar="HF_DIR")
+    add.add_argument("--megatron", metavar="RELEASE", help="of Megatron-core; default: the installed one")
+    return parser
+
+
+def _size(text: str) -> int:
+    """Return bytes: ``5GB``, ``500M`` or a number."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
+    if matched is None or not float(matched[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500M")
+    return int(float(matched[1]) * _UNITS[matched[2].upper()])
+
+
+def _import(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    from mindspeed_dsa.tools.weights import importing, job
+
+    wanted = job.import_of(options.source, options.target, flags, options.dtype)
+    importing.run(wanted, _bar("import"))
+    if _first():
+        for remark in job.remarks(wanted, flags):
+            print(f"note: {remark}")
+        dtype = str(wanted.dtype).removeprefix("torch.")
+        print(f"{wanted.final}: weights in {dtype}; train with --load {options.target}")
+
+
+def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    from mindspeed_dsa.features.checkpoints.hugging_face import saving
+    from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export
+    from mindspeed_dsa.tools.weights import job
+
+    with job.processes():
+        plan = Export(job.wish_of(options))
+        saving.write_together(plan, _bar("export"))
+    if _first():
+        print(f"{options.target}: {plan.bytes / 1e9:.2f} GB in {len(plan.shards)} files")
+
+
+def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    from mindspeed_dsa.features.checkpoints.hugging_face import config
+    from mindspeed_dsa.features.checkpoints.hugging_face.flags import flags_of
+    from mindspeed_dsa.tools.weights import job
+
+    described = config.read_config(options.source, _WHO)
+    print("\n".join(flags_of(described, options.megatron or job.release_here(), f"{_WHO}: {options.source}")))
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _bar(what: str) -> Callable[[int], Callable[[int], None]]:
+    """Return what shows the first process's bytes, their rate and the time that is left."""
+
+    def begin(total: int) -> Callable[[int], None]:
+        if not _first():
+            return lambda done: None
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise SettingsError(
+                f"{_WHO}: progress is shown by tqdm: pip install 'mindspeed_dsa[weights]'"
+            ) from error
+        bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=1.0)
+
+        def wrote(done: int) -> None:
+            bar.update(done)
+            if bar.n >= total:
+                bar.close()
+
+        return wrote
+
+    return begin

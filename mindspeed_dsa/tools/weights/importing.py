@@ -1,0 +1,222 @@
+"""Hugging Face's files written as a checkpoint of Megatron's that ``--load`` takes under any layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import (
+    Difference,
+    Piece,
+    bytes_of,
+    difference,
+    pieces_of,
+    read_piece,
+    wrong_shapes,
+)
+from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import require_disk_space
+from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
+    Item,
+    share,
+    write_index,
+    write_part,
+)
+from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
+from mindspeed_dsa.tools.weights.model import built
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron's name of a checkpoint that no job has written: loaded without optimizer, from step 0 on."""
+_PART_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Import:
+    """A model to be imported.
+
+    Attributes:
+        files: Hugging Face's.
+        source: their folder.
+        target: folder of checkpoints.
+        values: Megatron's arguments of the model.
+        vocabulary: padded.
+        dtype: of the weights in the checkpoint.
+        saved: arguments that the checkpoint remembers.
+    """
+
+    files: Any
+    source: Path
+    target: Path
+    values: Mapping[str, Any]
+    vocabulary: int
+    dtype: torch.dtype
+    saved: argparse.Namespace
+
+    @property
+    def partial(self) -> Path:
+        """Folder of what is not finished."""
+        return self.target / f".{RELEASE}.partial"
+
+    @property
+    def final(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.target / RELEASE
+
+    @property
+    def record(self) -> Path:
+        """File beside that folder, which says of what it is."""
+        return self.target / f".{RELEASE}.json"
+
+    def mark(self) -> dict[str, Any]:
+        """Return what makes files of an interrupted import the same as those of this one."""
+        stamps = {path.name: path.stat() for path in sorted(self.source.glob("*.safetensors"))}
+        return {
+            "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stamps.items()},
+            "values": {name: str(value) for name, value in sorted(self.values.items())},
+            "vocabulary": self.vocabulary,
+            "dtype": str(self.dtype),
+            "torch": torch.__version__,
+        }
+
+
+def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Difference:
+    """Write the checkpoint; with several processes each writes a share of its files.
+
+    Args:
+        wanted: what is to be imported.
+        progress: called with all bytes that this process writes; what it returns is called with each part.
+
+    Returns:
+        How the model's names differ from those of the files, where that is allowed.
+
+    Raises:
+        RunError: the files do not fit, there is no room, or something has that name already.
+    """
+    if wanted.final.exists():
+        raise RunError(
+            f"mindspeed_dsa weights: {wanted.final} exists already; remove it, or name another folder"
+        )
+    shape = Shape.of(argparse.Namespace(**wanted.values))
+    found = difference(shape, wanted.files)
+    if problems := list(found.problems(dense=False)):
+        raise RunError(f"mindspeed_dsa weights: {wanted.source}: {'; '.join(problems)}")
+    with built(wanted.values, wanted.vocabulary, wanted.dtype) as model:
+        megatron = Megatron()
+        state = model.sharded_state_dict()
+        pieces = [piece for _, each in pieces_of(state, megatron) for piece in each]
+        problems = list(wrong_shapes(pieces, wanted.files, shape.layers))
+        if problems:
+            raise RunError("mindspeed_dsa weights: " + "; ".join(problems))
+        _on_first(lambda: _begin(wanted, bytes_of(pieces)))
+        strategy = _Streaming.of(megatron, wanted, shape.layers, progress)
+        common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
+        megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
+        dist.barrier()
+        _on_first(lambda: _publish(wanted))
+    return found
+
+
+def _on_first(do: Callable[[], None]) -> None:
+    """Let the first rank do something; an error is every rank's."""
+    problem: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            do()
+        except (RunError, OSError) as error:
+            problem[0] = error if isinstance(error, RunError) else RunError(f"mindspeed_dsa weights: {error}")
+    dist.broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+def _begin(wanted: Import, needed: int) -> None:
+    """Make the folder, or go on with that of an interrupted import of the same model."""
+    mark, known = json.dumps(wanted.mark()), wanted.record
+    goes_on = known.exists() and known.read_text(encoding="utf-8") == mark
+    if wanted.partial.exists() and not goes_on:
+        shutil.rmtree(wanted.partial)
+    there = sum(path.stat().st_size for path in wanted.partial.glob("*") if path.is_file())
+    require_disk_space(wanted.target, needed - there)
+    wanted.partial.mkdir(parents=True, exist_ok=True)
+    write_atomically(known, mark)
+
+
+def _publish(wanted: Import) -> None:
+    sync_tree(wanted.partial)
+    os.rename(wanted.partial, wanted.final)
+    wanted.record.unlink()
+    sync(wanted.target)
+    write_atomically(wanted.target / TRACKER, RELEASE)
+
+
+class _Streaming:
+    """Megatron's strategy for sharded tensors, which makes each one when it is written."""
+
+    @staticmethod
+    def of(
+        megatron: Megatron,
+        wanted: Import,
+        layers: int,
+        progress: Callable[[int], Callable[[int], None]],
+    ) -> Any:
+        """Return it; the class has to be derived from Megatron's, which since 0.17 puts others aside."""
+        torch_dist: Any = megatron("core.dist_checkpointing.strategies.torch")
+
+        class Streaming(torch_dist.TorchDistSaveShardedStrategy):
+            def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+                items = _items(sharded_state_dict, megatron, wanted, layers)
+                folder = Path(checkpoint_dir)
+                rank = dist.get_rank()
+                parts = share(items, rank, dist.get_world_size(), _PART_BYTES)
+                wrote = progress(sum(item.bytes for part in parts for item in part))
+                for number, part in enumerate(parts):
+                    write_part(folder, f"__{rank}_{number}.distcp", part, wrote)
+                dist.barrier()
+                _on_first(lambda: write_index(folder))
+
+        return Streaming("torch_dist", 1)
+
+
+def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> list[Item]:
+    """List everything that the checkpoint has, in an order that is the same on every rank."""
+    mapping: Any = megatron("core.dist_checkpointing.mapping")
+    there, items = frozenset(wanted.files.names), list[Item]()
+    for entry in _entries(state, mapping.ShardedObject, mapping.ShardedTensor):
+        if isinstance(entry, mapping.ShardedObject):
+            items.append(Item(entry.unique_key, partial(getattr, entry, "data")))
+            continue
+        ((_, (piece,)),) = pieces_of({"": entry}, megatron)
+        if all(name in there for name in piece.place.theirs(layers)):
+            items.append(_item(piece, wanted, layers))
+    return items
+
+
+def _entries(state: Any, *kinds: type) -> list[Any]:
+    if isinstance(state, kinds):
+        return [state]
+    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, Sequence) else ()
+    return [entry for child in children if not isinstance(child, str) for entry in _entries(child, *kinds)]
+
+
+def _item(piece: Piece, wanted: Import, layers: int) -> Item:
+    dtype = piece.data.dtype
+
+    def make() -> Tensor:
+        out = torch.empty(piece.data.shape, dtype=dtype, device="cpu")
+        read_piece(out, piece, wanted.files, layers)
+        return out.view(piece.shape)
+
+    return Item(piece.key, make, piece.shape, piece.offset, piece.size, dtype, bytes_of([piece]))

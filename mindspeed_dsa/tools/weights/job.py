@@ -1,0 +1,239 @@
+"""Imports and exports that a command line asks for, compared with the flags of the job that is to train."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
+from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.tools.planner.flags import pattern
+from mindspeed_dsa.tools.weights.importing import Import
+
+_WHO = "mindspeed_dsa weights"
+_MULTIPLE = 128
+"""Megatron's default of ``--make-vocab-size-divisible-by``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{_WHO} import: {message}")
+
+
+def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | None) -> Import:
+    """Return the import that a command line asks for.
+
+    Args:
+        source: folder of the model.
+        target: folder of checkpoints.
+        flags: of the job, whose first word may be its script; those that do not describe the model are not
+            read.
+        dtype: of the weights; None: the job's.
+
+    Raises:
+        SettingsError: the flags describe another model.
+        RunError: the files cannot be used.
+    """
+    described = config.read_config(source, _WHO)
+    values = config.arguments_of(described, f"{_WHO}: {source}")
+    said = _said(values, flags)
+    problems = mismatch.mismatches(values, said, release_here())
+    if getattr(said, "ckpt_format", "torch_dist") != "torch_dist":
+        problems.append(
+            f"--ckpt-format {said.ckpt_format} depends on the layout: train with --load-hf {source} instead, "
+            "which needs no checkpoint"
+        )
+    if problems:
+        raise SettingsError(f"{_WHO} import: {source}: " + "; ".join(problems))
+    values = {
+        **values,
+        **{name: getattr(said, name) for name in ("moe_layer_freq", "mtp_num_layers") if hasattr(said, name)},
+    }
+    vocabulary = _padded(values["vocab_size"], said)
+    chosen = getattr(torch, dtype) if dtype else _dtype(said, bool(flags))
+    saved = argparse.Namespace(
+        **values,
+        padded_vocab_size=vocabulary,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        add_position_embedding=True,
+    )
+    return Import(WeightFiles(source), source, target, values, vocabulary, chosen, saved)
+
+
+def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
+    """Return what differs between the files and the job that its flags describe, and may."""
+    return mismatch.remarks(wanted.values, _said(wanted.values, flags))
+
+
+def release_here() -> str:
+    """Return the release of Megatron-core that is installed.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    release = versions.of_megatron()
+    if release is None:
+        raise SettingsError(f"{_WHO}: Megatron-core is not installed: pip install 'mindspeed_dsa[megatron]'")
+    return release
+
+
+def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace:
+    """Return what flags say of the model; what they leave open is absent."""
+    parser = _Parser(prog="", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "moe_layer_freq":
+            parser.add_argument(flag, type=pattern)
+        elif name == "add_bias_linear":
+            parser.add_argument("--disable-bias-linear", dest=name, action="store_false")
+        elif isinstance(value, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(flag, type=type(value) if isinstance(value, (int, float)) else str)
+    for name in ("bf16", "fp16"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in (
+        "tensor-model-parallel-size",
+        "make-vocab-size-divisible-by",
+        "padded-vocab-size",
+        "mtp-num-layers",
+    ):
+        if name.replace("-", "_") not in values:
+            parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--ckpt-format")
+    words = list(flags[1:] if flags and not flags[0].startswith("-") else flags)
+    said, _ = parser.parse_known_args(words)
+    frequency = getattr(said, "moe_layer_freq", None)
+    if isinstance(frequency, int) and "num_layers" in values:
+        said.moe_layer_freq = [int(layer % frequency == 0) for layer in range(values["num_layers"])]
+    return said
+
+
+def _padded(vocabulary: int, said: argparse.Namespace) -> int:
+    if getattr(said, "padded_vocab_size", None):
+        return int(said.padded_vocab_size)
+    step = getattr(said, "make_vocab_size_divisible_by", _MULTIPLE)
+    step *= getattr(said, "tensor_model_parallel_size", 1)
+    return math.ceil(vocabulary / step) * step
+
+
+def _dtype(said: argparse.Namespace, has_flags: bool) -> torch.dtype:
+    if hasattr(said, "fp16"):
+        return torch.float16
+    return torch.bfloat16 if hasattr(said, "bf16") or not has_flags else torch.float32
+
+
+# -- export ------------------------------------------------------------------------------------
+
+
+def wish_of(options: argparse.Namespace) -> Wish:
+    """Return the export that a command line asks for.
+
+    Raises:
+        RunError: the checkpoint cannot be read.
+    """
+    checkpoint = _newest(options.checkpoint)
+    args = _arguments_in(checkpoint)
+    like = None if options.like is None else config.read_config(options.like, _WHO)
+    if args is None:
+        if like is None:
+            raise RunError(
+                f"{_WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR"
+            )
+        args = argparse.Namespace(**config.arguments_of(like, f"{_WHO}: {options.like}"))
+    described = written_config.config_of(
+        args,
+        release_here(),
+        _WHO,
+        vocabulary=None if like is None else like["vocab_size"],
+        dtype=options.dtype,
+        like=like,
+    )
+    return Wish(
+        checkpoint=checkpoint,
+        target=options.target,
+        config={**(like or {}), **described},
+        shape=Shape.of(args),
+        vocabulary=described["vocab_size"],
+        dtype=getattr(torch, options.dtype),
+        shard_bytes=options.shard_size,
+        fp8_blocks=options.fp8_blocks,
+        like=options.like,
+    )
+
+
+def _newest(folder: Path) -> Path:
+    """Return the checkpoint that a folder is, or whose newest its tracker names."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return folder
+    name = tracker.read_text(encoding="ascii", errors="replace").strip()
+    return folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+
+
+class _Plain:
+    """Stands for an object of a class that nobody needs here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _ArgumentsOnly:
+    """Stands for ``pickle`` when a job's arguments are read: no class but plain ones is looked up."""
+
+    class Unpickler(pickle.Unpickler):
+        """Unpickler that knows namespaces and containers."""
+
+        def find_class(self, module: str, name: str) -> Any:
+            """Return a class, or what stands for it."""
+            plain = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("builtins", "set")}
+            of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            if (module, name) in plain or of_torch:
+                return super().find_class(module, name)
+            return _Plain
+
+
+def _arguments_in(checkpoint: Path) -> argparse.Namespace | None:
+    """Return the arguments of the job that wrote a checkpoint; None where it does not say."""
+    path = checkpoint / "common.pt"
+    if not path.is_file():
+        return None
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_ArgumentsOnly)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise RunError(
+            f"{_WHO}: {path} cannot be read ({error}); name the model with --like HF_DIR"
+        ) from error
+    args = common.get("args") if isinstance(common, dict) else None
+    return args if isinstance(args, argparse.Namespace) else None
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[None]:
+    """Join the processes that a launcher has started, if it has."""
+    alone = "WORLD_SIZE" not in os.environ
+    if not alone:
+        dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        if not alone:
+            dist.destroy_process_group()

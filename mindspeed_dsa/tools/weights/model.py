@@ -1,0 +1,148 @@
+"""A model without memory, from which a checkpoint's keys and shapes are read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mindspeed_dsa import session
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+
+_SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_layer_freq", "moe_ffn_hidden_size",
+    "moe_router_topk", "moe_shared_expert_intermediate_size", "mtp_num_layers", "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim", "dsa_indexer_topk",
+)  # fmt: skip
+_SHARING = (
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_topk_pattern",
+    "dsa_indexer_share_for_mtp",
+)
+
+
+@contextlib.contextmanager
+def built(values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype) -> Iterator[Any]:
+    """Build Megatron's model on the meta device, as one rank has it whole.
+
+    Args:
+        values: Megatron's arguments of the model, by name.
+        vocabulary: padded.
+        dtype: of its parameters.
+
+    Yields:
+        the ``GPTModel``; process groups and patches end with the block.
+    """
+    sparse = values.get("experimental_attention_variant") == "dsa"
+    said = {name: values[name] for name in _SHARING if values.get(name) is not None} if sparse else {}
+    switches: dict[str, Any] = {"multi_latent_attention": True, "transformer_impl": "local"}
+    if sparse:
+        switches = {"experimental_attention_variant": "dsa", **said}
+    with session.enabled(mindspeed_platform="cpu", **switches), _one_rank_for_all(Megatron()):
+        # The table of features at the start of a job is of no use here.
+        with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
+            model = _gpt_model(values, vocabulary, dtype, said)
+        model.to(dtype)  # as Megatron's wrapper for half precision does
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.data = buffer.data.float()
+        yield model
+
+
+def _gpt_model(
+    values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype, said: Mapping[str, Any]
+) -> Any:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    sparse = values.get("experimental_attention_variant") == "dsa"
+    more = {
+        "num_moe_experts": values.get("num_experts"),
+        "experimental_attention_variant": "dsa" if sparse else None,
+        "transformer_impl": "local",
+        **said,
+    }
+    experts = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = MLATransformerConfig(
+        **{name: values[name] for name in _SIZES if values.get(name) is not None and name in known},
+        **{name: value for name, value in more.items() if value is not None and name in known},
+        **(experts if values.get("num_experts") else {}),
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+    block = _block_spec(config)
+    mtp = {}
+    if config.mtp_num_layers:
+        layers = getattr(gpt_layer_specs, "get_gpt_decoder_layer_specs", None)
+        layer = layers(config, use_transformer_engine=False)[-1] if layers and not sparse else block
+        mtp["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layer, use_transformer_engine=False
+        )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=vocabulary,
+        max_sequence_length=8,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=Shape.of(SimpleNamespace(**values)).tied,
+        **mtp,
+    )
+
+
+def _block_spec(config: Any) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if getattr(config, "experimental_attention_variant", None) == "dsa":
+        with contextlib.suppress(ImportError):  # before 0.16 DSA is built into the spec of all MLA layers
+            from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+            return specs.get_transformer_block_with_experimental_attention_variant_spec(config)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+
+
+@contextlib.contextmanager
+def _one_rank_for_all(megatron: Megatron) -> Iterator[None]:
+    """Provide process groups in which every process has the whole model."""
+    state, random = megatron("core.parallel_state"), megatron("core.tensor_parallel.random")
+    alone = "WORLD_SIZE" not in os.environ
+    if alone:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        state.initialize_model_parallel()
+        random.model_parallel_cuda_manual_seed(0)
+        yield
+    finally:
+        state.destroy_model_parallel()
+        dist.destroy_process_group()
