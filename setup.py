@@ -15,6 +15,8 @@ EXTRAS = {
     "npu": ["torch_npu>=2.7,<2.15; platform_system == 'Linux'"],
     # Fused RMSNorm and SwiGLU on GPUs.
     "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
+    # Progress of `python -m mindspeed_dsa weights`.
+    "weights": ["tqdm"],
     # Reading shell scripts, in `python -m mindspeed_dsa migrate`.
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
@@ -29,7 +31,7 @@ EXTRAS = {
         "setuptools>=77",  # builds examples/plugin without the network
     ],
 }
-EXTRAS["test"] += EXTRAS["migrate"]
+EXTRAS["test"] += [*EXTRAS["migrate"], *EXTRAS["weights"]]
 EXTRAS["dev"] = [*EXTRAS["test"], "ruff", "mypy"]
 
 setup(

@@ -36,6 +36,7 @@ RECOMPUTE = "--recompute-granularity selective"
 
 USED = {
     "a checkpoint folder": (1, "--save {folder}/checkpoints"),
+    "norms in fp32": (1, "--bf16 --init-norm-weight-in-fp32"),
     "balanced experts": (2, f"{BALANCED} --balanced-moe-hot-expert-num 2 {MEASURED}"),
     "balanced experts, rates": (2, f"{BALANCED} --balanced-moe-matmul-rate 1 --balanced-moe-link-rate 1"),
     "batch overlap": (
@@ -88,7 +89,7 @@ NOT_OF_THIS_JOB = {
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
-    *("--load", "--moe-expert-placement", "--fsdp2-config-path"),  # files
+    *("--load", "--load-hf", "--save-hf", "--moe-expert-placement", "--fsdp2-config-path"),  # files
     *("--step-metrics-file", "--sft-mask-prompts"),  # of Megatron-LM's own loop
 }
 WHO = {

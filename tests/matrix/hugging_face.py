@@ -165,7 +165,7 @@ def megatron_name(place: Place) -> str:
 
 
 def rows_in(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the rows that a name of Hugging Face's files means of transformers' tensors, which stack experts."""
+    """Return the rows of transformers' tensors, which stack experts, that a name in its files means."""
     expert = _STACKED.fullmatch(name)
     if expert is None:
         return tensors[name]

@@ -17,16 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
-from mindspeed_dsa.features.checkpoints.hugging_face.pieces import (
-    Difference,
-    Piece,
-    bytes_of,
-    difference,
-    pieces_of,
-    read_piece,
-    wrong_shapes,
-)
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, bytes_of, pieces_of, read_piece
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import require_disk_space
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     Item,
@@ -92,15 +85,12 @@ class Import:
         }
 
 
-def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Difference:
+def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> None:
     """Write the checkpoint; with several processes each writes a share of its files.
 
     Args:
         wanted: what is to be imported.
         progress: called with all bytes that this process writes; what it returns is called with each part.
-
-    Returns:
-        How the model's names differ from those of the files, where that is allowed.
 
     Raises:
         RunError: the files do not fit, there is no room, or something has that name already.
@@ -126,7 +116,6 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Dif
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
         dist.barrier()
         _on_first(lambda: _publish(wanted))
-    return found
 
 
 def _on_first(do: Callable[[], None]) -> None:

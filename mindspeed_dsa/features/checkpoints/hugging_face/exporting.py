@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import fp8
+from mindspeed_dsa.features.checkpoints.hugging_face.comparison import listed
 from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     REPEATED,
@@ -22,7 +23,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     UnknownName,
     place_of,
 )
-from mindspeed_dsa.features.checkpoints.hugging_face.pieces import PADDED, listed
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import PADDED
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import (
     Shard,
     ShardFile,
@@ -62,7 +63,7 @@ _OF_OPTIMIZER = ("optimizer.", "chained_", "rng_state", "rerun_state")
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be exported, and how.
+    """Request for an export.
 
     Attributes:
         checkpoint: folder of a ``torch_dist`` checkpoint, ``iter_...`` or ``release``.

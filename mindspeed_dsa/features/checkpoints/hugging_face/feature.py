@@ -97,12 +97,12 @@ class Save:
 
 def check_load(args: Any, options: Load) -> Iterator[str]:
     """Yield how the model's files differ from the job's arguments."""
-    from mindspeed_dsa.features.checkpoints.hugging_face import loading
+    from mindspeed_dsa.features.checkpoints.hugging_face import comparison
 
     flag = f"--load-hf {options.folder}"
     if argument(args, "pretrained_checkpoint"):
         yield f"{flag} and --pretrained-checkpoint both say where weights come from; omit one of them"
-    for problem in loading.problems(args, options.folder, options.release):
+    for problem in comparison.problems(args, options.folder, options.release):
         yield f"{flag}: {problem}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +11,17 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch
+from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, listed, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
-from mindspeed_dsa.features.checkpoints.hugging_face.pieces import (
-    difference,
-    fill,
-    listed,
-    pieces_of,
-    wrong_shapes,
-)
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _WHO = "mindspeed_dsa load-hf"
-
-
-def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
-    """Yield how a model's files differ from a job's arguments: sizes, numbers, names of weights.
-
-    Args:
-        args: Megatron's, of the job.
-        folder: of the files.
-        release: of Megatron-core.
-    """
-    try:
-        arguments = config.arguments_of(config.read_config(folder, _WHO), f"{_WHO}: {folder / config.FILE}")
-        yield from mismatch.mismatches(arguments, args, release)
-        files = WeightFiles(folder)
-    except (RunError, SettingsError) as error:
-        yield str(error)
-        return
-    if hasattr(args, "num_layers"):
-        found = difference(Shape.of(args), files)
-        yield from found.problems(dense=mismatch.adds_indexers(arguments, args))
 
 
 def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable[..., Any]:
@@ -71,7 +44,7 @@ def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable
 
 
 class _Once:
-    """Whether the weights have been read."""
+    """State of a session: the weights have been read, or not yet."""
 
     def __init__(self, context: Context[Load]) -> None:
         self.done = False

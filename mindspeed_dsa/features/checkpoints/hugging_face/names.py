@@ -1,9 +1,9 @@
 """Names of weights in Megatron's checkpoints and in Hugging Face's files: one table for both directions.
 
 A distributed checkpoint names a tensor whatever the layout of the job that wrote it, and a tensor parallel,
-pipeline or expert parallel rank has a region of it. Where all layers are alike, a checkpoint stacks them along
-a first axis, and it stacks experts along the next; both count as part of the name here. Some modules have two
-names, one with a norm of its own and one with the norm as part of the projection after it.
+pipeline or expert parallel rank has a region of it. Where all layers are alike, a checkpoint stacks them
+along a first axis, and it stacks experts along the next; both count as part of the name here. Norms before some
+projections have two names: their own, and one of the projection.
 """
 
 from __future__ import annotations

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face.names import REPEATED, Place, Shape, place_of
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, place_of
 from mindspeed_dsa.runs.files import RunError
 
-_SHOWN = 8
-"""Names that a message lists of many."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows Megatron pads to a multiple that ranks divide."""
 
@@ -167,86 +165,6 @@ def fill(state: Mapping[str, Any], files: Files, layers: int, megatron: Megatron
 def _within(part: Tensor, whole: Tensor) -> bool:
     """Return whether two tensors share memory."""
     return part.numel() == 0 or part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-# -- what there has to be ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Names that only one of a model and its files has.
-
-    Attributes:
-        missing: that the files lack, indexers' apart.
-        unexpected: that the model does not have.
-        indexers: layers, from 1, whose indexers the files lack.
-        predictions: layers of multi-token prediction that only the files have.
-    """
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    indexers: tuple[int, ...]
-    predictions: int
-
-    def problems(self, dense: bool) -> Iterator[str]:
-        """Yield sentences about what may not be.
-
-        Args:
-            dense: the files are of a model without indexers, which are initialised.
-        """
-        if self.missing:
-            yield f"the files lack {listed(self.missing)}"
-        if self.unexpected:
-            yield f"the files have {listed(self.unexpected)}, which the model does not"
-        if self.indexers and not dense:
-            yield f"the files lack the indexers of layers {listed([str(layer) for layer in self.indexers])}"
-
-
-def difference(shape: Shape, files: Files) -> Difference:
-    """Compare the names of a model's tensors with those of its files."""
-    there, wanted = frozenset(files.names), set[str]()
-    missing, indexers = [], set[int]()
-    for place in shape.places():
-        names = place.theirs(shape.layers)
-        wanted.update(names)
-        lacking = [name for name in names if name not in there]
-        if lacking and place.indexer:
-            indexers.add(place.layer + 1 + (shape.layers if place.inner else 0))
-        else:
-            missing += lacking
-    layers, own = shape.layers, len(shape.prediction_indexers)
-    wanted |= {f"model.layers.{layers + layer}.{name}" for layer in range(own) for name in REPEATED}
-    if shape.tied:
-        wanted.add("lm_head.weight")
-    more = there - wanted
-    beyond = {name.split(".")[2] for name in more if name.startswith("model.layers.")}
-    predictions = {number for number in beyond if number.isdigit() and int(number) >= layers + own}
-    unexpected = [
-        name for name in more if name.split(".")[2:3] == [] or name.split(".")[2] not in predictions
-    ]
-    return Difference(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(predictions))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return a few of many names, for a message."""
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def wrong_shapes(pieces: Iterable[Piece], files: Files, layers: int) -> Iterator[str]:
-    """Yield a sentence for each tensor that has another shape in the files."""
-    there, seen = frozenset(files.names), set[Place]()
-    for piece in pieces:
-        names = piece.place.theirs(layers)
-        if piece.place in seen or any(name not in there for name in names):
-            continue
-        seen.add(piece.place)
-        shapes = [tuple(files.shape(name)) for name in names]
-        rows, rest = sum(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
-        enough = rows <= piece.whole[0] if piece.place.name in PADDED else rows == piece.whole[0]
-        if rest != {piece.whole[1:]} or not enough:
-            found = " and ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
-            yield f"{piece.place} is {list(piece.whole)} here, and the files have {found}"
 
 
 def bytes_of(pieces: Iterable[Piece], element: int | None = None) -> int:
