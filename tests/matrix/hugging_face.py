@@ -63,8 +63,8 @@ class Model:
         shared = self.pattern or (f"{self.frequency}/{self.offset}" if self.frequency > 1 else "")
         return " ".join(filter(None, (self.kind, shared, "yarn" * self.yarn)))
 
-    def theirs(self) -> Any:
-        """Build it from transformers."""
+    def theirs(self, **others: Any) -> Any:
+        """Build it from transformers, with other values of its configuration where they are given."""
         import transformers
 
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -79,7 +79,7 @@ class Model:
             # Megatron reads an offset of 0 as 1; in transformers the first layer would have nothing to share.
             selections["index_topk_freq"] = self.frequency
             selections["index_skip_topk_offset"] = max(self.offset, 1)
-        config = getattr(transformers, f"{self.kind}Config")(
+        values: dict[str, Any] = dict(
             vocab_size=job.VOCABULARY,
             hidden_size=32,
             intermediate_size=64,
@@ -105,6 +105,7 @@ class Model:
             attn_implementation="eager",
             **selections,
         )
+        config = getattr(transformers, f"{self.kind}Config")(**values | others)
         return getattr(transformers, f"{self.kind}ForCausalLM")(config)
 
     def shape(self) -> Shape:
@@ -257,6 +258,13 @@ def step(model: Model, switches: Mapping[str, Any], folder: str = "", **layout: 
         sizes = {EXPERT_SIZES[name]: size for name, size in layout.items() if name in EXPERT_SIZES}
         fields = {**model.ours(), **communication(**layout), **sizes}
         return tiny.one_step(dict(switches), fields, micro_batch_size=SAMPLES, **layout) | found
+
+
+def read_files(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors that transformers has written to a folder, by the names in its files."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def poison(chunk: torch.nn.Module, buffers: Iterable[Tensor] = ()) -> None:
