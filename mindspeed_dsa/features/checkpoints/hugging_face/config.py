@@ -70,6 +70,7 @@ _OF_ROPE = (
     "attention_factor",
     "partial_rotary_factor",
 )
+_NAME_A_FOLDER = "name a model's folder, with config.json and safetensors files"
 _INDEXER_OF = {"deepseek_v3": "deepseek-v3.2", "deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
 """Model whose indexer each kind has, of :data:`mindspeed_dsa.megatron.dsa.MODELS`."""
 
@@ -88,9 +89,9 @@ def read_config(path: Path, who: str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{who}: {file} cannot be read ({error})") from error
+        raise SettingsError(f"{who}: {file} cannot be read ({error}); {_NAME_A_FOLDER}") from error
     if not isinstance(found, dict):
-        raise SettingsError(f"{who}: {file} is no configuration of a model")
+        raise SettingsError(f"{who}: {file} is no configuration of a model; {_NAME_A_FOLDER}")
     return found
 
 

@@ -2,8 +2,8 @@
 
 A distributed checkpoint names a tensor whatever the layout of the job that wrote it, and a tensor parallel,
 pipeline or expert parallel rank has a region of it. Where all layers are alike, a checkpoint stacks them
-along a first axis, and it stacks experts along the next; both count as part of the name here. Norms before some
-projections have two names: their own, and one of the projection.
+along a first axis, and it stacks experts along the next; both count as part of the name here. Norms before
+some projections have two names: their own, and one of the projection.
 """
 
 from __future__ import annotations

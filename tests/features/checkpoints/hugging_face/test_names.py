@@ -39,8 +39,8 @@ def test_transformers_writes_these_names(kind: str, tmp_path) -> None:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=32, **sizes, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=2,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1,
-        kv_lora_rank=8, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-        **indexer, **rule,
+        kv_lora_rank=8, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1, **indexer, **rule,
     )  # fmt: skip
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
