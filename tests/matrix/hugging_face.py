@@ -232,7 +232,7 @@ def step(model: Model, switches: Mapping[str, Any], folder: str = "", **layout: 
         what that does, the names of its routers' ``biases``, and from ranks of the last stage ``logits``
         ``[samples, own positions, own vocabulary]``, with the rows' ``positions`` and the ``first`` token.
     """
-    build, found = tiny.gpt_model, {"biases": list[str](), "logits": None}
+    build, found, kept = tiny.gpt_model, {"biases": list[str](), "logits": None}, list[Tensor]()
 
     def gpt_model(*args: Any) -> Any:
         chunk = build(*args)
@@ -250,14 +250,16 @@ def step(model: Model, switches: Mapping[str, Any], folder: str = "", **layout: 
     def keep(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
         from megatron.core import parallel_state
 
-        logits = output[0].detach().clone().transpose(0, 1)  # the loss is computed in its place
-        first = parallel_state.get_tensor_model_parallel_rank() * logits.size(-1)
-        found.update(logits=logits, positions=job.own_positions(), first=first)
+        kept.append(output[0].detach().clone().transpose(0, 1))  # the loss is computed in its place
+        first = parallel_state.get_tensor_model_parallel_rank() * kept[0].size(-1)
+        found.update(logits=torch.cat(kept), positions=job.own_positions(), first=first)
 
     with job_of_any_release(layout.get("cp", 1), 0), mock.patch.object(tiny, "gpt_model", gpt_model):
         sizes = {EXPERT_SIZES[name]: size for name, size in layout.items() if name in EXPERT_SIZES}
         fields = {**model.ours(), **communication(**layout), **sizes}
-        return tiny.one_step(dict(switches), fields, micro_batch_size=SAMPLES, **layout) | found
+        microbatches = layout.get("pp", 1) if "vpp" in layout else 1
+        sizes = {"num_microbatches": microbatches, "micro_batch_size": SAMPLES // microbatches}
+        return tiny.one_step(dict(switches), fields, **sizes, **layout) | found
 
 
 def read_files(folder: Path) -> dict[str, Tensor]:
