@@ -277,14 +277,21 @@ class _Slice(io.RawIOBase):
         return int(count)
 
 
-_OF_TORCH = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+        "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    # Megatron keeps in the index what each rank has planned to write, to plan the next checkpoint by it.
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict",
+    "builtins": "set frozenset",
+    "pathlib": "Path PosixPath PurePath PurePosixPath",
 }
+"""Names that an index may have, by module; a name with a dot would lead out of its module."""
 _DTYPES = frozenset(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
 
 
@@ -297,8 +304,7 @@ class _IndexUnpickler(pickle.Unpickler):
         Raises:
             UnpicklingError: it is none.
         """
-        plain = (module, name) in _PLAIN or (module == "torch" and name in _DTYPES)
-        if plain or module in _OF_TORCH or module == "pathlib":
+        if name in _CLASSES.get(module, "").split() or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
 
