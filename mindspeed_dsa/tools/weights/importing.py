@@ -20,6 +20,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, bytes_of, pieces_of, read_piece
+from mindspeed_dsa.features.checkpoints.hugging_face.saving import together
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import require_disk_space
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     Item,
@@ -95,40 +96,46 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
     Raises:
         RunError: the files do not fit, there is no room, or something has that name already.
     """
-    if wanted.final.exists():
-        raise RunError(
-            f"mindspeed_dsa weights: {wanted.final} exists already; remove it, or name another folder"
-        )
+    _require_room_for_name(wanted)
     shape = Shape.of(argparse.Namespace(**wanted.values))
     found = difference(shape, wanted.files)
     if problems := list(found.problems(dense=False)):
-        raise RunError(f"mindspeed_dsa weights: {wanted.source}: {'; '.join(problems)}")
+        raise _unlike(wanted, problems)
+    wanted.files.check_factors()
     with built(wanted.values, wanted.vocabulary, wanted.dtype) as model:
         megatron = Megatron()
         state = model.sharded_state_dict()
         pieces = [piece for _, each in pieces_of(state, megatron) for piece in each]
         problems = list(wrong_shapes(pieces, wanted.files, shape.layers))
         if problems:
-            raise RunError("mindspeed_dsa weights: " + "; ".join(problems))
-        _on_first(lambda: _begin(wanted, bytes_of(pieces)))
+            raise _unlike(wanted, problems)
+        first = dist.get_rank() == 0
+        together((lambda: _begin(wanted, bytes_of(pieces))) if first else None)
         strategy = _Streaming.of(megatron, wanted, shape.layers, progress)
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
-        dist.barrier()
-        _on_first(lambda: _publish(wanted))
+        together((lambda: _publish(wanted)) if first else None)
 
 
-def _on_first(do: Callable[[], None]) -> None:
-    """Let the first rank do something; an error is every rank's."""
-    problem: list[Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            do()
-        except (RunError, OSError) as error:
-            problem[0] = error if isinstance(error, RunError) else RunError(f"mindspeed_dsa weights: {error}")
-    dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise problem[0]
+def _unlike(wanted: Import, problems: list[str]) -> RunError:
+    return RunError(
+        f"mindspeed_dsa weights: {wanted.source}: {'; '.join(problems)}; fetch the files again, or name a "
+        "folder whose files belong to its config.json"
+    )
+
+
+def _require_room_for_name(wanted: Import) -> None:
+    """Refuse to hide what is there: a finished checkpoint, or those of a job."""
+    tracker = wanted.target / TRACKER
+    if wanted.final.exists():
+        raise RunError(
+            f"mindspeed_dsa weights: {wanted.final} exists already; remove it, or name another folder"
+        )
+    if tracker.is_file() and (known := tracker.read_text(encoding="utf-8", errors="replace")) != RELEASE:
+        raise RunError(
+            f"mindspeed_dsa weights: {wanted.target} has checkpoints of a job, the newest {known.strip()}, "
+            "in whose place --load would take the imported one; name another folder"
+        )
 
 
 def _begin(wanted: Import, needed: int) -> None:
@@ -145,10 +152,11 @@ def _begin(wanted: Import, needed: int) -> None:
 
 def _publish(wanted: Import) -> None:
     sync_tree(wanted.partial)
+    # The tracker comes first: a folder that has its name is never left without it.
+    write_atomically(wanted.target / TRACKER, RELEASE)
     os.rename(wanted.partial, wanted.final)
     wanted.record.unlink()
     sync(wanted.target)
-    write_atomically(wanted.target / TRACKER, RELEASE)
 
 
 class _Streaming:
@@ -170,11 +178,14 @@ class _Streaming:
                 folder = Path(checkpoint_dir)
                 rank = dist.get_rank()
                 parts = share(items, rank, dist.get_world_size(), _PART_BYTES)
-                wrote = progress(sum(item.bytes for part in parts for item in part))
-                for number, part in enumerate(parts):
-                    write_part(folder, f"__{rank}_{number}.distcp", part, wrote)
-                dist.barrier()
-                _on_first(lambda: write_index(folder))
+
+                def write() -> None:
+                    wrote = progress(sum(item.bytes for part in parts.values() for item in part))
+                    for name, part in parts.items():
+                        write_part(folder, name, part, wrote)
+
+                together(write)
+                together((lambda: write_index(folder)) if rank == 0 else None)
 
         return Streaming("torch_dist", 1)
 

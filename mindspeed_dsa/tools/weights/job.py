@@ -149,13 +149,13 @@ def wish_of(options: argparse.Namespace) -> Wish:
     """
     checkpoint = _newest(options.checkpoint)
     args = _arguments_in(checkpoint)
-    like = None if options.like is None else config.read_config(options.like, _WHO)
+    like = described_like = None
+    if options.like is not None:
+        like = config.read_config(options.like, _WHO)
+        described_like = argparse.Namespace(**config.arguments_of(like, f"{_WHO}: {options.like}"))
+    args = args or described_like
     if args is None:
-        if like is None:
-            raise RunError(
-                f"{_WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR"
-            )
-        args = argparse.Namespace(**config.arguments_of(like, f"{_WHO}: {options.like}"))
+        raise RunError(f"{_WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR")
     described = written_config.config_of(
         args,
         release_here(),
@@ -167,7 +167,7 @@ def wish_of(options: argparse.Namespace) -> Wish:
     return Wish(
         checkpoint=checkpoint,
         target=options.target,
-        config={**(like or {}), **described},
+        config=described,
         shape=Shape.of(args),
         vocabulary=described["vocab_size"],
         dtype=getattr(torch, options.dtype),

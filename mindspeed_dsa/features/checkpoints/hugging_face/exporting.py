@@ -154,10 +154,26 @@ class Export:
         if problems:
             raise RunError(
                 f"mindspeed_dsa weights: {self.wish.checkpoint} {' and '.join(problems)}; its "
-                "arguments, or the config.json that was named, describe another model"
+                "arguments, or the config.json that was named, describe another model; name one of this model"
             )
         self._repeat(found)
+        if self._like is not None:
+            self._compare(found, self._like)
         return found
+
+    def _compare(self, found: Mapping[str, _Source], like: WeightFiles) -> None:
+        """Refuse a model whose tensors have other shapes than those of the one that it is to be like."""
+        shapes = {name: like.shape(name) for name in found if name in like.names}
+        others = [
+            f"{name} {list(found[name].shape)} and not {list(shape)}"
+            for name, shape in shapes.items()
+            if shape != found[name].shape
+        ]
+        if others:
+            raise RunError(
+                f"mindspeed_dsa weights: {self.wish.checkpoint} is no model like {like.folder}: it has "
+                f"{listed(others)}; name the model with --like that it was trained from, or leave it out"
+            )
 
     def _stacks(self) -> dict[Place, tuple[str, tuple[int, ...]]]:
         """Return for each tensor of the checkpoint its key, and its offset among what that stacks."""
@@ -238,11 +254,12 @@ class Export:
         Raises:
             RunError: something has that name already, or there is no room.
         """
-        target, partial = self.wish.target, self.partial
+        target = self.wish.target
         if target.exists():
             raise RunError(
                 f"mindspeed_dsa weights: {target} exists already; remove it, or name another folder"
             )
+        partial = self.partial
         known, mark = partial / _JOB, self._mark()
         if partial.exists() and not (known.exists() and known.read_text(encoding="utf-8") == mark):
             shutil.rmtree(partial)
@@ -307,7 +324,11 @@ class Export:
         if not quantised:
             return out, None
         known = self._like is not None and name in self._like.names
-        return fp8.quantise(out, self._like.factors(name) if known and self._like is not None else None)
+        factors = self._like.factors(name) if known and self._like is not None else None
+        try:
+            return fp8.quantise(out, factors)
+        except RunError as error:
+            raise RunError(f"mindspeed_dsa weights: {self.wish.checkpoint}: {name}: {error}") from error
 
     def publish(self) -> None:
         """Write what stands beside the weights, and name the folder; one process does it in the end."""

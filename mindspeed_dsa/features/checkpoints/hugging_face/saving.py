@@ -78,7 +78,7 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
     wish = Wish(
         checkpoint=Path(job.save) / name,
         target=target,
-        config={**(like or {}), **described},
+        config=described,
         shape=Shape.of(job),
         vocabulary=described["vocab_size"],
         fp8_blocks=options.fp8_blocks,
@@ -97,19 +97,28 @@ def write_together(plan: Export, progress: Callable[[int], Callable[[int], None]
         RunError: on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    _together(plan.begin if rank == 0 else None)
-    _together(lambda: plan.write(rank, ranks, progress))
-    _together(plan.publish if rank == 0 else None)
+    together(plan.begin if rank == 0 else None)
+    together(lambda: plan.write(rank, ranks, progress))
+    together(plan.publish if rank == 0 else None)
 
 
-def _together(do: Callable[[], None] | None) -> None:
-    """Do something, wait for the other ranks, and raise what one of them has met on all."""
+def together(do: Callable[[], None] | None) -> None:
+    """Do something, wait for the other ranks, and raise what one of them has met on all.
+
+    Args:
+        do: what this rank has to do; None: nothing.
+
+    Raises:
+        RunError: on all ranks.
+    """
     problem: str | None = None
     try:
         if do is not None:
             do()
-    except (RunError, OSError) as error:
+    except RunError as error:
         problem = str(error)
+    except OSError as error:
+        problem = f"mindspeed_dsa weights: {error}; make room, or name a folder that can be written"
     problems = [problem]
     if dist.is_initialized():
         problems = [None] * dist.get_world_size()

@@ -54,8 +54,10 @@ class Item:
     bytes: int = 0
 
 
-def share(items: Sequence[Item], rank: int, ranks: int, part_bytes: int) -> list[list[Item]]:
+def share(items: Sequence[Item], rank: int, ranks: int, part_bytes: int) -> dict[str, list[Item]]:
     """Return the files that a rank writes: neighbours together, in files of about so many bytes.
+
+    Names and contents do not depend on how many share the work, so any number may go on with it.
 
     Args:
         items: of the checkpoint, the same on every rank.
@@ -71,7 +73,7 @@ def share(items: Sequence[Item], rank: int, ranks: int, part_bytes: int) -> list
             filled = 0
         parts[-1].append(item)
         filled += item.bytes
-    return parts[rank::ranks]
+    return {f"__0_{number}.distcp": parts[number] for number in range(rank, len(parts), ranks)}
 
 
 def write_part(folder: Path, name: str, items: Iterable[Item], wrote: Callable[[int], None]) -> None:
@@ -312,7 +314,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def _tensors_of(folder: Path) -> dict[str, Stored]:
     try:
         with open(folder / INDEX, "rb") as file:
-            index = _IndexUnpickler(file).load()
+            return dict(_stored(_IndexUnpickler(file).load()))
     except FileNotFoundError as error:
         raise RunError(
             f"mindspeed_dsa weights: {folder} is no checkpoint of --ckpt-format torch_dist: it has no "
@@ -323,7 +325,6 @@ def _tensors_of(folder: Path) -> dict[str, Stored]:
             f"mindspeed_dsa weights: {folder / INDEX} cannot be read ({error}); use a checkpoint that is "
             "whole"
         ) from error
-    return dict(_stored(index))
 
 
 def _stored(index: Any) -> Iterator[tuple[str, Stored]]:

@@ -78,9 +78,18 @@ def config_of(
     """
     missing = [name for name in _NEEDED if value_of(args, name) is MISSING]
     if missing:
-        raise SettingsError(f"{who}: the arguments of the checkpoint lack {', '.join(missing)}")
+        raise SettingsError(
+            f"{who}: the arguments of the checkpoint lack {', '.join(missing)}; use a checkpoint of "
+            "DeepSeek-V3, DeepSeek-V3.2 or GLM-5"
+        )
     if not value_of(args, "num_experts"):
         raise SettingsError(f"{who}: none of the kinds of models is without experts: give --num-experts")
+    own = value_of(args, "vocab_size")
+    if vocabulary and own not in (None, MISSING) and own > vocabulary:
+        raise SettingsError(
+            f"{who}: the checkpoint has a vocabulary of {own}, and the model that it is to be like has "
+            f"{vocabulary}; name the model that it was trained from, or none"
+        )
     found = {key: value for key, value in (like or {}).items() if key not in _REPLACED}
     kind = "deepseek_v3"
     if uses_dsa(args):

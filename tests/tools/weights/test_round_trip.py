@@ -1,0 +1,89 @@
+"""What is imported and exported again has the same bytes: three kinds, three types, layers of prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools.weights import models
+from tests.tools.weights.models import CLASSES, FILE, done, same, tensors_of
+
+pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
+
+QUICK = "glm_moe_dsa"
+KINDS = [kind if kind == QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in CLASSES]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("predictions", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_the_same_file_comes_out(tmp_path: Path, kind: str, dtype: str, predictions: int) -> None:
+    theirs = models.write(kind, tmp_path / "model", DTYPES[dtype], predictions)
+    done("import", theirs, tmp_path / "checkpoints", "--dtype", dtype)
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", dtype, "--like", theirs)
+    assert (tmp_path / "out" / FILE).read_bytes() == (theirs / FILE).read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    done("export", tmp_path / "checkpoints", tmp_path / "alone", "--dtype", dtype)
+    assert same(tensors_of(tmp_path / "alone"), tensors_of(theirs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("like", [True, False])
+def test_transformers_loads_what_is_exported(tmp_path: Path, kind: str, like: bool) -> None:
+    """Strictly: it misses nothing and knows everything, in several files."""
+    theirs = models.write(kind, tmp_path / "model", torch.float32)
+    done("import", theirs, tmp_path / "checkpoints", "--dtype", "float32")
+    known = ["--like", theirs] if like else []
+    done(
+        "export", tmp_path / "checkpoints", tmp_path / "out",
+        "--dtype", "float32", "--shard-size", "500K", *known
+    )  # fmt: skip
+    index = json.loads((tmp_path / "out" / f"{FILE}.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    before, after = loaded(kind, theirs), loaded(kind, tmp_path / "out")
+    assert same(before, after)
+
+
+def loaded(kind: str, folder: Path) -> dict[str, Any]:
+    """Return the weights of transformers' model, which has to know all of a folder's and to miss none."""
+    import transformers
+
+    family = getattr(transformers, f"{CLASSES[kind]}ForCausalLM")
+    model, info = family.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_files_have_the_same_bytes_and_factors(tmp_path: Path, kind: str) -> None:
+    theirs = models.quantise(models.write(kind, tmp_path / "model", predictions=1))
+    done("import", theirs, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--fp8-blocks", "--like", theirs)
+    assert (tmp_path / "out" / FILE).read_bytes() == (theirs / FILE).read_bytes()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+
+    # Without the model's factors: of each block the largest magnitude / 448.
+    done("export", tmp_path / "checkpoints", tmp_path / "alone", "--fp8-blocks")
+    done("export", tmp_path / "checkpoints", tmp_path / "plain")
+    chosen, plain = tensors_of(tmp_path / "alone"), tensors_of(tmp_path / "plain")
+    assert chosen.keys() == tensors_of(theirs).keys()
+    factors = {name: each for name, each in chosen.items() if name.endswith("_scale_inv")}
+    assert factors
+    for name, each in factors.items():
+        weight, values = name.removesuffix("_scale_inv"), plain[name.removesuffix("_scale_inv")].float()
+        assert chosen[weight].dtype == torch.float8_e4m3fn
+        for row, bands in enumerate(values.split(128)):
+            for column, block in enumerate(bands.split(128, 1)):
+                assert each[row, column] == block.abs().max() / 448
+                back = chosen[weight][128 * row :, 128 * column :][: len(block), : block.size(1)].float()
+                # e4m3 has 3 bits behind the point, and 2**-10 is half of its smallest step.
+                bound = block.abs() * 2.0**-4 + each[row, column] * 2.0**-10
+                assert ((back * each[row, column] - block).abs() <= bound * 1.001).all()
