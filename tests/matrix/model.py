@@ -34,7 +34,10 @@ def config(**overrides: Any) -> Any:
         "rotary_scaling_factor": 1.0,
         "dsa_indexer_n_heads": 8,
     }
-    return MLATransformerConfig(**{**values, **overrides})
+    values |= overrides
+    if values["experimental_attention_variant"] is None:  # older releases get the field with DSA
+        values = {name: value for name, value in values.items() if not name.startswith(("dsa_", "experim"))}
+    return MLATransformerConfig(**values)
 
 
 _config = config

@@ -90,7 +90,7 @@ def step(kind: str, folder: str) -> list[Tensor]:
         return chunk
 
     with job_of_any_release(1, 0), mock.patch.object(tiny, "gpt_model", gpt_model):
-        fields = {**Model(kind, LAYERS).ours(), "mtp_num_layers": 1}
+        fields = {**Model(kind, LAYERS).ours(), "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
         tiny.one_step({"use_fused_dsa": True}, fields, micro_batch_size=SAMPLES)
     return logits
 

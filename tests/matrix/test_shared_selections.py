@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
+from mindspeed_dsa.patches import versions
 from tests.support import memory_events as events
 from tests.support.model import assert_same_gradients, put_together
 
@@ -119,7 +121,10 @@ def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
     switches = {**switches, "mtp_recompute": True}  # which released cores need, and flags would switch on
     result = one_process(pool, {**sharing, **MTP, **FULL}, switches)
     same(result, expected)
-    assert result["selected"] == 2 * expected["selected"]
+    if str(versions.of_megatron()) in SpecifierSet("<0.14"):  # which recompute layers of the decoder alone
+        assert expected["selected"] < result["selected"] < 2 * expected["selected"]
+    else:
+        assert result["selected"] == 2 * expected["selected"]
 
 
 @pytest.mark.releases(">=0.19", quick=True)
