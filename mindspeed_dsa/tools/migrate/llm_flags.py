@@ -164,8 +164,18 @@ TRAINING = [
         "handler-name tokenizer-padding-side pad-to-multiple-of prompt-type prompt-type-path", _PREPARED
     ),
     *different("no-shuffle padded-samples", "Megatron's data sets draw samples in their own order."),
-    *different("enable-hf2mg-convert", f"Becomes {LOAD} for {_MODELS}; other weights are converted before."),
-    *slower("enable-mg2hf-convert", f"Becomes {SAVE} for {_MODELS}; others are exported afterwards."),
+    Row(
+        "--enable-hf2mg-convert",
+        "megatron",
+        f"For {_MODELS}, with the folder of --load; weights of others are converted before.",
+        LOAD,
+    ),
+    Row(
+        "--enable-mg2hf-convert",
+        "megatron",
+        f"For {_MODELS}, with a folder below that of --save; others are exported afterwards.",
+        SAVE,
+    ),
     *not_needed(
         "model-type-hf hf-cfg-dir hf-save-dir mg-save-dir only-convert-last-checkpoint save-layer-by-layer",
         _CONVERTED,

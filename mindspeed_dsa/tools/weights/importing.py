@@ -196,12 +196,17 @@ def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> list[
     there, items = frozenset(wanted.files.names), list[Item]()
     for entry in _entries(state, mapping.ShardedObject, mapping.ShardedTensor):
         if isinstance(entry, mapping.ShardedObject):
-            items.append(Item(entry.unique_key, partial(getattr, entry, "data")))
+            items.append(Item(entry.unique_key, partial(_as_saved, entry)))
             continue
         ((_, (piece,)),) = pieces_of({"": entry}, megatron)
         if all(name in there for name in piece.place.theirs(layers)):
             items.append(_item(piece, wanted, layers))
     return items
+
+
+def _as_saved(entry: Any) -> list[Any]:
+    """Return an object as Megatron saves it, which reads as many of a name as it has."""
+    return [entry.data]
 
 
 def _entries(state: Any, *kinds: type) -> list[Any]:

@@ -20,7 +20,6 @@ from packaging.version import Version
 from mindspeed_dsa.tools.migrate import scripts
 from mindspeed_dsa.tools.migrate.job import Given
 from mindspeed_dsa.tools.migrate.translate import Translation, words
-from mindspeed_dsa.tools.migrate.weights import INTERVAL, LOAD, SAVE
 from tests.tools.migrate.test_training import without_unset
 
 ROOT = Path(__file__).parents[3]
@@ -32,8 +31,8 @@ FOLDERS = {
 }
 PATHS = {"--load", "--save", "--data-path", "--tokenizer-model", "--vocab-file", "--merge-file"}
 """Flags for which scripts have a sentence that asks for a path."""
-ELSEWHERE = {LOAD, SAVE, INTERVAL, "--use-ascend-mc2"}
-"""Flags of a machine with devices, and of the loader of weights."""
+ELSEWHERE = {"--use-ascend-mc2"}
+"""Flags of a machine with devices."""
 
 ALONE = {"--enable-hf2mg-convert", "--fix-router"}
 """Refused flags without which the rest of a script is a job."""
