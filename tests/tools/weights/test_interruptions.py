@@ -1,0 +1,187 @@
+"""Imports and exports that are killed go on where they were, and several processes write what one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import ShardFile
+from mindspeed_dsa.tools.weights import importing
+from tests.support import warm
+from tests.support.ports import free_port
+from tests.tools.weights import models
+from tests.tools.weights.models import done
+
+pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
+
+ROOT = Path(__file__).parents[3]
+PART = 100_000
+SHARDS = ("--shard-size", PART)
+PROGRAM = f"""
+import os, signal, sys
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import ShardFile
+from mindspeed_dsa.tools.weights import importing
+
+importing._PART_BYTES = {PART}
+left = int(sys.argv[1])
+
+def counted(original):
+    def call(*args):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+    return call
+
+importing.read_piece = counted(importing.read_piece)
+ShardFile.write = counted(ShardFile.write)
+sys.exit(main(["weights", *sys.argv[2:]]))
+"""
+"""Program that is killed when it reads, or writes, its so manieth tensor; 0 for never."""
+KILLED_AT = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.write("deepseek_v32", tmp_path_factory.mktemp("made") / "model", predictions=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_PART_BYTES", PART)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files below a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def finished(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return inode and time of the files of an unfinished import or export that are whole."""
+    records = {path.name.removesuffix(".json") for path in (folder / ".records").glob("*.json")}
+    files: Iterator[Path] = (
+        path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name in records
+    )
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+def environment() -> dict[str, str]:
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def killed(program: Path, *words: object) -> None:
+    """Run the command until it is killed."""
+    command = [sys.executable, str(program), str(KILLED_AT), *map(str, words)]
+    ended = warm.run(command, env=environment())
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def two(program: Path, *words: object) -> None:
+    """Run the command in two processes of torch's launcher."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    port = f"--master-port={free_port()}"
+    command = [sys.executable, *launcher, port, str(program), "0", *map(str, words)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C."""
+
+
+@contextmanager
+def interrupted(owner: Any, name: str) -> Iterator[None]:
+    """Let a function raise when it is called once more than :data:`KILLED_AT` times, which it has to be."""
+    original, calls = getattr(owner, name), iter(range(KILLED_AT))
+
+    def call(*args: Any) -> Any:
+        if next(calls, None) is None:
+            raise Interrupted
+        return original(*args)
+
+    with mock.patch.object(owner, name, call), pytest.raises(Interrupted):
+        yield
+
+
+def test_an_interrupted_import_and_export_go_on(model: Path, tmp_path: Path) -> None:
+    done("import", model, tmp_path / "whole")
+    with interrupted(importing, "read_piece"):
+        models.weights("import", model, tmp_path / "again")
+    before = finished(tmp_path / "again" / ".release.partial")
+    assert len(before) > 2
+    assert not (tmp_path / "again" / "release").exists()
+    done("import", model, tmp_path / "again")
+    after = tmp_path / "again" / "release"
+    assert {name: (at.st_ino, at.st_mtime_ns) for name in before for at in [(after / name).stat()]} == before
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+    done("export", tmp_path / "whole", tmp_path / "out", *SHARDS)
+    with interrupted(ShardFile, "write"):
+        models.weights("export", tmp_path / "whole", tmp_path / "other", *SHARDS)
+    before = finished(tmp_path / ".other.partial")
+    assert len(before) > 2
+    assert not (tmp_path / "other").exists()
+    done("export", tmp_path / "whole", tmp_path / "other", *SHARDS)
+    after = tmp_path / "other"
+    assert {name: (at.st_ino, at.st_mtime_ns) for name in before for at in [(after / name).stat()]} == before
+    assert contents(after) == contents(tmp_path / "out")
+
+
+def test_what_an_import_of_other_files_left_is_not_used(model: Path, tmp_path: Path) -> None:
+    with interrupted(importing, "read_piece"):
+        models.weights("import", model, tmp_path / "again", "--dtype", "float32")
+    done("import", model, tmp_path / "again")
+    done("import", model, tmp_path / "whole")
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_two_processes_write_what_one_does_and_go_on_with_what_a_killed_one_left(
+    model: Path, tmp_path: Path, program: Path
+) -> None:
+    done("import", model, tmp_path / "whole")
+    done("export", tmp_path / "whole", tmp_path / "out", *SHARDS)
+    two(program, "import", model, tmp_path / "two")
+    assert contents(tmp_path / "two") == contents(tmp_path / "whole")
+
+    killed(program, "import", model, tmp_path / "again")
+    before = finished(tmp_path / "again" / ".release.partial")
+    assert len(before) > 2
+    assert not (tmp_path / "again" / "release").exists()
+    two(program, "import", model, tmp_path / "again")
+    after = tmp_path / "again" / "release"
+    assert {name: (at.st_ino, at.st_mtime_ns) for name in before for at in [(after / name).stat()]} == before
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+    two(program, "export", tmp_path / "two", tmp_path / "out of two", *SHARDS)
+    assert contents(tmp_path / "out of two") == contents(tmp_path / "out")
+    killed(program, "export", tmp_path / "whole", tmp_path / "other", *SHARDS)
+    before = finished(tmp_path / ".other.partial")
+    assert len(before) > 2
+    assert not (tmp_path / "other").exists()
+    two(program, "export", tmp_path / "whole", tmp_path / "other", *SHARDS)
+    after = tmp_path / "other"
+    assert {name: (at.st_ino, at.st_mtime_ns) for name in before for at in [(after / name).stat()]} == before
+    assert contents(after) == contents(tmp_path / "out")
