@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_dsa.megatron.selections import Sharing
 from tests.matrix import hugging_face
 from tests.matrix.hugging_face import DEEPSEEK, DENSE, GLM, Model, megatron_name
+from tests.support import warm
 from tests.support.model import put_together
 
 pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
@@ -118,6 +121,20 @@ def test_every_rank_reads_what_it_holds(pool: Any, tmp_path: Path, kind: str, la
         switches["context_parallel_size"] = 2
     results = pool.run(STEP, ranks, model=model, switches=switches, folder=str(tmp_path), **sizes)
     assert_same(model, results, layout == "CP2")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(DENSE, marks=pytest.mark.full), GLM])
+def test_an_import_is_exported_again(tmp_path: Path, kind: str) -> None:
+    """The checkpoint itself says which model it is of, wherever this release keeps that."""
+    hugging_face.of_transformers(Model(kind, 8, *((2, 1) if kind == GLM else ())), tmp_path / "files")
+    steps = (("import", "files", "checkpoints"), ("export", "checkpoints", "again"))
+    for command, source, target in steps:
+        words = [command, str(tmp_path / source), str(tmp_path / target), "--dtype", "float32"]
+        done = warm.run([sys.executable, "-m", "mindspeed_dsa", "weights", *words], timeout=200)
+        assert done.returncode == 0, done.stderr[-2000:]
+    expected, actual = (hugging_face.read_files(tmp_path / name) for name in ("files", "again"))
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 # -- the rule: which layers select --------------------------------------------------------------

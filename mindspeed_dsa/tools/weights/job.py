@@ -18,6 +18,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch, wr
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
@@ -63,6 +64,9 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         **values,
         **{name: getattr(said, name) for name in ("moe_layer_freq", "mtp_num_layers") if hasattr(said, name)},
     }
+    files = WeightFiles(source)
+    if not hasattr(said, "mtp_num_layers") and _lacks_predictions(values, files):
+        values["mtp_num_layers"] = None
     vocabulary = _padded(values["vocab_size"], said)
     chosen = getattr(torch, dtype) if dtype else _dtype(said, bool(flags))
     saved = argparse.Namespace(
@@ -72,7 +76,16 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         pipeline_model_parallel_size=1,
         add_position_embedding=True,
     )
-    return Import(WeightFiles(source), source, target, values, vocabulary, chosen, saved)
+    return Import(files, source, target, values, vocabulary, chosen, saved)
+
+
+def _lacks_predictions(values: Mapping[str, Any], files: WeightFiles) -> bool:
+    """Return whether files have none of the layers of multi-token prediction that ``config.json`` speaks of.
+
+    Transformers writes none, and leaves their number in the configuration as it is.
+    """
+    first = f"model.layers.{values['num_layers']}."
+    return bool(values["mtp_num_layers"]) and not any(name.startswith(first) for name in files.names)
 
 
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
@@ -213,14 +226,14 @@ class _ArgumentsOnly:
 
 def _arguments_in(checkpoint: Path) -> argparse.Namespace | None:
     """Return the arguments of the job that wrote a checkpoint; None where it does not say."""
-    path = checkpoint / "common.pt"
-    if not path.is_file():
+    source = Reader(checkpoint).common()
+    if source is None:
         return None
     try:
-        common = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_ArgumentsOnly)
+        common = torch.load(source, map_location="cpu", weights_only=False, pickle_module=_ArgumentsOnly)
     except Exception as error:  # a damaged pickle may raise anything
         raise RunError(
-            f"{_WHO}: {path} cannot be read ({error}); name the model with --like HF_DIR"
+            f"{_WHO}: the arguments in {checkpoint} cannot be read ({error}); use a checkpoint that is whole"
         ) from error
     args = common.get("args") if isinstance(common, dict) else None
     return args if isinstance(args, argparse.Namespace) else None

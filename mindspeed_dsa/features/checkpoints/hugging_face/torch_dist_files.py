@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from mindspeed_dsa.runs.files import RunError, sync, write_atomically
 
 INDEX = ".metadata"
+_COMMON = "common_state/shard_0_1"
 _RECORDS = ".records"
 """Folder, within an unfinished checkpoint, of what its finished files contain."""
 
@@ -182,17 +183,31 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors = _tensors_of(folder)
+        self.tensors, self._objects = _contents(folder)
         self._last: tuple[Chunk, Tensor] | None = None
         lengths: dict[str, int] = {}
-        for stored in self.tensors.values():
-            for chunk in stored.chunks:
-                lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.begin + chunk.length)
+        chunks = [chunk for stored in self.tensors.values() for chunk in stored.chunks]
+        for chunk in (*chunks, *self._objects.values()):
+            lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.begin + chunk.length)
         for name, length in lengths.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size < length:
                 state = "is cut short" if path.is_file() else "is not there"
                 raise RunError(f"mindspeed_dsa weights: {path} {state}; use a checkpoint that is whole")
+
+    def common(self) -> Path | IO[bytes] | None:
+        """Return what holds the state that is not sharded, as ``torch.load`` takes it; None: there is none.
+
+        Since 0.19 it is an object among the tensors, before that a file.
+        """
+        path, place = self.folder / "common.pt", self._objects.get(_COMMON)
+        if path.is_file():
+            return path
+        if place is None:
+            return None
+        with open(self.folder / place.file, "rb") as file:
+            file.seek(place.begin)
+            return io.BytesIO(file.read(place.length))
 
     def read(self, name: str, begin: Sequence[int], shape: Sequence[int], out: Tensor) -> None:
         """Read a region of a tensor.
@@ -311,10 +326,12 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
 
 
-def _tensors_of(folder: Path) -> dict[str, Stored]:
+def _contents(folder: Path) -> tuple[dict[str, Stored], dict[str, Chunk]]:
+    """Return a checkpoint's tensors, and its objects, by name."""
     try:
         with open(folder / INDEX, "rb") as file:
-            return dict(_stored(_IndexUnpickler(file).load()))
+            index = _IndexUnpickler(file).load()
+            return dict(_stored(index)), dict(_objects(index))
     except FileNotFoundError as error:
         raise RunError(
             f"mindspeed_dsa weights: {folder} is no checkpoint of --ckpt-format torch_dist: it has no "
@@ -339,3 +356,10 @@ def _stored(index: Any) -> Iterator[tuple[str, Stored]]:
                 Chunk(tuple(each.offsets), tuple(each.sizes), place.relative_path, place.offset, place.length)
             )
         yield name, Stored(tuple(known.size), known.properties.dtype, tuple(chunks))
+
+
+def _objects(index: Any) -> Iterator[tuple[str, Chunk]]:
+    for name, known in index.state_dict_metadata.items():
+        if isinstance(known, torch_metadata.BytesStorageMetadata):
+            place = index.storage_data[torch_metadata.MetadataIndex(name)]
+            yield name, Chunk((), (), place.relative_path, place.offset, place.length)
