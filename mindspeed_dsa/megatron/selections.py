@@ -110,7 +110,8 @@ class Sharing:
         if self.frequency > 1 and layers is not None and self.offset > layers:
             yield (
                 f"--dsa-indexer-skip-topk-offset {self.offset} lies beyond the {layers} layers of the model, "
-                "so that no layer shares; give one of them, or omit --dsa-indexer-topk-freq"
+                f"so that no layer shares; give --num-layers {self.offset} or more, or one of these layers, "
+                "or omit --dsa-indexer-topk-freq, or the --dsa-model that sets both"
             )
         if not self.pattern:
             return

@@ -13,7 +13,7 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from mindspeed_dsa.features.dsa.model.feature import FLAGS, fill_arguments
+from mindspeed_dsa.features.dsa.model.feature import FLAGS, fill_arguments, sets
 from mindspeed_dsa.megatron.dsa import MODEL_SIZES, MODELS
 from mindspeed_dsa.patches import versions
 from tests.matrix import make_indexer_reference as of_0_19
@@ -117,6 +117,7 @@ def test_a_models_name_fills_arguments(model):
     expected = DEFAULTS | MODELS[model] | MODEL_SIZES[model] | {"dsa_indexer_topk": 16}
     assert {name: vars(args)[name] for name in expected} == expected
     assert not fill_arguments(args), "called again it finds nothing left to do"
+    assert not sets(model, {"dsa_indexer_topk_pattern": None}), "no pattern is nothing to say"
 
 
 def test_what_contradicts_a_models_name_is_refused(pool):

@@ -77,6 +77,7 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
     if running is not None and running is not before:
         try:
             args = _as_arguments(running.settings, argv)
+            running.rewrite(args)  # as a job does before it is checked
             layers = _selecting(args)
             problems += running.problems(args)
         except MindSpeedDSAError as error:

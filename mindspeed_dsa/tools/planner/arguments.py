@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.features import everything
+from mindspeed_dsa.features.dsa.model.feature import against_model, fill_arguments
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
@@ -43,6 +44,7 @@ def job_of(
     _check_sizes(options, devices, imbalance)
     if config_file:
         configs.apply(Path(config_file), options, given)
+    fill_arguments(options)
     _check_together(options)
     _check_given(options)
     model, training = model_of(options), training_of(options)
@@ -103,6 +105,8 @@ def _missing(options: argparse.Namespace, names: Sequence[str]) -> str:
 def _check_together(options: argparse.Namespace) -> None:
     """Refuse what Megatron, or a feature, refuses whatever the layout."""
     problems = list(Sharing.of(options).problems(options.num_layers))
+    if options.dsa_model is not None:
+        problems += against_model(options, options.dsa_model)
     if options.bf16 and options.fp16:
         problems.append("--bf16 and --fp16: give one of them")
     if options.reuse_fp32_param and not options.bf16:

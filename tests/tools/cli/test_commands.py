@@ -101,12 +101,15 @@ def test_doctor_says_why_nothing_is_decided():
     assert "unknown" not in text.replace("platform: name unknown", "")
 
 
-def test_doctor_reads_a_job_with_shared_selections_behind_its_script():
+@pytest.mark.parametrize(
+    "model", ["--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3", "--dsa-model glm-5.2"]
+)
+def test_doctor_reads_a_job_with_shared_selections_behind_its_script(model):
     from mindspeed_dsa.tools.cli import doctor
 
     job = (
-        "-- pretrain_gpt.py --experimental-attention-variant dsa --num-layers 78 --dsa-indexer-topk-freq 4 "
-        "--dsa-indexer-skip-topk-offset 3 --mtp-num-layers 1 --pipeline-model-parallel-size 2 --my-own 3"
+        f"-- pretrain_gpt.py --experimental-attention-variant dsa --num-layers 78 {model} "
+        "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --my-own 3"
     )
     findings = doctor.examine(job.split())
     assert findings["layers"] == (

@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_trained_is_refused(tmp_path, changed, problem):
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ("--dsa-indexer-skip-topk-offset 79", "lies beyond the 78 layers"),
+        ("--dsa-indexer-skip-topk-offset 79", "lies beyond the 78 layers.*give --num-layers 79"),
         ("--dsa-indexer-topk-freq 1 --dsa-indexer-topk-pattern CSS", "has 3 letters"),
         ("--pipeline-model-parallel-size 2", "begins with layer 40, which shares the selection of layer 39"),
         (
@@ -158,6 +158,17 @@ def test_what_cannot_share_is_one_message(more, problem):
     with pytest.raises(SettingsError, match=problem) as caught:
         glm(more)
     assert "\n" not in str(caught.value)
+
+
+def test_a_models_name_says_which_layers_share():
+    job = "pretrain_dsa.py --dsa-model glm-5.2 --num-layers 8"
+    sharing = arguments.job_of(job.split()).model.sharing
+    assert [layer for layer in range(1, 9) if sharing.computes(layer)] == [1, 2, 3, 7]
+    assert glm("--dsa-model glm-5.2", model="glm-5").model == glm().model
+    with pytest.raises(SettingsError, match="begins with layer 5"):
+        arguments.job_of([*job.split(), "--pipeline-model-parallel-size", "2"])
+    with pytest.raises(SettingsError, match=r"contradicts --dsa-model glm-5, .*omit it, or omit --dsa-model"):
+        glm("--dsa-model glm-5")
 
 
 def test_the_nearest_layout_begins_its_chunks_with_computing_layers():

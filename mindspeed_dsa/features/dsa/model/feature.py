@@ -164,8 +164,9 @@ def _open_values(flag: Flag) -> tuple[Any, ...]:
 
 
 def sets(model: str, filled: Mapping[str, Any]) -> str:
-    """Say which fields a model's name has filled."""
-    return f"{MODEL_NAME.name} {model} sets " + ", ".join(f"{name}={value}" for name, value in filled.items())
+    """Say which fields a model's name has filled; None says nothing, and alone gives an empty text."""
+    said = ", ".join(f"{name}={value}" for name, value in filled.items() if value is not None)
+    return f"{MODEL_NAME.name} {model} sets {said}" if said else ""
 
 
 def _against(model: str, said: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
@@ -176,6 +177,16 @@ def _against(model: str, said: Mapping[str, str], values: Mapping[str, Any]) -> 
         for name, value in values.items()
         if name in MODELS[model] and value != MODELS[model][name]
     ]
+
+
+def against_model(args: Any, model: str) -> list[str]:
+    """Say which of a job's arguments contradict a model's fields; what is unset, or filled in, does not."""
+    given = {}
+    for flag in FLAGS:
+        value = argument(args, flag.dest)
+        if value not in _open_values(flag):
+            given[flag.dest] = value
+    return _against(model, {name: f"{name}={value!r}" for name, value in given.items()}, given)
 
 
 @dataclass(frozen=True)
@@ -243,13 +254,7 @@ def check_model(args: Any, options: Options) -> Iterator[str]:
             )
         return
     if options.model is not None:
-        given = {}
-        for flag in FLAGS:
-            value = argument(args, flag.dest)
-            if value not in _open_values(flag):
-                given[flag.dest] = value
-        said_as = {name: f"{name}={value!r}" for name, value in given.items()}
-        yield from _against(options.model, said_as, given)
+        yield from against_model(args, options.model)
     yield from Sharing.of(args).problems(argument(args, "num_layers"))
     first, interleaved = argument(args, ROPE_FIRST.dest), argument(args, ROPE_INTERLEAVED.dest)
     if interleaved and not first and not options.native:

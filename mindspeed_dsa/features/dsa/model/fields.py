@@ -77,8 +77,8 @@ def take_fields(original: Callable[..., None], context: Context[Options]) -> Cal
                 chosen |= {name: size for name, size in sizes.items() if kwargs.get(name) is None}
             filled = {name: value for name, value in chosen.items() if name in known and name not in given}
             kwargs |= filled
-            if context.options.model is not None and filled:
-                context.log.info("%s", sets(context.options.model, filled), once=True)
+            if context.options.model is not None and (said := sets(context.options.model, filled)):
+                context.log.info("%s", said, once=True)
         for name in (name for name in known if name not in taken):
             value = kwargs.pop(name, None)
             setattr(self, name, known[name].default if value is None else value)
