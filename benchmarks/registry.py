@@ -154,6 +154,14 @@ CASES: dict[str, Case] = {
             has_quick=True,
         ),
         Case(
+            "weights",
+            "weights of Hugging Face's files imported and exported, beside a plain copy of the files",
+            "benchmarks.weights",
+            on_device=False,
+            has_quick=True,
+            options={"size": "GB of the model in bf16 (default: 4)"},
+        ),
+        Case(
             "small-operators",
             "operators and host time of a layer: fused and compiled, beside stock Megatron",
             "benchmarks.small_operators",
