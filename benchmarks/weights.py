@@ -30,8 +30,9 @@ from mindspeed_dsa.tools.weights.model import built
 GLM: dict[str, Any] = {
     "model_type": "glm_moe_dsa", "hidden_size": 2048, "intermediate_size": 6144,
     "moe_intermediate_size": 1024, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32768,
-    "n_routed_experts": 64, "num_experts_per_tok": 8, "n_shared_experts": 1, "q_lora_rank": 1024, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "first_k_dense_replace": 1,
+    "n_routed_experts": 64, "num_experts_per_tok": 8, "n_shared_experts": 1, "q_lora_rank": 1024,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e6},
     "pad_token_id": 0,
