@@ -68,7 +68,10 @@ def enable_features(args: argparse.Namespace) -> None:
         mindspeed_dsa.enable(use_fused_dsa=True)
     else:
         args.use_fused_dsa = running.settings.use_fused_dsa
+    named = args.save
+    args.save = named or (None if args.no_save else args.output_dir)  # in whose folder the run's will be
     mindspeed_dsa.validate(args)
+    args.save = named
 
 
 def prepare(args: argparse.Namespace, world: World) -> Run | None:

@@ -57,7 +57,7 @@ def check_fits(args: argparse.Namespace, checkpoint: Path) -> None:
         raise UsageError(
             f"checkpoint {checkpoint} cannot be read ({error}); choose another with --ckpt-step"
         ) from error
-    weights_only = args.finetune or args.no_load_optim
+    weights_only = _from_step_0(args, checkpoint) or args.no_load_optim
     names = _SHAPE if weights_only else (*_SHAPE, *_OPTIMIZER)
     if args.use_torch_fsdp2:
         # FSDP2's optimizers read the distributed one's master weights and moments.
@@ -129,8 +129,9 @@ def load(
     """Read a checkpoint into model, optimizer, schedule and generators, in any parallel layout."""
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     saved = common.get("args")
-    weights_only = args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)
-    with_rng = not (args.finetune or args.no_load_rng) and _has_rng_state(saved, args)
+    from_step_0 = _from_step_0(args, checkpoint)
+    weights_only = from_step_0 or args.no_load_optim or getattr(saved, "no_save_optim", False)
+    with_rng = not (from_step_0 or args.no_load_rng) and _has_rng_state(saved, args)
     metadata = {**(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}), **_group()}
     wanted = _model_state(model, metadata)
     if not weights_only:
@@ -154,7 +155,7 @@ def load(
         optimizer.reload_model_params()
     if with_rng:
         _set_rng_state(state["rng_state"])
-    if args.finetune:
+    if from_step_0:
         return Progress(fresh_optimizer=True)
     return Progress(
         iteration=state["iteration"],
@@ -162,6 +163,11 @@ def load(
         wall_s=state.get("wall_s", 0.0),
         fresh_optimizer=weights_only,
     )
+
+
+def _from_step_0(args: argparse.Namespace, checkpoint: Path) -> bool:
+    """Return whether nothing but the weights of a checkpoint is read."""
+    return args.finetune or checkpoint.name == checkpoints.RELEASE
 
 
 def _stage(args: Any) -> str:

@@ -17,13 +17,15 @@ from pathlib import Path
 from mindspeed_dsa.runs.files import RunError, number, sync, sync_tree, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Name, in the tracker as well, of weights that no job has written, such as imported ones."""
 _ATTEMPTS = 3
 _SHOWN = 40  # characters of a damaged file that a message repeats
 _PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
 
 
 def latest(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint; ``None`` if there is none.
+    """Step of the newest complete checkpoint of a job; ``None`` if there is none.
 
     Raises:
         RunError: the tracker file cannot be read, or names a checkpoint that is missing or incomplete.
@@ -37,6 +39,8 @@ def latest(folder: Path) -> int | None:
             f"{folder / TRACKER} cannot be read ({error.strerror or error}); name a folder that holds "
             "checkpoints"
         ) from error
+    if text == RELEASE and is_complete(folder / RELEASE):
+        return None
     step = number(text)
     if step is None or not _is_there(folder, step):
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -49,12 +53,14 @@ def latest(folder: Path) -> int | None:
 
 
 def choose(folder: Path, step: int | None = None) -> Path:
-    """Folder of the checkpoint of a step, by default of the latest.
+    """Folder of the checkpoint of a step, by default of the latest, or else of imported weights.
 
     Raises:
         RunError: it is missing or incomplete.
     """
     wanted = latest(folder) if step is None else step
+    if wanted is None and is_complete(folder / RELEASE):
+        return folder / RELEASE
     if wanted is None or not _is_there(folder, wanted):
         raise RunError(
             f"{folder} has no complete checkpoint{'' if wanted is None else f' of step {wanted}'}; "

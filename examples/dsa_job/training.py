@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_dsa
-from dsa_job import checkpoint, checkpoints, data, distributed
+from dsa_job import checkpoint, checkpoints, data, distributed, weights
 from dsa_job.arguments import build_parser
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.folders import Run
@@ -134,6 +134,7 @@ class _Job:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         tokenizer = build_tokenizer(args.tokenizer_model)
+        args.vocab_size = tokenizer.vocab_size
         args.padded_vocab_size = padded_vocab_size(args, tokenizer.vocab_size)
         self.corpus: Corpus | None = None
         if args.train_iters:
@@ -143,6 +144,7 @@ class _Job:
         mindspeed_dsa.finalize(str(folder) if folder else None)
         config = model_config(args)
         model = _build(args, config)
+        weights.read(args, model)
         self.account = Account(model)
         optimizer = build_optimizer(args, model)
         self.stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
@@ -175,6 +177,8 @@ class _Job:
                 self._steps(records)
             if self.args.save and self.saved != self.progress.iteration:
                 self._save()
+            if self.args.save and self.progress.iteration >= self.args.train_iters:
+                weights.write(self.args, self.progress.iteration)
             if on_end is not None:
                 on_end(self.stepper)
             if self.corpus is not None and self.progress.iteration >= self.args.train_iters:
@@ -265,6 +269,8 @@ class _Job:
             )
         self.saved = self.progress.iteration
         self.reporter.say(f"step {self.saved:>5} | saved {where}")
+        if self.args.save_hf_interval and self.saved % self.args.save_hf_interval == 0:
+            weights.write(self.args, self.saved)
 
     def _stop_for_ctrl_c(self) -> None:
         stopped = f"stopped by Ctrl-C after step {self.progress.iteration}"

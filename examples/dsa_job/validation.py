@@ -207,6 +207,11 @@ def _check_combinations(args: argparse.Namespace, world: World) -> Iterator[str]
     steps = args.lr_decay_iters or args.train_iters
     if args.train_iters and 0 < args.lr_warmup_iters >= steps:
         yield f"--lr-warmup-iters {args.lr_warmup_iters} leaves nothing of the {steps} scheduled steps"
+    if args.load and args.load_hf:
+        yield (
+            f"--load {args.load} and --load-hf {args.load_hf} both say where the weights come from; omit one "
+            "of them (a run that was interrupted goes on from its own checkpoints)"
+        )
     if args.ckpt_step is not None and not args.load:
         yield "--ckpt-step needs --load"
     if args.min_lr > args.lr:

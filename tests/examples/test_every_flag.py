@@ -89,7 +89,7 @@ NOT_OF_THIS_JOB = {
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
-    *("--load", "--load-hf", "--save-hf", "--moe-expert-placement", "--fsdp2-config-path"),  # files
+    *("--load", "--load-hf", "--moe-expert-placement", "--fsdp2-config-path"),  # files
     *("--step-metrics-file", "--sft-mask-prompts"),  # of Megatron-LM's own loop
 }
 WHO = {

@@ -1,0 +1,211 @@
+"""Jobs of Megatron-LM's pretrain_gpt.py that begin with transformers' files and end with such files.
+
+``MEGATRON_LM`` names checkouts, as for ``test_pretrain_gpt.py``. The first loss is what transformers computes
+of the same tokens; a model that the job writes is one that transformers loads.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mindspeed_dsa.runs import metrics
+from tests.matrix.hugging_face import DEEPSEEK, DENSE, GLM, Model
+from tests.matrix.test_pretrain_gpt import checkout
+
+transformers = pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20")
+pytestmark = [
+    pytest.mark.releases(">=0.12.1", quick=True),
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release"),
+]
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ROOT / "examples" / "megatron_lm" / "run_megatron.py"
+VOCABULARY = 4224
+"""A multiple of 128 for each of two ranks: no row is padding. Mock data have fewer tokens in any release."""
+LENGTH, BATCH = 32, 4
+TRAINING = f"""
+--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --mock-data
+--tokenizer-type NullTokenizer --seq-length {LENGTH} --micro-batch-size 1 --global-batch-size {BATCH}
+--train-iters 5 --lr 1e-3 --lr-decay-iters 50 --log-interval 1 --eval-interval 100 --eval-iters 1
+--distributed-timeout-minutes 5 --moe-token-dispatcher-type alltoall
+""".split()
+BF16 = "--bf16 --use-distributed-optimizer"
+"""Gradients are summed in fp32 beside it."""
+CASES = {
+    "TP2+SP": (DENSE, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "EP2": (DEEPSEEK, "--expert-model-parallel-size 2 --use-fused-dsa"),
+    "PP2": (GLM, "--pipeline-model-parallel-size 2 --use-fused-dsa"),
+    "EP2, bf16": (DENSE, f"--expert-model-parallel-size 2 {BF16}"),
+}
+
+
+def folder_of(kind: str, folder: Path) -> Path:
+    """Let transformers write a model with random weights."""
+    torch.manual_seed(0)
+    model = Model(kind, 4, *((2, 1) if kind == GLM else ())).theirs(
+        vocab_size=VOCABULARY, num_nextn_predict_layers=0
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+def weights(*words: str) -> str:
+    """Run ``python -m mindspeed_dsa weights``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_dsa", "weights", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def flags_of(model: Path, *layout: str) -> list[str]:
+    """Return a model's flags, those of its layout, and those of every job here."""
+    own = shlex.split(weights("flags", str(model)))
+    # The tokenizer has one more, the end of a document.
+    own[own.index("--vocab-size") + 1] = str(VOCABULARY - 1)
+    return [*own, *TRAINING, *layout]
+
+
+def job(
+    folder: Path, flags: Sequence[str], *more: str, batches: Path | None = None
+) -> tuple[str, list[float]]:
+    """Train on two ranks in a folder that is made: what is printed, and the loss of each step.
+
+    Megatron's own log has means: its first line after a start counts for the next one as well.
+    """
+    where = checkout()
+    folder.mkdir()
+    programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]
+    environment = {
+        **os.environ,
+        "MEGATRON_LM": str(where),
+        "BATCHES": str(batches),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PATH": os.pathsep.join(programs),
+        "PYTHONPATH": os.pathsep.join([str(where), str(ROOT), *sys.path]),
+    }
+    script = (
+        f"{where}/pretrain_gpt.py" if batches is None else str(ROOT / "tests/matrix/recorded_pretrain.py")
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(LAUNCHER), script, *flags, "--step-metrics-file", str(folder / "steps.jsonl"), *more],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-6000:]
+    return printed, [record["lm_loss"] for record in metrics.read(folder / "steps.jsonl")]
+
+
+def of_transformers(model: Path, batches: Path) -> float:
+    """Return transformers' mean loss over the tokens of a job's first step."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    first: list[dict[str, Any]] = []
+    ranks = [torch.load(path) for path in sorted(batches.glob("rank*.pt"))]
+    if any(call["labels"] is None or call["tokens"] is None for calls in ranks for call in calls):
+        stages = zip(*(calls[:BATCH] for calls in ranks), strict=True)
+        first = [{"tokens": begin["tokens"], "labels": end["labels"]} for begin, end in stages]
+    else:
+        same = torch.equal(ranks[0][0]["tokens"], ranks[1][0]["tokens"])
+        first = ranks[0][:BATCH] if same else [call for calls in ranks for call in calls[: BATCH // 2]]
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(theirs(call["tokens"]).logits.flatten(0, 1), call["labels"].flatten())
+            for call in first
+        ]
+    assert len(losses) == BATCH
+    return float(sum(losses) / BATCH)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a model's files."""
+    from safetensors.torch import load_file
+
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def loads_strictly(folder: Path) -> Any:
+    """Load a model with transformers, which finds each name that it looks for and no other."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model.config
+
+
+IN_MATRIX = ("TP2+SP",)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        name
+        if "MATRIX_RECORD" in os.environ and name in IN_MATRIX
+        else pytest.param(name, marks=pytest.mark.full)
+        for name in CASES
+    ],
+)
+def test_a_job_begins_with_files_and_ends_with_them(tmp_path: Path, case: str) -> None:
+    kind, layout = CASES[case]
+    model = folder_of(kind, tmp_path / "model")
+    flags = flags_of(model, *layout.split())
+    own, batches = tmp_path / "own", tmp_path / "batches"
+    batches.mkdir()
+    saving = ["--save", str(own), "--save-interval", "2", "--load", str(own)]
+    begins = ["--load-hf", str(model), *saving, "--save-hf", str(tmp_path / "hf"), "--save-hf-interval", "2"]
+    printed, losses = job(tmp_path / "first", flags, *begins, "--exit-interval", "3", batches=batches)
+    assert len(losses) == 3
+    assert f"{model}: " in printed
+    expected = of_transformers(model, batches)
+    assert losses[0] == pytest.approx(expected, rel=1e-2 if "bf16" in case else 2e-6)
+
+    # The same from a checkpoint that was imported, and something else without either.
+    imported = tmp_path / "imported"
+    weights("import", str(model), str(imported), "--", *flags)
+    _, others = job(tmp_path / "second", flags, "--load", str(imported), "--exit-interval", "3")
+    assert others == losses
+    _, drawn = job(tmp_path / "drawn", flags, "--exit-interval", "1")
+    assert abs(drawn[0] - losses[0]) > 1e-4
+
+    # A second start goes on from step 3.
+    printed, resumed = job(tmp_path / "resumed", flags, *begins)
+    assert "--load-hf is not read" in printed
+    _, whole = job(tmp_path / "whole", flags, "--load-hf", str(model))
+    assert [*losses, *resumed] == whole
+
+    # The exit after step 3 is not the end of the job; what is written equals the checkpoint.
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "iter_0000002",
+        "iter_0000004",
+        "iter_0000005",
+    }
+    last = tmp_path / "hf" / "iter_0000005"
+    config = loads_strictly(last)
+    assert config.model_type == loads_strictly(model).model_type
+    weights("export", str(own), str(tmp_path / "exported"), "--like", str(model))
+    written, exported = tensors(last), tensors(tmp_path / "exported")
+    assert written.keys() == exported.keys() == tensors(model).keys()
+    assert all(torch.equal(each, exported[name]) for name, each in written.items())
+    moved = tensors(model)
+    assert any(not torch.equal(each, moved[name].to(each.dtype)) for name, each in written.items())
