@@ -88,6 +88,7 @@ def _gpt_model(
         activation_func=F.silu,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
+        rope_type="rope",  # YaRN's tables cannot be made without memory
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_dropout_fusion=False,
