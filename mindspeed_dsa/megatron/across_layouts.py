@@ -170,8 +170,8 @@ def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Cal
             _check_format(saved, args)
             _check_generators(saved["folder"], args, sharded_state_dict, context)
         result = original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
-        state, folder, *_ = result
-        if rank0 and isinstance(state, dict):
+        state, folder, release, *_ = result
+        if rank0 and isinstance(state, dict) and not release:  # which has weights alone
             # What is needed of it, not the state: some formats have weights and moments in there.
             read = getattr(context.megatron("core.dist_checkpointing"), "load_content_metadata", None)
             facts = (read(preloaded_state_dict=state) if read else None) or {}  # from 0.14 on

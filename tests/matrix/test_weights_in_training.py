@@ -209,3 +209,41 @@ def test_a_job_begins_with_files_and_ends_with_them(tmp_path: Path, case: str) -
     assert all(torch.equal(each, exported[name]) for name, each in written.items())
     moved = tensors(model)
     assert any(not torch.equal(each, moved[name].to(each.dtype)) for name, each in written.items())
+
+
+SPARSE = """
+--experimental-attention-variant dsa --dsa-model deepseek-v3.2 --dsa-indexer-n-heads 32
+--dsa-indexer-head-dim 16 --dsa-indexer-topk 6 --tensor-model-parallel-size 2 --sequence-parallel
+--save-interval 2
+""".split()
+"""Of the page docs/weights.md, with small sizes."""
+
+
+@pytest.mark.full
+def test_a_dense_model_becomes_a_sparse_one(tmp_path: Path) -> None:
+    """Through the warm-up and the sparse stage, each interrupted, as the page has it."""
+    model = folder_of(DENSE, tmp_path / "model")
+    flags = flags_of(model, *SPARSE)
+    warm, sparse, written = tmp_path / "warm", tmp_path / "sparse", tmp_path / "written"
+    first = ["--load-hf", str(model), "--dsa-stage", "warmup", "--dsa-indexer-loss-coeff", "1.0"]
+    first += ["--train-iters", "4", "--save", str(warm), "--load", str(warm)]
+    printed, begun = job(tmp_path / "first", flags, *first, "--exit-interval", "2")
+    assert f"{model} has no indexers: those of 4 layers are initialised" in printed
+    printed, went_on = job(tmp_path / "second", flags, *first)
+    assert "--load-hf is not read" in printed
+    assert (len(begun), len(went_on)) == (2, 2)
+
+    weights("export", str(warm), str(tmp_path / "warmed"), "--dtype", "float32")
+    before, after = tensors(model), tensors(tmp_path / "warmed")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "all else is frozen"
+
+    then = ["--use-fused-dsa", "--dsa-indexer-loss-coeff", "0.01", "--dsa-indexer-use-sparse-loss"]
+    then += ["--override-opt-param-scheduler", "--lr", "1e-4", "--train-iters", "8", "--save", str(sparse)]
+    printed, _ = job(tmp_path / "third", flags, *then, "--load", str(warm), "--exit-interval", "6")
+    assert "of the optimizer's state that of indexers goes on, that of all else begins at step 0" in printed
+    _, resumed = job(tmp_path / "fourth", flags, *then, "--load", str(sparse))
+    _, whole = job(tmp_path / "whole", flags, *then[:-1], str(tmp_path / "other"), "--load", str(warm))
+    assert resumed == whole[2:]
+
+    weights("export", str(sparse), str(written))
+    assert loads_strictly(written).model_type == "deepseek_v32"
