@@ -173,6 +173,22 @@ GROUPS = {
         Flag("--tensor-model-parallel-size", 1, "ranks that share each layer", least=1, free=True),
         Flag("--sequence-parallel", False, "split norms and dropout along the sequence too", free=True),
         Flag("--pipeline-model-parallel-size", 1, "ranks that share the layer stack", least=1, free=True),
+        Flag(
+            "--decoder-first-pipeline-num-layers",
+            int,
+            "layers of the first pipeline rank, where they are not as many as the others'",
+            least=1,
+            dest="num_layers_in_first_pipeline_stage",
+            free=True,
+        ),
+        Flag(
+            "--decoder-last-pipeline-num-layers",
+            int,
+            "layers of the last pipeline rank, likewise",
+            least=1,
+            dest="num_layers_in_last_pipeline_stage",
+            free=True,
+        ),
         Flag("--num-layers-per-virtual-pipeline-stage", int, "layers per model chunk", least=1, free=True),
         Flag("--num-virtual-stages-per-pipeline-rank", int, "model chunks per rank", least=1, free=True),
         Flag(

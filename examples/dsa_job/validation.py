@@ -84,7 +84,6 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
         )
         return
     divided = {
-        "num_layers": ("--pipeline-model-parallel-size", pp),
         "num_attention_heads": ("--tensor-model-parallel-size", tp),
         "ffn_hidden_size": ("--tensor-model-parallel-size", tp),
         "make_vocab_size_divisible_by": ("--tensor-model-parallel-size", tp),
@@ -104,8 +103,7 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
     for dest, (by, size) in divided.items():
         if getattr(args, dest) % size:
             yield f"{FLAGS[dest].name} {getattr(args, dest)} is not divisible by {by} {size}"
-    if args.num_layers % pp == 0:
-        yield from _check_interleaving(args, pp)
+    yield from _check_stages(args, pp)
     if args.sequence_parallel and tp == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; omit it or raise the size"
     if args.num_moe_experts and world.size % (ep * etp * pp):
@@ -117,6 +115,35 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
         yield "experts with tensor parallelism train only with --sequence-parallel; add it"
     if ep > 1 and not args.num_moe_experts:
         yield f"--expert-model-parallel-size {ep} needs experts; set --num-experts"
+
+
+def _check_stages(args: argparse.Namespace, pp: int) -> Iterator[str]:
+    """Check how layers are dealt out to the ranks of a pipeline."""
+    ends = [args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage]
+    said = [layers for layers in ends if layers is not None]
+    if not said:
+        if args.num_layers % pp == 0:
+            yield from _check_interleaving(args, pp)
+        else:
+            yield (
+                f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {pp}; use "
+                "a multiple, or give the first or last rank other layers by "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+            )
+        return
+    between, ranks = args.num_layers - sum(said), pp - len(said)
+    names = {"first": ends[0], "last": ends[1]}
+    given = [f"--decoder-{name}-pipeline-num-layers {layers}" for name, layers in names.items() if layers]
+    flags = " and ".join(given)
+    if pp == 1:
+        yield f"{flags}: a pipeline is needed; add --pipeline-model-parallel-size of 2 or more, or omit it"
+    elif between < 0 or (between % ranks if ranks else between) or (ranks and not between):
+        yield (
+            f"{flags}: {between} of --num-layers {args.num_layers} are left for the other {ranks} pipeline "
+            "ranks; give numbers that leave as many to each"
+        )
+    elif args.virtual_pipeline_model_parallel_size:
+        yield f"{flags}: an interleaved pipeline deals layers out evenly; omit one or the other"
 
 
 def _check_interleaving(args: argparse.Namespace, pp: int) -> Iterator[str]:

@@ -54,6 +54,8 @@ USED = {
     "coc, gathered again": (2, f"--use-ascend-coc {TP} --coc-recompute-all-gather {MEASURED}"),
     "experts overlap": (2, f"--moe-alltoall-overlap-comm {EP}"),
     "forward beside backward": (2, f"--moe-fb-overlap {EP}"),
+    "first pipeline rank": (2, f"--decoder-first-pipeline-num-layers 1 --num-layers 3 {PP}"),
+    "last pipeline rank": (2, f"--decoder-last-pipeline-num-layers 1 --num-layers 3 {PP}"),
     "FSDP2": (2, "--use-torch-fsdp2 --fsdp2-prefetch 2 --fsdp2-reduce-dtype bf16 --fsdp2-sharding-size 2"),
     "host profile": (1, "--host-profile {folder}/profile.json --host-profile-step 2 --train-iters 9"),
     "indexer": (1, "--dsa-indexer-head-dim 16 --dsa-backend cpu"),
