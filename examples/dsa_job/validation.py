@@ -126,8 +126,8 @@ def _check_stages(args: argparse.Namespace, pp: int) -> Iterator[str]:
             yield from _check_interleaving(args, pp)
         else:
             yield (
-                f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {pp}; use "
-                "a multiple, or give the first or last rank other layers by "
+                f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {pp}; "
+                "use a multiple, or give the first or last rank other layers by "
                 "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
             )
         return
