@@ -165,7 +165,10 @@ def wish_of(options: argparse.Namespace) -> Wish:
     like = described_like = None
     if options.like is not None:
         like = config.read_config(options.like, _WHO)
-        described_like = argparse.Namespace(**config.arguments_of(like, f"{_WHO}: {options.like}"))
+        values = config.arguments_of(like, f"{_WHO}: {options.like}")
+        if _lacks_predictions(values, WeightFiles(options.like)):
+            values["mtp_num_layers"] = None
+        described_like = argparse.Namespace(**values)
     args = args or described_like
     if args is None:
         raise RunError(f"{_WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR")

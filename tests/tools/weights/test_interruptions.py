@@ -48,7 +48,7 @@ importing.read_piece = counted(importing.read_piece)
 ShardFile.write = counted(ShardFile.write)
 sys.exit(main(["weights", *sys.argv[2:]]))
 """
-"""Program that is killed when it reads, or writes, its so manieth tensor; 0 for never."""
+"""Program that is killed when it reads or writes the tensor of that number, counted from 1; 0 for never."""
 KILLED_AT = 60
 
 

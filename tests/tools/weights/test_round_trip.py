@@ -87,3 +87,17 @@ def test_fp8_files_have_the_same_bytes_and_factors(tmp_path: Path, kind: str) ->
                 # e4m3 has 3 bits behind the point, and 2**-10 is half of its smallest step.
                 bound = block.abs() * 2.0**-4 + each[row, column] * 2.0**-10
                 assert ((back * each[row, column] - block).abs() <= bound * 1.001).all()
+
+
+def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: Path) -> None:
+    """Its configuration may tell of them all the same, which only the job's flags can insist on."""
+    theirs = models.write("deepseek_v3", tmp_path / "model")
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    done("import", theirs, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--like", theirs)
+    assert (tmp_path / "out" / FILE).read_bytes() == (theirs / FILE).read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    status, text = models.weights("import", theirs, tmp_path / "other", "--", "--mtp-num-layers", 1)
+    assert status == 2
+    assert "lack model.layers.4.enorm.weight" in text
