@@ -235,7 +235,9 @@ def test_a_dense_model_becomes_a_sparse_one(tmp_path: Path) -> None:
 
     weights("export", str(warm), str(tmp_path / "warmed"), "--dtype", "float32")
     before, after = tensors(model), tensors(tmp_path / "warmed")
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "all else is frozen"
+    # The job's tokenizer has one token less than the embedding has rows.
+    rows = {name: tensor[: after[name].size(0)] for name, tensor in before.items()}
+    assert all(torch.equal(tensor, after[name]) for name, tensor in rows.items()), "all else is frozen"
 
     then = ["--use-fused-dsa", "--dsa-indexer-loss-coeff", "0.01", "--dsa-indexer-use-sparse-loss"]
     then += ["--override-opt-param-scheduler", "--lr", "1e-4", "--train-iters", "8", "--save", str(sparse)]
