@@ -149,6 +149,7 @@ def test_an_interrupted_import_and_export_go_on(model: Path, tmp_path: Path) -> 
     assert contents(after) == contents(tmp_path / "out")
 
 
+@pytest.mark.full
 def test_what_an_import_of_other_files_left_is_not_used(model: Path, tmp_path: Path) -> None:
     with interrupted(importing, "read_piece"):
         models.weights("import", model, tmp_path / "again", "--dtype", "float32")

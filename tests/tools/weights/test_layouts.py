@@ -27,16 +27,6 @@ LAYOUTS = {
     "TP2, EP2": {"tp": 2, "ep": 2, "etp": 1},
     "one process": {},
 }
-QUICK = ("TP2, EP2", GLM)
-
-
-def cases() -> list[Any]:
-    """List every layout of every model."""
-    return [
-        pytest.param(layout, kind, marks=() if (layout, kind) == QUICK else pytest.mark.full)
-        for layout in LAYOUTS
-        for kind in MODELS
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder_of
 
 
-@pytest.mark.parametrize(("layout", "kind"), cases())
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_checkpoint_is_loaded_and_one_that_is_saved_exported(
     pool: Any, made: Any, tmp_path: Path, layout: str, kind: str
 ) -> None:

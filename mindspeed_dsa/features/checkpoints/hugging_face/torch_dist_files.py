@@ -107,7 +107,7 @@ def write_part(folder: Path, name: str, items: Iterable[Item], wrote: Callable[[
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Let ``torch.save`` leave out checksums, which take thrice the rest's time and are not compared by ``torch.load``.
+    """Let ``torch.save`` leave out checksums, which take thrice the rest's time and nobody compares.
 
     Torch before 2.6 cannot.
     """
