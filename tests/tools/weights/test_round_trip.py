@@ -101,3 +101,16 @@ def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: P
     status, text = models.weights("import", theirs, tmp_path / "other", "--", "--mtp-num-layers", 1)
     assert status == 2
     assert "lack model.layers.4.enorm.weight" in text
+
+
+def test_fp8_of_a_model_whose_files_have_none(tmp_path: Path) -> None:
+    """Which weights are in FP8 is the rule's to say, and code is not copied."""
+    theirs = models.write("deepseek_v3", tmp_path / "model")
+    (theirs / "tokenizer_of_theirs.py").write_text("raise SystemExit\n", encoding="utf-8")
+    done("import", theirs, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "alone", "--fp8-blocks")
+    done("export", tmp_path / "checkpoints", tmp_path / "like", "--fp8-blocks", "--like", theirs)
+    alone, like = tensors_of(tmp_path / "alone"), tensors_of(tmp_path / "like")
+    assert models.same(like, alone)
+    assert like["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
+    assert [path.name for path in (tmp_path / "like").glob("tokenizer*")] == ["tokenizer.json"]

@@ -120,7 +120,11 @@ class Export:
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
         self._reader = Reader(wish.checkpoint)
-        self._like = WeightFiles(wish.like) if wish.like is not None else None
+        self._like = like = WeightFiles(wish.like) if wish.like is not None else None
+        # Of a model without FP8 nothing can be learnt about which weights have it.
+        self._like_has_fp8 = like is not None and any(
+            like.dtype(name) == torch.float8_e4m3fn for name in like.names
+        )
         self._sources = self._find()
         self._described = [self._describe(name) for name in self._sources]
         self._entries = [entry for each in self._described for entry in each]
@@ -235,7 +239,7 @@ class Export:
         known = self._like is not None and name in self._like.names
         stored = self._like.dtype(name) if known and self._like is not None else None
         if self.wish.fp8_blocks:
-            if stored is not None:
+            if stored is not None and self._like_has_fp8:
                 return stored
             linear = len(source.shape) == 2 and not any(part in name for part in _NOT_QUANTISED)
             if linear:
@@ -345,7 +349,7 @@ class Export:
         write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")
         for pattern in _COPIED if self.wish.like is not None else ():
             for path in self.wish.like.glob(pattern) if self.wish.like is not None else ():
-                if path.is_file():
+                if path.is_file() and path.suffix != ".py":
                     shutil.copyfile(path, partial / path.name)
         (partial / _JOB).unlink()
         sync_tree(partial)

@@ -16,6 +16,8 @@ from mindspeed_dsa.runs.files import RunError
 BLOCK = (128, 128)
 """Rows and columns of a block, unless the model's description has others."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+_SATURATES = LARGEST + 16
+"""Half a step above the largest number: from here on a quotient would be rounded to what there is not."""
 _FACTORS_BELOW = 2.0**120
 """From here on the largest weight of a block overflows bf16."""
 _SCRATCH = 2**18  # elements that are worked on at once: 1 MiB in fp32, which stays in a core's cache
@@ -102,7 +104,8 @@ def quantise(
     Args:
         weight: floating point ``[rows, columns]`` on the CPU, whole or from a block's first row on.
         factors: fp32, of the blocks of these rows; ``None`` chooses the largest magnitude of a block / 448,
-            and 1 for a block of zeros.
+            and 1 for a block of zeros. A block that has outgrown its factor, as training may let it, gets
+            one that is chosen so, rather than being cut off.
         block: rows and columns of a block.
 
     Returns:
@@ -126,9 +129,12 @@ def quantise(
                 f"rows {begin} to {begin + len(values)} hold NaN or infinities, which FP8 blocks cannot; "
                 "export in bf16, and look for the step at which training diverged"
             )
+        own = torch.where(largest > 0, largest / LARGEST, 1.0)
         if factors is None:
-            factor = largest / LARGEST
-            chosen[band] = torch.where(factor > 0, factor, 1.0)
+            chosen[band] = own
+        elif (outgrown := largest > _SATURATES * chosen[band]).any():
+            chosen = chosen.clone() if chosen is factors else chosen
+            chosen[band] = torch.where(outgrown, own, chosen[band])
         scale = chosen[band].repeat_interleave(width)[:columns]
         quantised[begin : begin + height].copy_(values.div_(scale).clamp_(-LARGEST, LARGEST))
     return quantised, chosen

@@ -100,9 +100,16 @@ def test_chosen_factors():
             assert quantised[part].float().abs().max() == (448 if largest else 0)
 
 
-def test_factors_that_are_too_small_saturate():
-    quantised, _ = fp8.quantise(torch.tensor([[1000.0, -1000.0, 3.0]]), torch.ones(1, 1))
-    assert quantised.float().tolist() == [[448.0, -448.0, 3.0]]
+def test_blocks_that_have_outgrown_their_factors_get_others():
+    """448 times a factor may be rounded up a little; half a step above it no factor was meant."""
+    known = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
+    weight = torch.ones(200, 200)
+    weight[0, 0], weight[0, 199] = 463.0, -896.0
+    quantised, factors = fp8.quantise(weight, known)
+    assert factors.tolist() == [[1.0, 2.0], [1.0, 2.0]]
+    assert known[0, 1] == 1.0
+    assert [quantised[0, 0].float(), quantised[0, 199].float() * 2] == [448.0, -896.0]
+    assert quantised[0, 198].float() * 2 == quantised[199, 199].float() * 2 == 1.0
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
