@@ -280,3 +280,20 @@ def _expert_biases(chunk: torch.nn.Module) -> dict[str, Tensor]:
     """Return what routers add to their scores before they choose, by global name."""
     with mock.patch.object(type(chunk), "named_parameters", type(chunk).named_buffers):
         return {name: bias for name, bias in job.global_names(chunk).items() if name.endswith("expert_bias")}
+
+
+def biases_in_bf16(model: Model, folder: str) -> dict[str, Tensor]:
+    """Read a model in bf16 from its files, as Megatron's loop wraps it; return its routers' biases.
+
+    Args:
+        model: which one.
+        folder: of its files.
+    """
+    with job_of_any_release(1, 0), torch.no_grad():
+        job.start({"experimental_attention_variant": "dsa"})
+        from megatron.core.transformer.module import Float16Module
+
+        config = tiny.config(**model.ours(), bf16=True, params_dtype=torch.bfloat16)
+        wrapped = Float16Module(config, tiny.gpt_model(config))
+        loading.load([wrapped], Path(folder), config, log.get())
+        return _expert_biases(wrapped.module)

@@ -123,6 +123,19 @@ def test_every_rank_reads_what_it_holds(pool: Any, tmp_path: Path, kind: str, la
     assert_same(model, results, layout == "CP2")
 
 
+def test_biases_of_routers_are_not_rounded(pool: Any, tmp_path: Path) -> None:
+    """Before 0.14 Megatron's wrapper for half precision leaves them in bf16 until the first step."""
+    model = Model(DEEPSEEK)
+    hugging_face.of_transformers(model, tmp_path)
+    (biases,) = pool.run("tests.matrix.hugging_face:biases_in_bf16", 1, model=model, folder=str(tmp_path))
+    files = hugging_face.read_files(tmp_path)
+    assert len(biases) == model.layers - 1
+    for name, bias in biases.items():
+        layer = name.split(".")[2]
+        assert torch.equal(bias, files[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"])
+        assert not torch.equal(bias, bias.bfloat16().float())
+
+
 @pytest.mark.parametrize("kind", [pytest.param(DENSE, marks=pytest.mark.full), GLM])
 def test_an_import_is_exported_again(tmp_path: Path, kind: str) -> None:
     """The checkpoint itself says which model it is of, wherever this release keeps that."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
+from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
 from mindspeed_dsa.patches import versions
@@ -60,12 +61,12 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         )
     if problems:
         raise SettingsError(f"{_WHO} import: {source}: " + "; ".join(problems))
-    values = {
-        **values,
-        **{name: getattr(said, name) for name in ("moe_layer_freq", "mtp_num_layers") if hasattr(said, name)},
-    }
+    if hasattr(said, "moe_layer_freq"):
+        values["moe_layer_freq"] = said.moe_layer_freq
     files = WeightFiles(source)
-    if not hasattr(said, "mtp_num_layers") and _lacks_predictions(values, files):
+    if (predictions := prediction_layers(said)) is not None:
+        values["mtp_num_layers"] = predictions or None
+    elif _lacks_predictions(values, files):
         values["mtp_num_layers"] = None
     vocabulary = _padded(values["vocab_size"], said)
     chosen = getattr(torch, dtype) if dtype else _dtype(said, bool(flags))
@@ -118,7 +119,7 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
             parser.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
             parser.add_argument(flag, type=type(value) if isinstance(value, (int, float)) else str)
-    for name in ("bf16", "fp16"):
+    for name in ("bf16", "fp16", "mtp-use-repeated-layer"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in (
         "tensor-model-parallel-size",

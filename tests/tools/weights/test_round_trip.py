@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_dsa.tools.weights import job
 from tests.tools.weights import models
 from tests.tools.weights.models import CLASSES, FILE, done, same, tensors_of
 
@@ -114,3 +115,10 @@ def test_fp8_of_a_model_whose_files_have_none(tmp_path: Path) -> None:
     assert models.same(like, alone)
     assert like["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
     assert [path.name for path in (tmp_path / "like").glob("tokenizer*")] == ["tokenizer.json"]
+
+
+def test_a_repeated_layer_of_multi_token_prediction_is_imported_once(tmp_path: Path) -> None:
+    theirs = models.write("deepseek_v3", tmp_path / "model", predictions=1)
+    flags = ["--mtp-num-layers", "3", "--mtp-use-repeated-layer"]
+    wanted = job.import_of(theirs, tmp_path / "checkpoints", flags, None)
+    assert wanted.values["mtp_num_layers"] == 1

@@ -150,6 +150,14 @@ def layers_with_experts(args: Any) -> list[int] | Missing:
     return [int(each) for each in frequency]
 
 
+def prediction_layers(args: Any) -> int | None:
+    """Return how many layers of multi-token prediction own weights; None: not said."""
+    here = value_of(args, "mtp_num_layers")
+    if here is MISSING:
+        return None
+    return min(here or 0, 1) if getattr(args, "mtp_use_repeated_layer", False) else here or 0
+
+
 def rotates_first_here(args: Any, name: str, release: str) -> bool:
     """Return one of :data:`ALWAYS_SINCE_0_19`; where a job says nothing, the release decides."""
     value = getattr(args, name, None)

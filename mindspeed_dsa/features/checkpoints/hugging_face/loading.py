@@ -73,7 +73,15 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
     began, filled = time.perf_counter(), 0
     shape = Shape.of(job)
     files = WeightFiles(folder)
-    states = [_unwrapped(chunk).sharded_state_dict() for chunk in chunks]
+    found = difference(shape, files)
+    # Of a dense model's files all indexers are missing; a few that are not there are a damage.
+    _agree(list(found.problems(dense=not any(".indexer." in name for name in files.names))), folder)
+    models = [_unwrapped(chunk) for chunk in chunks]
+    for module in (each for model in models for each in model.modules()):
+        # Megatron's wrapper for half precision has rounded it; before 0.14 only a forward pass widens it.
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
+    states = [model.sharded_state_dict() for model in models]
     with torch.no_grad():
         pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
         _agree(list(wrong_shapes(pieces, files, shape.layers)), folder)
@@ -83,7 +91,6 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
         except (RunError, OSError) as error:
             problem = [str(error)]
         _agree(problem, folder)
-    found = difference(shape, files)
     if found.indexers:
         log.info("%s has no indexers: those of %d layers are initialised", folder, len(found.indexers))
     if found.predictions:

@@ -22,6 +22,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     layers_with_experts,
     mend,
     pattern,
+    prediction_layers,
     rotates_first_here,
     value_of,
 )
@@ -105,7 +106,7 @@ def remarks(arguments: Mapping[str, Any], args: Any) -> list[str]:
     found = []
     if adds_indexers(arguments, args):
         found.append("the files are of a dense model: indexers are initialised, all else is read")
-    here, there = _mtp_layers(args), arguments["mtp_num_layers"] or 0
+    here, there = prediction_layers(args), arguments["mtp_num_layers"] or 0
     if here is not None and here < there:
         found.append(
             f"the files have {there} layers of multi-token prediction, and {here} are trained: the others "
@@ -153,7 +154,7 @@ def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[st
         name = getattr(activation, "__name__", activation)
         yield f"activation_func is {name} here and silu in the files: give --swiglu alone"
     yield from _vocabulary(arguments["vocab_size"], args, release)
-    here, there = _mtp_layers(args), arguments["mtp_num_layers"] or 0
+    here, there = prediction_layers(args), arguments["mtp_num_layers"] or 0
     if here is not None and here > there:
         yield _differs("mtp_num_layers", here, there or None, release)
 
@@ -171,14 +172,6 @@ def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
     else:
         advice = f"give --padded-vocab-size {there} or more"
     yield f"{name} is {here} here and {there} in the files, of which no row can be left out: {advice}"
-
-
-def _mtp_layers(args: Any) -> int | None:
-    """Return how many layers of multi-token prediction own weights; None: not said."""
-    here = value_of(args, "mtp_num_layers")
-    if here is MISSING:
-        return None
-    return min(here or 0, 1) if getattr(args, "mtp_use_repeated_layer", False) else here or 0
 
 
 # -- experts -----------------------------------------------------------------------------------
@@ -306,7 +299,7 @@ def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterat
         else:
             flags = "omit --dsa-indexer-topk-freq and --dsa-indexer-topk-pattern"
         yield f"{here.words(layers)} select keys here and {there.words(layers)} in the files: {flags}"
-    trained = range(1, min(_mtp_layers(args) or 0, arguments["mtp_num_layers"] or 0) + 1)
+    trained = range(1, min(prediction_layers(args) or 0, arguments["mtp_num_layers"] or 0) + 1)
     if any(here.mtp_computes(layer) != there.mtp_computes(layer) for layer in trained):
         flags = mend("dsa_indexer_share_for_mtp", there.mtp_shares, release)
         yield f"other layers of multi-token prediction select keys here than in the files: {flags}"

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.runs.files import RunError
 
@@ -227,7 +228,7 @@ class Shape:
         if isinstance(frequency, int):
             frequency = [int(layer % frequency == 0) for layer in range(layers)]
         uses_dsa = getattr(args, "experimental_attention_variant", None) == "dsa"
-        sharing, predictions = Sharing.of(args), getattr(args, "mtp_num_layers", None) or 0
+        sharing, predictions = Sharing.of(args), prediction_layers(args) or 0
         return cls(
             experts=tuple(experts * bool(has) for has in frequency),
             indexers=tuple(uses_dsa and sharing.computes(layer) for layer in range(1, layers + 1)),

@@ -17,6 +17,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     Rotary,
     before_0_14,
     layers_with_experts,
+    prediction_layers,
     value_of,
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import mismatches
@@ -102,7 +103,7 @@ def config_of(
         **{theirs: value_of(args, ours) for ours, theirs in SIZES.items()},
         "vocab_size": vocabulary or _rows(args),
         "num_key_value_heads": value_of(args, "num_attention_heads"),
-        "num_nextn_predict_layers": getattr(args, "mtp_num_layers", None) or 0,
+        "num_nextn_predict_layers": prediction_layers(args) or 0,
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", True),
         "rms_norm_eps": value_of(args, "norm_epsilon"),
         "hidden_act": "silu",

@@ -81,6 +81,11 @@ def test_only_computing_layers_own_an_indexer() -> None:
     assert owners == {*(("decoder", layer) for layer in (0, 1, 2, 6)), ("mtp", 0), ("mtp", 1)}
 
 
+def test_a_repeated_layer_of_multi_token_prediction_has_weights_once() -> None:
+    repeated = arguments("GlmMoeDsa", mtp_num_layers=3, mtp_use_repeated_layer=True)
+    assert Shape.of(repeated) == Shape.of(arguments("GlmMoeDsa", mtp_num_layers=1))
+
+
 def test_norms_that_are_part_of_projections_are_the_same() -> None:
     for other, name in (
         ("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm"),

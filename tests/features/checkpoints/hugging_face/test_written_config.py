@@ -64,6 +64,12 @@ def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
     assert theirs["dtype"] == "bfloat16"
 
 
+def test_a_repeated_layer_of_multi_token_prediction_is_one():
+    trained = job(arguments("deepseek_v3", num_nextn_predict_layers=1), "0.19.0")
+    trained.mtp_num_layers, trained.mtp_use_repeated_layer = 3, True
+    assert config_of(trained, "0.19.0", WHO)["num_nextn_predict_layers"] == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(list(KINDS)),
