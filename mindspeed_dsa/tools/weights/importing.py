@@ -131,9 +131,10 @@ def _require_room_for_name(wanted: Import) -> None:
         raise RunError(
             f"mindspeed_dsa weights: {wanted.final} exists already; remove it, or name another folder"
         )
-    if tracker.is_file() and (known := tracker.read_text(encoding="utf-8", errors="replace")) != RELEASE:
+    known = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else RELEASE
+    if known != RELEASE:
         raise RunError(
-            f"mindspeed_dsa weights: {wanted.target} has checkpoints of a job, the newest {known.strip()}, "
+            f"mindspeed_dsa weights: {wanted.target} has checkpoints of a job, the newest {known}, "
             "in whose place --load would take the imported one; name another folder"
         )
 

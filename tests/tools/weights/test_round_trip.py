@@ -122,3 +122,14 @@ def test_a_repeated_layer_of_multi_token_prediction_is_imported_once(tmp_path: P
     flags = ["--mtp-num-layers", "3", "--mtp-use-repeated-layer"]
     wanted = job.import_of(theirs, tmp_path / "checkpoints", flags, None)
     assert wanted.values["mtp_num_layers"] == 1
+
+
+def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
+    """Which ``--like`` decides, and not ``--dtype``. A tracker may end with a line's end."""
+    theirs = models.write("deepseek_v3", tmp_path / "model", torch.float32)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("release\n")
+    done("import", theirs, tmp_path / "checkpoints", "--dtype", "float32")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--like", theirs)
+    assert tensors_of(tmp_path / "out")["model.norm.weight"].dtype == torch.float32
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"

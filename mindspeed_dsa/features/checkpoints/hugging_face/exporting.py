@@ -338,6 +338,9 @@ class Export:
         """Write what stands beside the weights, and name the folder; one process does it in the end."""
         partial, config = self.partial, dict(self.wish.config)
         write_index(partial, self.shards)
+        # Which loaders take for all weights; the embedding is in FP8 nowhere.
+        embedding = Place("", -1, -1, "embedding.word_embeddings.weight").theirs(0)[0]
+        config["dtype"] = str(self._dtype(embedding, self._sources[embedding])).removeprefix("torch.")
         config.pop("quantization_config", None)
         if self.wish.fp8_blocks:
             config["quantization_config"] = {
