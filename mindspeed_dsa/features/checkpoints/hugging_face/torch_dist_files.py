@@ -97,12 +97,22 @@ def write_part(folder: Path, name: str, items: Iterable[Item], wrote: Callable[[
     with open(folder / name, "wb") as file, _without_checksums():
         for item in items:
             begin = file.tell()
-            torch.save(item.make(), file)
+            _save(item.make(), file, folder / name)
             written.append({**_described(item), "begin": begin, "length": file.tell() - begin})
             wrote(item.bytes)
         file.flush()
         os.fsync(file.fileno())
     write_atomically(record, json.dumps(written))
+
+
+def _save(content: Any, file: IO[bytes], path: Path) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # of torch's writer, in whose context is what the system has said
+        raise RunError(
+            f"mindspeed_dsa weights: {path} cannot be written ({error.__context__ or error}); make room, or "
+            "name a folder that can be written, and give the command again"
+        ) from error
 
 
 @contextlib.contextmanager

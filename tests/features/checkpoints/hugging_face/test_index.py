@@ -1,13 +1,20 @@
-"""Indexes of torch's checkpoints are read without running anything that a pickle may name."""
+"""Files of torch's checkpoints: indexes run nothing that a pickle may name, and a full disk is named."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import pickle
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX, Reader
+from mindspeed_dsa.features.checkpoints.hugging_face import torch_dist_files
+from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX, Item, Reader, write_part
 from mindspeed_dsa.runs.files import RunError
 
 
@@ -33,3 +40,27 @@ def test_an_index_names_nothing_but_its_own_classes(tmp_path: Path, module: str,
     with pytest.raises(RunError, match=f"{name} does not belong into an index"):
         Reader(tmp_path)
     assert not marker.exists()
+
+
+class _Full(io.FileIO):
+    """A file on a disk that is full after 20 kB."""
+
+    def write(self, content: Any) -> int:
+        if self.tell() + len(content) > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content)
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
+    """Torch's writer speaks of an unexpected position instead."""
+    item = Item("x", lambda: torch.zeros(100, 100), (100, 100), (0, 0), (100, 100))
+
+    def full(path: Path, mode: str) -> Any:
+        return io.BufferedWriter(_Full(path, mode))
+
+    with (
+        mock.patch.object(torch_dist_files, "open", full, create=True),
+        pytest.raises(RunError, match=r"__0_0\.distcp cannot be written .*No space left.*make room"),
+    ):
+        write_part(tmp_path, "__0_0.distcp", [item], lambda done: None)
+    assert not list((tmp_path / ".records").iterdir())
