@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, MEGATRON_FLAGS, Algorithms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, MLA, uses_dsa
+from mindspeed_dsa.megatron.dsa import DSA, MLA, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -175,8 +175,12 @@ def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
             "--experimental-attention-variant dsa"
         )
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
-    if release is not None and release in SpecifierSet(">=0.19", prereleases=True):
-        yield f"--cp-block-rows: the attention of Megatron-core {release} knows its own rows only; omit it"
+    own_rows = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
+    if own_rows and not shares_keys(args, Fused.of(args)):
+        yield (
+            f"--cp-block-rows: the attention of Megatron-core {release} knows its own rows only; add "
+            "--use-fused-dsa with all its parts, in a stage that attends sparsely, or omit it"
+        )
 
 
 BLOCKS = Feature(
@@ -194,7 +198,7 @@ BLOCKS = Feature(
             f"{_IMPL}.rows:slice_batch",
             "Megatron cuts batches into two chunks for each rank",
             params=("batch",),
-            versions=">=0.12.1,<0.19",
+            versions=">=0.12.1,<0.21",
         ),
         Patch(
             "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
@@ -202,7 +206,7 @@ BLOCKS = Feature(
             f"{_IMPL}.rows:slice_angles",
             "Megatron's rotary angles are those of two chunks",
             params=("pos_emb", "seq_dim"),
-            versions=">=0.12.1,<0.19",
+            versions=">=0.12.1,<0.21",
         ),
         Patch(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",
@@ -210,7 +214,7 @@ BLOCKS = Feature(
             f"{_IMPL}.rows:roll_rows",
             "Megatron's multi-token prediction exchanges the borders of two chunks",
             params=("tensor", "shifts", "dims"),
-            versions=">=0.12.1,<0.19",
+            versions=">=0.12.1,<0.21",
         ),
     ),
 )

@@ -19,10 +19,17 @@ def slice_batch(original: Callable[..., Any], context: Context[BlockOptions]) ->
     """Decorate ``get_batch_on_this_cp_rank``."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        group = _group(context, *args, **kwargs)
+        # From 0.19 on kinds of context parallelism come before the group, and documents with the batch.
+        if batch.get("cu_seqlens") is not None or any(value is True for value in (*args, *kwargs.values())):
+            raise ValueError(
+                "cp-block-rows: batches are whole sequences here, and this one has documents or another kind "
+                "of context parallelism; pack by --pack-documents, or omit --cp-block-rows"
+            )
+        groups = [each for each in (*args, kwargs.get("cp_group")) if hasattr(each, "rank")]
+        group = _group(context, *groups[:1])
         layout = _layout(context, group)
         for name, value in batch.items():
-            if value is not None and layout.ranks > 1:
+            if isinstance(value, Tensor) and layout.ranks > 1:
                 batch[name] = split(value, layout, group.rank(), dim=2 if name == "attention_mask" else 1)
         return batch
 
