@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_files_and_imported_weights_train_alike(jobs: JobServer, model: Path, tmp_path: Path) -> None:
     padded = [*SIZES, "--make-vocab-size-divisible-by", str(VOCABULARY)]
     written, imported = tmp_path / "hf", tmp_path / "imported"

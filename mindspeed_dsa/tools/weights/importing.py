@@ -200,8 +200,12 @@ def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> list[
             items.append(Item(entry.unique_key, partial(_as_saved, entry)))
             continue
         ((_, (piece,)),) = pieces_of({"": entry}, megatron)
-        if all(name in there for name in piece.place.theirs(layers)):
-            items.append(_item(piece, wanted, layers))
+        if not there.issuperset(piece.place.theirs(layers)):
+            raise RunError(
+                f"mindspeed_dsa weights: this release of Megatron builds {piece.place}, which the files of "
+                "such a model do not have; report it, with config.json"
+            )
+        items.append(_item(piece, wanted, layers))
     return items
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face.comparison import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
@@ -63,7 +64,7 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         raise SettingsError(f"{_WHO} import: {source}: " + "; ".join(problems))
     if hasattr(said, "moe_layer_freq"):
         values["moe_layer_freq"] = said.moe_layer_freq
-    files = WeightFiles(source)
+    files = weights_of(source)
     if (predictions := prediction_layers(said)) is not None:
         values["mtp_num_layers"] = predictions or None
     elif _lacks_predictions(values, files):
@@ -167,7 +168,7 @@ def wish_of(options: argparse.Namespace) -> Wish:
     if options.like is not None:
         like = config.read_config(options.like, _WHO)
         values = config.arguments_of(like, f"{_WHO}: {options.like}")
-        if _lacks_predictions(values, WeightFiles(options.like)):
+        if _lacks_predictions(values, weights_of(options.like)):
             values["mtp_num_layers"] = None
         described_like = argparse.Namespace(**values)
     args = args or described_like

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch
+from mindspeed_dsa.features.checkpoints.hugging_face import config, fp8, mismatch
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import REPEATED, Place, Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import PADDED, Files, Piece
@@ -17,6 +17,18 @@ from mindspeed_dsa.runs.files import RunError
 _WHO = "mindspeed_dsa load-hf"
 _SHOWN = 8
 """Names that a message lists of many."""
+
+
+def weights_of(folder: Path) -> WeightFiles:
+    """Return the weights of a model's folder, whose configuration may say how large FP8's blocks are.
+
+    Raises:
+        SettingsError: ``config.json`` cannot be read.
+        RunError: files are missing or damaged.
+    """
+    quantised = config.read_config(folder, _WHO).get("quantization_config") or {}
+    rows, columns = quantised.get("weight_block_size") or fp8.BLOCK
+    return WeightFiles(folder, (rows, columns))
 
 
 def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
@@ -30,7 +42,7 @@ def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
     try:
         arguments = config.arguments_of(config.read_config(folder, _WHO), f"{_WHO}: {folder / config.FILE}")
         yield from mismatch.mismatches(arguments, args, release)
-        files = WeightFiles(folder)
+        files = weights_of(folder)
     except (RunError, SettingsError) as error:
         yield str(error)
         return

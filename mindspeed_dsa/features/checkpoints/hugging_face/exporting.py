@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import fp8
-from mindspeed_dsa.features.checkpoints.hugging_face.comparison import listed
+from mindspeed_dsa.features.checkpoints.hugging_face.comparison import listed, weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     REPEATED,
@@ -120,7 +120,7 @@ class Export:
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
         self._reader = Reader(wish.checkpoint)
-        self._like = like = WeightFiles(wish.like) if wish.like is not None else None
+        self._like = like = weights_of(wish.like) if wish.like is not None else None
         # Of a model without FP8 nothing can be learnt about which weights have it.
         self._like_has_fp8 = like is not None and any(
             like.dtype(name) == torch.float8_e4m3fn for name in like.names
@@ -327,8 +327,9 @@ class Export:
         self._reader.read(source.key, begin, shape, out)
         if not quantised:
             return out, None
-        known = self._like is not None and name in self._like.names
-        factors = self._like.factors(name) if known and self._like is not None else None
+        like, factors = self._like, None
+        if like is not None and name in like.names and like.block == fp8.BLOCK:
+            factors = like.factors(name)
         try:
             return fp8.quantise(out, factors)
         except RunError as error:

@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, listed, wrong_shapes
+from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
+    difference,
+    listed,
+    weights_of,
+    wrong_shapes,
+)
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
-from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -72,7 +77,13 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
     megatron = megatron or Megatron()
     began, filled = time.perf_counter(), 0
     shape = Shape.of(job)
-    files = WeightFiles(folder)
+    files, problem = None, list[str]()
+    try:
+        files = weights_of(folder)
+    except (RunError, SettingsError) as error:
+        problem = [str(error)]
+    _agree(problem, folder)
+    assert files is not None  # or all ranks have raised
     found = difference(shape, files)
     # Of a dense model's files all indexers are missing; a few that are not there are a damage.
     _agree(list(found.problems(dense=not any(".indexer." in name for name in files.names))), folder)
@@ -83,9 +94,12 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
             module._maintain_float32_expert_bias()
     states = [model.sharded_state_dict() for model in models]
     with torch.no_grad():
-        pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
-        _agree(list(wrong_shapes(pieces, files, shape.layers)), folder)
-        problem: list[str] = []
+        try:
+            pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
+            problem = list(wrong_shapes(pieces, files, shape.layers))
+        except RunError as error:  # a module that files do not have
+            problem = [str(error)]
+        _agree(problem, folder)
         try:
             filled = sum(fill(state, files, shape.layers, megatron) for state in states)
         except (RunError, OSError) as error:
