@@ -24,6 +24,7 @@ NOT_TORCHS = {
     # Megatron and Transformer Engine
     *("_BaseDataParallel", "_buffer", "_compute_index_scores", "_forward_impl", "_fork_rng", "_fsdp_modules"),
     *("_get_all_rng_states", "_get_kv_up_weights", "_get_model_param_range_map"),
+    "_maintain_float32_expert_bias",
     *("_proj_and_transformer_layer", "_prompt_config", "_prompt_format", "_tokenizer"),
     *("_set_all_rng_states", "_set_checkpointing", "_unset_checkpointing"),
     # attributes that this package gives to foreign objects
