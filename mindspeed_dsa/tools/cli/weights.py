@@ -105,12 +105,10 @@ def _import(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
     from mindspeed_dsa.features.checkpoints.hugging_face import saving
-    from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export
     from mindspeed_dsa.tools.weights import job
 
     with job.processes():
-        plan = Export(job.wish_of(options))
-        saving.write_together(plan, _bar("export"))
+        plan = saving.write_together(lambda: job.wish_of(options), _bar("export"))
     if _first():
         print(f"{options.target}: {plan.bytes / 1e9:.2f} GB in {len(plan.shards)} files")
 

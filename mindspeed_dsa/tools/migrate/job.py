@@ -89,7 +89,7 @@ Kind = Literal["same", "megatron", "not needed", "not served", "unchanged", "unk
 
 
 LATENT = {"--multi-latent-attention", "--multi-head-latent-attention"}
-"""What a command line with latent attention has one of."""
+"""Flags of which a command line with latent attention has at least one."""
 FLAG = re.compile(r"--?[A-Za-z]")
 """How a word begins that is a flag."""
 

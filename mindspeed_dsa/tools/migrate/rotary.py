@@ -19,7 +19,7 @@ _TURNS = {
 }
 """By MindSpeed-LLM's flag, ours, and the value that Megatron has without one."""
 _DEFAULT_FACTOR = "8.0"
-"""Of Megatron's ``--rope-scaling-factor``, which MindSpeed-LLM reads for YaRN too."""
+"""Default of Megatron's ``--rope-scaling-factor``, which MindSpeed-LLM reads for YaRN too."""
 
 
 def rotate(job: Job) -> None:

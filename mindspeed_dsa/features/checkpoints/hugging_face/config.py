@@ -48,7 +48,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
     "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
 }
-"""What transformers' class of each kind takes where a file says nothing; the rest is :data:`_ALIKE`."""
+"""Defaults of transformers' class of each kind, where a file says nothing; the rest is :data:`_ALIKE`."""
 _ALIKE: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,

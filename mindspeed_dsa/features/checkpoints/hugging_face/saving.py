@@ -15,6 +15,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.loading import TRACKER
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.log import Log
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs.files import RunError, number
 
 _WHO = "mindspeed_dsa save-hf"
@@ -72,11 +73,20 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
     if there[0]:
         log.info("%s is there already", target)
         return None
+    plan = write_together(
+        lambda: _wish(job, Path(job.save) / name, target, options), lambda total: lambda done: None
+    )
+    log.info("%s: %.2f GB of weights", target, plan.bytes / 1e9)
+    return target
+
+
+def _wish(job: Any, checkpoint: Path, target: Path, options: Save) -> Wish:
+    """Return the export of a job's checkpoint."""
     like = None if options.like is None else config.read_config(options.like, _WHO)
     vocabulary = None if like is None else like["vocab_size"]
     described = written_config.config_of(job, options.release, _WHO, vocabulary=vocabulary, like=like)
-    wish = Wish(
-        checkpoint=Path(job.save) / name,
+    return Wish(
+        checkpoint=checkpoint,
         target=target,
         config=described,
         shape=Shape.of(job),
@@ -84,22 +94,26 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
         fp8_blocks=options.fp8_blocks,
         like=options.like,
     )
-    plan = Export(wish)
-    write_together(plan, lambda total: lambda done: None)
-    log.info("%s: %.2f GB of weights", target, plan.bytes / 1e9)
-    return target
 
 
-def write_together(plan: Export, progress: Callable[[int], Callable[[int], None]]) -> None:
-    """Write an export's files on all ranks, or in this process alone.
+def write_together(wish: Callable[[], Wish], progress: Callable[[int], Callable[[int], None]]) -> Export:
+    """Plan an export and write its files on all ranks, or in this process alone.
+
+    Args:
+        wish: says what is to be exported; called on every rank, of which one may not see the files.
+        progress: as of :meth:`Export.write`.
 
     Raises:
         RunError: on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    planned: list[Export] = []
+    together(lambda: planned.append(Export(wish())))
+    (plan,) = planned
     together(plan.begin if rank == 0 else None)
     together(lambda: plan.write(rank, ranks, progress))
     together(plan.publish if rank == 0 else None)
+    return plan
 
 
 def together(do: Callable[[], None] | None) -> None:
@@ -115,7 +129,7 @@ def together(do: Callable[[], None] | None) -> None:
     try:
         if do is not None:
             do()
-    except RunError as error:
+    except MindSpeedDSAError as error:
         problem = str(error)
     except OSError as error:
         problem = f"mindspeed_dsa weights: {error}; make room, or name a folder that can be written"
