@@ -20,7 +20,6 @@ from benchmarks.registry import Metrics
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face import saving, shard_files
 from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
-from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import pieces_of
 from mindspeed_dsa.runs.files import sync_tree
@@ -103,7 +102,7 @@ def _export(checkpoint: Path, target: Path, like: Path | None, fp8: bool) -> Non
             fp8_blocks=fp8,
         )
     )  # fmt: skip
-    saving.write_together(Export(wish), _silent)
+    saving.write_together(lambda: wish, _silent, "benchmark")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib import import_module
 
-from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.patches.errors import MindSpeedDSAError, say_once
 
 COMMANDS = {
     "doctor": "what is installed, which features are on and who set them, and the state of every patch site",
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         status: int = getattr(import_module(f"mindspeed_dsa.tools.cli.{module}"), function)(argv[1:])
         sys.stdout.flush()
     except MindSpeedDSAError as error:
-        print(error, file=sys.stderr)
+        say_once(str(error))
         return 2
     except BrokenPipeError:  # as in `... | head`: what is not read is not written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

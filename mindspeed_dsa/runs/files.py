@@ -21,6 +21,14 @@ def number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
+def amount(nbytes: int) -> str:
+    """Return bytes in GB, or in MB or kB where they are fewer, as people read them."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes / 1000:.2f} kB"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content in one step; it is on disk when this returns."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")

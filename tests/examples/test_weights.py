@@ -40,7 +40,7 @@ def test_files_and_imported_weights_train_alike(jobs: JobServer, model: Path, tm
     written, imported = tmp_path / "hf", tmp_path / "imported"
     from_files = jobs.run(tmp_path / "files", *padded, "--load-hf", str(model), "--save-hf", str(written))
     assert from_files.code == 0, from_files.output
-    assert "GB of weights on this rank" in from_files.output
+    assert "of weights on this rank" in from_files.output
     command = [sys.executable, "-m", "mindspeed_dsa", "weights", "import", str(model), str(imported), "--"]
     flags = [*SIZES[: SIZES.index("--train-iters")], "--padded-vocab-size", str(VOCABULARY)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

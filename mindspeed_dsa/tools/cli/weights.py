@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.files import amount
 
 _WHO = "mindspeed_dsa weights"
 _DESCRIPTION = """\
@@ -70,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--like", type=Path, metavar="HF_DIR", help="model whose config.json, tokenizer and types it gets"
     )
-    add.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights; default: bfloat16")
+    add.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="of the weights but routers' biases; default: those of --like, else bfloat16",
+    )
     add.add_argument(
         "--shard-size", type=_size, default=5 * 10**9, metavar="5GB", help="largest file; default: 5GB"
     )
@@ -92,10 +97,12 @@ def _size(text: str) -> int:
 
 
 def _import(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
     from mindspeed_dsa.tools.weights import importing, job
 
-    wanted = job.import_of(options.source, options.target, flags, options.dtype)
-    importing.run(wanted, _bar("import"))
+    with job.processes():
+        wanted = together(lambda: job.import_of(options.source, options.target, flags, options.dtype), _WHO)
+        importing.run(wanted, _bar("import"))
     if _first():
         for remark in job.remarks(wanted, flags):
             print(f"note: {remark}")
@@ -108,9 +115,9 @@ def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
     from mindspeed_dsa.tools.weights import job
 
     with job.processes():
-        plan = saving.write_together(lambda: job.wish_of(options), _bar("export"))
+        plan = saving.write_together(lambda: job.wish_of(options), _bar("export"), _WHO)
     if _first():
-        print(f"{options.target}: {plan.bytes / 1e9:.2f} GB in {len(plan.shards)} files")
+        print(f"{options.target}: {amount(plan.bytes)} in {len(plan.shards)} files")
 
 
 def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
@@ -118,7 +125,11 @@ def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
     from mindspeed_dsa.features.checkpoints.hugging_face.flags import flags_of
     from mindspeed_dsa.tools.weights import job
 
-    described = config.read_config(options.source, _WHO)
+    described, lacking = config.read_model(options.source, _WHO)
+    if lacking:  # first: in a shell's array the bracket that ends it would be part of a last line
+        print(
+            f"# {config.FILE} speaks of {lacking} more layers of multi-token prediction, which the files lack"
+        )
     print("\n".join(flags_of(described, options.megatron or job.release_here(), f"{_WHO}: {options.source}")))
 
 

@@ -68,7 +68,7 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
     found = KNOWN.get(str(path).lower())
     if found is None:
         try:
-            found = config.read_config(path, _WHO)
+            found, _ = config.read_model(path, _WHO)
         except SettingsError as error:
             raise SettingsError(f"{error}; --config knows by name {', '.join(KNOWN)}") from error
     said = config.sizes_of(found, f"{_WHO}: {path}")

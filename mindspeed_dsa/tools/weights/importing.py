@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, wrong_shapes
+from mindspeed_dsa.features.checkpoints.hugging_face.files import stamps_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, bytes_of, pieces_of, read_piece
-from mindspeed_dsa.features.checkpoints.hugging_face.saving import together
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import require_disk_space
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     Item,
@@ -31,6 +32,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
 from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
 from mindspeed_dsa.tools.weights.model import built
 
+WHO = "mindspeed_dsa weights"
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron's name of a checkpoint that no job has written: loaded without optimizer, from step 0 on."""
@@ -76,9 +78,8 @@ class Import:
 
     def mark(self) -> dict[str, Any]:
         """Return what makes files of an interrupted import the same as those of this one."""
-        stamps = {path.name: path.stat() for path in sorted(self.source.glob("*.safetensors"))}
         return {
-            "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stamps.items()},
+            "files": stamps_of(self.source),
             "values": {name: str(value) for name, value in sorted(self.values.items())},
             "vocabulary": self.vocabulary,
             "dtype": str(self.dtype),
@@ -87,7 +88,7 @@ class Import:
 
 
 def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> None:
-    """Write the checkpoint; with several processes each writes a share of its files.
+    """Write the checkpoint; with several processes, which have a group, each writes a share of its files.
 
     Args:
         wanted: what is to be imported.
@@ -96,32 +97,33 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
     Raises:
         RunError: the files do not fit, there is no room, or something has that name already.
     """
-    _require_room_for_name(wanted)
     shape = Shape.of(argparse.Namespace(**wanted.values))
-    found = difference(shape, wanted.files)
-    if problems := list(found.problems(dense=False)):
-        raise _unlike(wanted, problems)
-    wanted.files.check_factors()
+    together(lambda: _check(wanted, shape), WHO)
     with built(wanted.values, wanted.vocabulary, wanted.dtype) as model:
         megatron = Megatron()
         state = model.sharded_state_dict()
         pieces = [piece for _, each in pieces_of(state, megatron) for piece in each]
-        problems = list(wrong_shapes(pieces, wanted.files, shape.layers))
-        if problems:
-            raise _unlike(wanted, problems)
+        together(lambda: _require_none(wanted, wrong_shapes(pieces, wanted.files, shape.layers)), WHO)
         first = dist.get_rank() == 0
-        together((lambda: _begin(wanted, bytes_of(pieces))) if first else None)
+        together(lambda: _begin(wanted, bytes_of(pieces)) if first else None, WHO)
         strategy = _Streaming.of(megatron, wanted, shape.layers, progress)
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
-        together((lambda: _publish(wanted)) if first else None)
+        together(lambda: _publish(wanted) if first else None, WHO)
 
 
-def _unlike(wanted: Import, problems: list[str]) -> RunError:
-    return RunError(
-        f"mindspeed_dsa weights: {wanted.source}: {'; '.join(problems)}; fetch the files again, or name a "
-        "folder whose files belong to its config.json"
-    )
+def _check(wanted: Import, shape: Shape) -> None:
+    _require_room_for_name(wanted)
+    _require_none(wanted, difference(shape, wanted.files).problems(dense=False))
+    wanted.files.check_factors()
+
+
+def _require_none(wanted: Import, problems: Iterable[str]) -> None:
+    if found := list(problems):
+        raise RunError(
+            f"{WHO}: {wanted.source}: {'; '.join(found)}; fetch the files again, or name a folder whose "
+            "files belong to its config.json"
+        )
 
 
 def _require_room_for_name(wanted: Import) -> None:
@@ -185,8 +187,8 @@ class _Streaming:
                     for name, part in parts.items():
                         write_part(folder, name, part, wrote)
 
-                together(write)
-                together((lambda: write_index(folder)) if rank == 0 else None)
+                together(write, WHO)
+                together(lambda: write_index(folder) if rank == 0 else None, WHO)
 
         return Streaming("torch_dist", 1)
 

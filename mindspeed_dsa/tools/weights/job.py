@@ -17,7 +17,6 @@ import torch.distributed as dist
 from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
-from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
@@ -25,16 +24,24 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.tools.planner.flags import pattern
-from mindspeed_dsa.tools.weights.importing import Import
+from mindspeed_dsa.tools.weights.importing import WHO, Import
 
-_WHO = "mindspeed_dsa weights"
 _MULTIPLE = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
 
 
+_COUNTS = (
+    "tensor_model_parallel_size",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",
+    "mtp_num_layers",
+)
+"""Arguments that are numbers where a model has none of them."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{_WHO} import: {message}")
+        raise SettingsError(f"{WHO} import: {message}")
 
 
 def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | None) -> Import:
@@ -51,8 +58,8 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         SettingsError: the flags describe another model.
         RunError: the files cannot be used.
     """
-    described = config.read_config(source, _WHO)
-    values = config.arguments_of(described, f"{_WHO}: {source}")
+    described, _ = config.read_model(source, WHO)
+    values = config.arguments_of(described, f"{WHO}: {source}")
     said = _said(values, flags)
     problems = mismatch.mismatches(values, said, release_here())
     if getattr(said, "ckpt_format", "torch_dist") != "torch_dist":
@@ -61,14 +68,12 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
             "which needs no checkpoint"
         )
     if problems:
-        raise SettingsError(f"{_WHO} import: {source}: " + "; ".join(problems))
+        raise SettingsError(f"{WHO} import: {source}: " + "; ".join(problems))
     if hasattr(said, "moe_layer_freq"):
         values["moe_layer_freq"] = said.moe_layer_freq
     files = weights_of(source)
     if (predictions := prediction_layers(said)) is not None:
         values["mtp_num_layers"] = predictions or None
-    elif _lacks_predictions(values, files):
-        values["mtp_num_layers"] = None
     vocabulary = _padded(values["vocab_size"], said)
     chosen = getattr(torch, dtype) if dtype else _dtype(said, bool(flags))
     saved = argparse.Namespace(
@@ -79,15 +84,6 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         add_position_embedding=True,
     )
     return Import(files, source, target, values, vocabulary, chosen, saved)
-
-
-def _lacks_predictions(values: Mapping[str, Any], files: WeightFiles) -> bool:
-    """Return whether files have none of the layers of multi-token prediction that ``config.json`` speaks of.
-
-    Transformers writes none, and leaves their number in the configuration as it is.
-    """
-    first = f"model.layers.{values['num_layers']}."
-    return bool(values["mtp_num_layers"]) and not any(name.startswith(first) for name in files.names)
 
 
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
@@ -103,7 +99,7 @@ def release_here() -> str:
     """
     release = versions.of_megatron()
     if release is None:
-        raise SettingsError(f"{_WHO}: Megatron-core is not installed: pip install 'mindspeed_dsa[megatron]'")
+        raise SettingsError(f"{WHO}: Megatron-core is not installed: pip install 'mindspeed_dsa[megatron]'")
     return release
 
 
@@ -119,17 +115,13 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
         elif isinstance(value, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
-            parser.add_argument(flag, type=type(value) if isinstance(value, (int, float)) else str)
+            kind = int if name in _COUNTS else type(value) if isinstance(value, (int, float)) else str
+            parser.add_argument(flag, type=kind)
     for name in ("bf16", "fp16", "mtp-use-repeated-layer"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in (
-        "tensor-model-parallel-size",
-        "make-vocab-size-divisible-by",
-        "padded-vocab-size",
-        "mtp-num-layers",
-    ):
-        if name.replace("-", "_") not in values:
-            parser.add_argument(f"--{name}", type=int)
+    for name in _COUNTS:
+        if name not in values:
+            parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--ckpt-format")
     words = list(flags[1:] if flags and not flags[0].startswith("-") else flags)
     said, _ = parser.parse_known_args(words)
@@ -164,22 +156,24 @@ def wish_of(options: argparse.Namespace) -> Wish:
     """
     checkpoint = _newest(options.checkpoint)
     args = _arguments_in(checkpoint)
-    like = described_like = None
+    like = None
     if options.like is not None:
-        like = config.read_config(options.like, _WHO)
-        values = config.arguments_of(like, f"{_WHO}: {options.like}")
-        if _lacks_predictions(values, weights_of(options.like)):
-            values["mtp_num_layers"] = None
-        described_like = argparse.Namespace(**values)
-    args = args or described_like
+        like, _ = config.read_model(options.like, WHO)
+        values = config.arguments_of(like, f"{WHO}: {options.like}")
+        args = args or argparse.Namespace(**values)
+        if others := mismatch.differences(values, args, release_here()):
+            raise SettingsError(
+                f"{WHO} export: {checkpoint} is no model like {options.like}: {'; '.join(others)}; name the "
+                "model with --like that it was trained from, or leave it out"
+            )
     if args is None:
-        raise RunError(f"{_WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR")
+        raise RunError(f"{WHO}: {checkpoint} does not say which model it is of; name it with --like HF_DIR")
     described = written_config.config_of(
         args,
         release_here(),
-        _WHO,
+        WHO,
         vocabulary=None if like is None else like["vocab_size"],
-        dtype=options.dtype,
+        dtype=options.dtype or "bfloat16",
         like=like,
     )
     return Wish(
@@ -188,7 +182,7 @@ def wish_of(options: argparse.Namespace) -> Wish:
         config=described,
         shape=Shape.of(args),
         vocabulary=described["vocab_size"],
-        dtype=getattr(torch, options.dtype),
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
         shard_bytes=options.shard_size,
         fp8_blocks=options.fp8_blocks,
         like=options.like,
@@ -238,7 +232,7 @@ def _arguments_in(checkpoint: Path) -> argparse.Namespace | None:
         common = torch.load(source, map_location="cpu", weights_only=False, pickle_module=_ArgumentsOnly)
     except Exception as error:  # a damaged pickle may raise anything
         raise RunError(
-            f"{_WHO}: the arguments in {checkpoint} cannot be read ({error}); use a checkpoint that is whole"
+            f"{WHO}: the arguments in {checkpoint} cannot be read ({error}); use a checkpoint that is whole"
         ) from error
     args = common.get("args") if isinstance(common, dict) else None
     return args if isinstance(args, argparse.Namespace) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -130,20 +129,19 @@ def _block_spec(config: Any) -> Any:
 
 @contextlib.contextmanager
 def _one_rank_for_all(megatron: Megatron) -> Iterator[None]:
-    """Provide process groups in which every process has the whole model."""
+    """Provide groups in which every process has the whole model; all processes are in one that exists."""
     state, random = megatron("core.parallel_state"), megatron("core.tensor_parallel.random")
-    alone = "WORLD_SIZE" not in os.environ
+    alone = not dist.is_initialized()
     if alone:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    else:
-        dist.init_process_group("gloo")
     try:
         state.initialize_model_parallel()
         random.model_parallel_cuda_manual_seed(0)
         yield
     finally:
         state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if alone:
+            dist.destroy_process_group()

@@ -88,23 +88,31 @@ def _prediction(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]
     return {**found, **{f"model.layers.{number}.{name}": tensor for name, tensor in own.items()}}
 
 
-def quantise(folder: Path) -> Path:
+def quantise(folder: Path, powers: torch.dtype | None = None) -> Path:
     """Write a model's linear weights as DeepSeek's files have them: in FP8, a factor for 128 x 128.
 
     Factors are larger than a choice by the largest magnitude of a block, so that one which is chosen anew is
     seen.
+
+    Args:
+        folder: of the model.
+        powers: dtype of factors that are powers of two; in fp32 those of ``o_proj`` are not, as in V3.1.
     """
     tensors = load_file(folder / FILE)
     for name, tensor in list(tensors.items()):
         if name.endswith(_FP8) and not any(part in name for part in _NOT_FP8):
-            _, factors = fp8.quantise(tensor)
-            factors = factors * (1 + 0.3 * torch.rand(factors.shape))
-            tensors[name], tensors[f"{name}_scale_inv"] = fp8.quantise(tensor, factors)
+            exact = powers is None or (powers == torch.float32 and "o_proj" in name)
+            _, factors = fp8.quantise(tensor, powers_of_two=not exact)
+            factors = factors * ((1 + 0.3 * torch.rand(factors.shape)) if exact else 2)
+            tensors[name], factors = fp8.quantise(tensor, factors)
+            tensors[f"{name}_scale_inv"] = factors.to(powers or torch.float32)
     save_file(tensors, folder / FILE, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]
     }  # fmt: skip
+    if powers is not None:
+        config["quantization_config"]["scale_fmt"] = "ue8m0"
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from mindspeed_dsa.features.checkpoints.hugging_face import shard_files
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.tools.weights import importing, job
 from tests.tools.weights import models
 from tests.tools.weights.models import FILE, done, weights
 
@@ -144,6 +147,26 @@ def test_import_refuses(model: Path, tmp_path: Path, damage: Any) -> None:
     refused("import", model, target, says=says, target=target)
     assert not target.exists()
     assert not (model / "executed").exists()
+
+
+def import_with_a_damage_on_rank_1(model: str, target: str) -> str:
+    """Import where one process alone reads factors that are none: the message of this one."""
+    wanted = job.import_of(Path(model), Path(target), [], None)
+    if dist.get_rank() == 1:
+        wanted.files.check_factors = lambda: (_ for _ in ()).throw(RunError("factors are nan"))
+    with pytest.raises(RunError) as caught:
+        importing.run(wanted, lambda total: lambda done: None)
+    return str(caught.value)
+
+
+def test_all_processes_hear_of_a_damage_that_one_reads(model: Path, tmp_path: Path, pool: Any) -> None:
+    target = tmp_path / "target"
+    function = f"{__name__}:import_with_a_damage_on_rank_1"
+    assert pool.run(function, 2, timeout_s=60, model=str(model), target=str(target)) == [
+        "factors are nan",
+        "factors are nan",
+    ]
+    assert not target.exists()
 
 
 def test_import_refuses_flags_of_another_model_in_one_message(model: Path, tmp_path: Path) -> None:
@@ -280,15 +303,29 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
         "smaller vocabulary": models.write(
             "deepseek_v32", folder / "smaller", num_hidden_layers=2, vocab_size=200
         ),
+        "another family": models.write("glm_moe_dsa", folder / "family", num_hidden_layers=2),
+        "fewer experts": models.write(
+            "deepseek_v32", folder / "experts", num_hidden_layers=1, n_routed_experts=2
+        ),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("other", ["wider", "smaller vocabulary"])
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("wider", ("hidden_size is 160 here and 32 in the files",)),
+        ("smaller vocabulary", ("vocabulary of 300", "200")),
+        ("another family", ("dsa_indexer_rope_interleaved is False here and True in the files",)),
+        ("fewer experts", ("num_layers is 2 here and 1", "num_experts is 4 here and 2")),
+    ],
+)
 def test_export_refuses_to_be_like_another_model(
-    checkpoints: Path, tmp_path: Path, others: dict[str, Path], other: str
+    checkpoints: Path, tmp_path: Path, others: dict[str, Path], other: str, says: tuple[str, ...]
 ) -> None:
+    """In one message that lists what differs, and names no flag, since an export takes none of them."""
     target = tmp_path / "target"
-    refused("export", checkpoints, target, "--like", others[other], says=("like",), target=target)
+    text = refused("export", checkpoints, target, "--like", others[other], says=says, target=target)
+    assert not {"--num-layers", "--hidden-size", "--num-experts"} & set(text.split())
     assert not target.exists()
 
 

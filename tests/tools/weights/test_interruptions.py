@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,21 @@ def test_what_an_import_of_other_files_left_is_not_used(model: Path, tmp_path: P
     done("import", model, tmp_path / "again")
     done("import", model, tmp_path / "whole")
     assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_what_an_export_like_other_files_left_is_not_used(model: Path, tmp_path: Path) -> None:
+    """Factors are read of the model that it is to be like, and are another's now."""
+    done("import", model, tmp_path / "checkpoints")
+    like = models.quantise(Path(shutil.copytree(model, tmp_path / "like")))
+    words = ("export", tmp_path / "checkpoints")
+    with interrupted(ShardFile, "write"):
+        models.weights(*words, tmp_path / "out", "--fp8-blocks", "--like", like, *SHARDS)
+    shutil.copyfile(model / models.FILE, like / models.FILE)
+    models.quantise(like)
+    done(*words, tmp_path / "out", "--fp8-blocks", "--like", like, *SHARDS)
+    done(*words, tmp_path / "whole", "--fp8-blocks", "--like", like, *SHARDS)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.full

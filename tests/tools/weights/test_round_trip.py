@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mindspeed_dsa.runs.files import amount
+from mindspeed_dsa.tools.planner import configs
 from mindspeed_dsa.tools.weights import job
 from tests.tools.weights import models
 from tests.tools.weights.models import CLASSES, FILE, done, same, tensors_of
@@ -90,6 +94,34 @@ def test_fp8_files_have_the_same_bytes_and_factors(tmp_path: Path, kind: str) ->
                 assert ((back * each[row, column] - block).abs() <= bound * 1.001).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=str)
+def test_factors_that_are_powers_of_two_stay_such(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They have the same bytes again, and what has outgrown them gets the next power."""
+    theirs = models.quantise(models.write("deepseek_v3", tmp_path / "model"), dtype)
+    done("import", theirs, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--fp8-blocks", "--like", theirs)
+    assert (tmp_path / "out" / FILE).read_bytes() == (theirs / FILE).read_bytes()
+    quantised = [
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+        for folder in (tmp_path / "out", theirs)
+    ]
+    assert quantised[0] == quantised[1]
+
+    tensors = load_file(theirs / FILE)
+    factors = [name for name in tensors if name.endswith("_scale_inv") and "o_proj" not in name]
+    for name in factors:
+        tensors[name] = (tensors[name].float() / 16).to(dtype)
+    save_file(tensors, theirs / FILE, {"format": "pt"})
+    done("export", tmp_path / "checkpoints", tmp_path / "grown", "--fp8-blocks", "--like", theirs)
+    grown, before = tensors_of(tmp_path / "grown"), tensors_of(tmp_path / "out")
+    for name in factors:
+        assert grown[name].dtype == dtype
+        mantissas, _ = torch.frexp(grown[name].float())
+        assert (mantissas == 0.5).all(), name
+        # Twice what holds the largest magnitude is what they were before, and four times where that was 448.
+        assert (before[name].float() / grown[name].float()).unique().tolist() in ([2], [4], [2, 4])
+
+
 def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: Path) -> None:
     """Its configuration may tell of them all the same, which only the job's flags can insist on."""
     theirs = models.write("deepseek_v3", tmp_path / "model")
@@ -101,7 +133,16 @@ def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: P
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     status, text = models.weights("import", theirs, tmp_path / "other", "--", "--mtp-num-layers", 1)
     assert status == 2
-    assert "lack model.layers.4.enorm.weight" in text
+    assert "mtp_num_layers is 1 here and None in the files: omit --mtp-num-layers" in text
+    # So the flags that are printed are those that can be loaded, and a plan is of the same model.
+    lines = done("flags", theirs).splitlines()
+    assert lines[0].startswith("# config.json speaks of 1 more layers of multi-token prediction")
+    assert not any("mtp" in line for line in lines[1:])
+    planned = SimpleNamespace(dsa_indexer_topk_pattern=None)
+    configs.apply(theirs, planned, set())
+    assert planned.mtp_num_layers is None
+    (theirs / FILE).unlink()
+    assert "--mtp-num-layers 1" in done("flags", theirs).splitlines()
 
 
 def test_fp8_of_a_model_whose_files_have_none(tmp_path: Path) -> None:
@@ -125,7 +166,7 @@ def test_a_repeated_layer_of_multi_token_prediction_is_imported_once(tmp_path: P
 
 
 def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
-    """Which ``--like`` decides, and not ``--dtype``. A tracker may end with a line's end."""
+    """Which ``--like`` decides, unless ``--dtype`` does. A tracker may end with a line's end."""
     theirs = models.write("deepseek_v3", tmp_path / "model", torch.float32)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("release\n")
@@ -133,3 +174,12 @@ def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
     done("export", tmp_path / "checkpoints", tmp_path / "out", "--like", theirs)
     assert tensors_of(tmp_path / "out")["model.norm.weight"].dtype == torch.float32
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    text = done(
+        "export", tmp_path / "checkpoints", tmp_path / "half", "--like", theirs, "--dtype", "bfloat16"
+    )
+    half = tensors_of(tmp_path / "half")
+    wide = {name for name, each in half.items() if each.dtype != torch.bfloat16}
+    assert wide == {name for name in half if name.endswith("e_score_correction_bias")}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert f"{amount((tmp_path / 'half' / FILE).stat().st_size)} in 1 files" in text
+    assert "MB in 1 files" in text

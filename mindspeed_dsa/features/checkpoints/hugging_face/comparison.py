@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.features.checkpoints.hugging_face import config, fp8, mismatch
+from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch
 from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
 from mindspeed_dsa.features.checkpoints.hugging_face.names import REPEATED, Place, Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import PADDED, Files, Piece
@@ -20,15 +20,13 @@ _SHOWN = 8
 
 
 def weights_of(folder: Path) -> WeightFiles:
-    """Return the weights of a model's folder, whose configuration may say how large FP8's blocks are.
+    """Return the weights of a model's folder, whose configuration may say what FP8's factors are.
 
     Raises:
         SettingsError: ``config.json`` cannot be read.
         RunError: files are missing or damaged.
     """
-    quantised = config.read_config(folder, _WHO).get("quantization_config") or {}
-    rows, columns = quantised.get("weight_block_size") or fp8.BLOCK
-    return WeightFiles(folder, (rows, columns))
+    return WeightFiles(folder, config.read_model(folder, _WHO)[0])
 
 
 def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
@@ -40,7 +38,8 @@ def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
         release: of Megatron-core.
     """
     try:
-        arguments = config.arguments_of(config.read_config(folder, _WHO), f"{_WHO}: {folder / config.FILE}")
+        described, _ = config.read_model(folder, _WHO)
+        arguments = config.arguments_of(described, f"{_WHO}: {folder / config.FILE}")
         yield from mismatch.mismatches(arguments, args, release)
         files = weights_of(folder)
     except (RunError, SettingsError) as error:
@@ -98,12 +97,10 @@ def difference(shape: Shape, files: Files) -> Difference:
     if shape.tied:
         wanted.add("lm_head.weight")
     more = there - wanted
-    beyond = {name.split(".")[2] for name in more if name.startswith("model.layers.")}
-    predictions = {number for number in beyond if number.isdigit() and int(number) >= layers + own}
-    unexpected = [
-        name for name in more if name.split(".")[2:3] == [] or name.split(".")[2] not in predictions
-    ]
-    return Difference(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(predictions))
+    beyond = [number for number in files.predictions if number >= layers + own]
+    left = tuple(f"model.layers.{number}." for number in beyond)
+    unexpected = [name for name in more if not name.startswith(left)]
+    return Difference(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(beyond))
 
 
 def listed(names: Sequence[str]) -> str:

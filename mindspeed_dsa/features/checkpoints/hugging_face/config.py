@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 KINDS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 FILE = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -70,6 +72,10 @@ _OF_ROPE = (
     "attention_factor",
     "partial_rotary_factor",
 )
+LENGTH = 8
+"""Bytes of a safetensors file that hold its header's length."""
+LARGEST_HEADER = 100_000_000
+"""The safetensors library's bound, in bytes."""
 _NAME_A_FOLDER = "name a model's folder, with config.json and safetensors files"
 _INDEXER_OF = {"deepseek_v3": "deepseek-v3.2", "deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
 """Model whose indexer each kind has, of :data:`mindspeed_dsa.megatron.dsa.MODELS`."""
@@ -93,6 +99,45 @@ def read_config(path: Path, who: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SettingsError(f"{who}: {file} is no configuration of a model; {_NAME_A_FOLDER}")
     return found
+
+
+def read_model(path: Path, who: str) -> tuple[dict[str, Any], int]:
+    """Read a model's ``config.json``, without layers of multi-token prediction that its files do not have.
+
+    Transformers writes none of these layers, and leaves their number in the configuration as it is.
+
+    Args:
+        path: of the file, or of its folder, in which there need not be weights.
+        who: speaks if it fails.
+
+    Returns:
+        The configuration, and how many layers the file speaks of in vain.
+
+    Raises:
+        SettingsError: it cannot be read, or is no configuration.
+    """
+    found = read_config(path, who)
+    layers, told = found.get("num_hidden_layers"), found.get("num_nextn_predict_layers")
+    names = _names_in(path if path.is_dir() else path.parent)
+    if not names or not isinstance(layers, int) or not isinstance(told, int):
+        return found, 0
+    numbers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+    there = next((layer for layer in range(told) if str(layers + layer) not in numbers), told)
+    return {**found, "num_nextn_predict_layers": there}, told - there
+
+
+def _names_in(folder: Path) -> Iterable[str]:
+    """Return the names of a folder's weights; none where there are no weights, or damaged files."""
+    try:
+        if (folder / INDEX).is_file():
+            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with open(folder / SINGLE, "rb") as file:
+                length = int.from_bytes(file.read(LENGTH), "little")
+                content = json.loads(file.read(min(length, LARGEST_HEADER)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return content if isinstance(content, dict) else ()
 
 
 # -- sizes -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import fp8
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import listed, weights_of
-from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles
+from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles, stamps_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     REPEATED,
     Place,
@@ -71,7 +71,7 @@ class Wish:
         config: content of its ``config.json``.
         shape: which tensors the model has.
         vocabulary: rows of the embedding, without padding.
-        dtype: of weights that neither FP8 nor ``like`` decide.
+        dtype: of weights that are not in FP8, routers' biases apart; None: as ``like`` has them, else bf16.
         shard_bytes: largest file.
         fp8_blocks: linear weights are written in FP8, in blocks with a factor each.
         like: folder of the model that was trained from: its types, factors, and files beside the weights.
@@ -82,7 +82,7 @@ class Wish:
     config: Mapping[str, Any]
     shape: Shape
     vocabulary: int
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype | None = None
     shard_bytes: int = 5 * 10**9
     fp8_blocks: bool = False
     like: Path | None = None
@@ -232,23 +232,26 @@ class Export:
         entries = [TensorSpec(name, dtype, source.shape)]
         if dtype == torch.float8_e4m3fn:
             blocks = fp8.factors_shape(source.shape)
-            entries.append(TensorSpec(name + FACTORS, torch.float32, blocks))
+            entries.append(TensorSpec(name + FACTORS, self._factors_dtype(name), blocks))
         return entries
 
     def _dtype(self, name: str, source: _Source) -> torch.dtype:
         known = self._like is not None and name in self._like.names
         stored = self._like.dtype(name) if known and self._like is not None else None
         if self.wish.fp8_blocks:
-            if stored is not None and self._like_has_fp8:
-                return stored
-            linear = len(source.shape) == 2 and not any(part in name for part in _NOT_QUANTISED)
-            if linear:
+            by_rule = len(source.shape) == 2 and not any(part in name for part in _NOT_QUANTISED)
+            by_like = stored == torch.float8_e4m3fn
+            if by_like if stored is not None and self._like_has_fp8 else by_rule:
                 return torch.float8_e4m3fn
-        if stored is not None and stored != torch.float8_e4m3fn:
-            return stored
+        stored = None if stored == torch.float8_e4m3fn else stored
         if name.endswith("e_score_correction_bias"):
-            return torch.float32  # it is trained by steps that bf16 would round away
-        return self.wish.dtype
+            return stored or torch.float32  # it is trained by steps that bf16 would round away
+        return self.wish.dtype or stored or torch.bfloat16
+
+    def _factors_dtype(self, name: str) -> torch.dtype:
+        known = self._like is not None and name in self._like.names
+        stored = self._like.factors_dtype(name) if known and self._like is not None else None
+        return stored or torch.float32
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -275,11 +278,13 @@ class Export:
     def _mark(self) -> str:
         index = os.stat(self.wish.checkpoint / ".metadata")
         entries = [[entry.name, str(entry.dtype), entry.shape] for entry in self._entries]
+        like = self._like
         facts = [
             str(self.wish.checkpoint),
             index.st_mtime_ns,
             index.st_size,
             str(self.wish.like),
+            like and [stamps_of(like.folder), like.quantised],
             self.wish.shard_bytes,
         ]
         return json.dumps([facts, entries])
@@ -311,11 +316,11 @@ class Export:
                 weight, factors = self._weight(name, entry.dtype)
                 yield name, weight
                 if factors is not None and name + FACTORS in entries:
-                    yield name + FACTORS, factors
+                    yield name + FACTORS, factors.to(entries[name + FACTORS].dtype)
             elif name.removesuffix(FACTORS) not in entries:
                 _, factors = self._weight(name.removesuffix(FACTORS), torch.float8_e4m3fn)
                 assert factors is not None
-                yield name, factors
+                yield name, factors.to(entry.dtype)
 
     def _weight(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return a weight, with its factors if it is to be in FP8."""
@@ -330,8 +335,10 @@ class Export:
         like, factors = self._like, None
         if like is not None and name in like.names and like.block == fp8.BLOCK:
             factors = like.factors(name)
+        powers = like is not None and like.quantised.get("scale_fmt") == fp8.POWERS_OF_TWO
+        powers = powers or self._factors_dtype(name) != torch.float32
         try:
-            return fp8.quantise(out, factors)
+            return fp8.quantise(out, factors, powers_of_two=powers)
         except RunError as error:
             raise RunError(f"mindspeed_dsa weights: {self.wish.checkpoint}: {name}: {error}") from error
 
@@ -348,6 +355,7 @@ class Export:
                 "activation_scheme": "dynamic",
                 "fmt": "e4m3",
                 "quant_method": "fp8",
+                **(self._like.quantised if self._like is not None else {}),
                 "weight_block_size": list(fp8.BLOCK),
             }
         write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")

@@ -12,15 +12,17 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import fp8
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, LARGEST_HEADER, LENGTH, SINGLE
 from mindspeed_dsa.runs.files import RunError
 
 DTYPES = {
@@ -37,6 +39,7 @@ DTYPES = {
     "I16": torch.int16,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8,
@@ -44,12 +47,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Names of dtypes in headers, in the order in which the safetensors library lays tensors into a file."""
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FACTORS = "_scale_inv"
 """End of the names of FP8 weights' factors."""
-_LENGTH = 8  # bytes that hold the header's length
-_LARGEST_HEADER = 100_000_000  # the library's bound
+FACTOR_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+"""Dtypes that files have factors in: DeepSeek's to V3.2 in fp32, also those that are powers of two."""
 _BUFFER = 2**22
 _MENTIONED = 5  # names in one problem; there can be tens of thousands
 
@@ -91,17 +92,32 @@ class WeightFiles:
 
     Args:
         folder: the model's.
-        block: rows and columns of an FP8 block, ``quantization_config.weight_block_size`` in ``config.json``.
+        described: content of its ``config.json``, as far as it speaks of FP8 and of layers.
+
+    Attributes:
+        folder: the model's.
+        quantised: what the configuration says of FP8.
+        block: rows and columns of an FP8 block.
+        predictions: numbers of the layers of multi-token prediction.
 
     Raises:
         RunError: files are missing or damaged; the message lists every problem of them.
     """
 
-    def __init__(self, folder: Path, block: tuple[int, int] = fp8.BLOCK) -> None:
-        self.folder, self.block = folder, block
+    def __init__(self, folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.folder = folder
         problems: list[str] = []
+        quantised = described.get("quantization_config") or {}
+        self.quantised: Mapping[str, Any] = quantised if isinstance(quantised, dict) else {}
+        block = self.quantised.get("weight_block_size") or fp8.BLOCK
+        if not (isinstance(block, (list, tuple)) and len(block) == 2 and _counts(list(block)) and all(block)):
+            problems.append(f"config.json has a weight_block_size of {block!r}, which is no rows and columns")
+            block = fp8.BLOCK
+        self.block: tuple[int, int] = (block[0], block[1])
+        layers = described.get("num_hidden_layers") or 0
+        self.predictions = range(layers, layers + (described.get("num_nextn_predict_layers") or 0))
         parts = _parts(folder, problems)
-        self._parts = dict(_with_factors(parts, block, problems))
+        self._parts = dict(_with_factors(parts, self.block, problems))
         if problems:
             raise self._error(problems)
 
@@ -119,7 +135,9 @@ class WeightFiles:
         return self._parts[name].dtype
 
     def factors(self, name: str) -> Tensor | None:
-        """Return a weight's fp32 factors ``[..., ceil(rows / 128), ceil(columns / 128)]``; none unless FP8.
+        """Return a weight's factors ``[..., ceil(rows / 128), ceil(columns / 128)]``; none unless FP8.
+
+        They are in fp32, whatever they are in the file.
 
         Raises:
             RunError: one of them is no positive number.
@@ -129,6 +147,11 @@ class WeightFiles:
             return None if part is None else self._checked_factors(name, part)
         except (_DamagedError, OSError) as error:
             raise self._error([str(error)]) from error
+
+    def factors_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a weight's factors in the file; none unless FP8."""
+        part = self._parts[name].factors
+        return None if part is None else part.dtype
 
     def check_factors(self) -> None:
         """Look at the factors of all weights, a 4096th of their bytes.
@@ -146,91 +169,30 @@ class WeightFiles:
         if problems:
             raise self._error(problems)
 
-    def read(
-        self,
-        name: str,
-        begin: int = 0,
-        end: int | None = None,
-        columns: tuple[int, int] | None = None,
-        index: int | None = None,
-    ) -> Tensor:
-        """Return rows of a weight, in its own dtype; FP8 as bf16.
-
-        Args:
-            name: the weight's.
-            begin: first of the rows.
-            end: first row that is left out; ``None`` for all to the last.
-            columns: begin and end of a range of the second dimension; ``None`` for all.
-            index: of the first dimension of three, such as an expert of a stack, whose rows are meant then.
-
-        Raises:
-            RunError: the file ends too early, or factors are no positive numbers.
-            ValueError: the weight has no such rows and columns.
-        """
-        part, shape = self._wanted(name, begin, end, columns, index)
-        out = torch.empty(shape, dtype=torch.bfloat16 if part.factors else part.dtype)
-        self._open_and_fill(out, name, part, begin, columns)
-        return out
-
     def read_into(
-        self,
-        out: Tensor,
-        name: str,
-        begin: int = 0,
-        columns: tuple[int, int] | None = None,
-        index: int | None = None,
+        self, out: Tensor, name: str, begin: int = 0, columns: tuple[int, int] | None = None
     ) -> None:
-        """Fill a tensor with as many rows of a weight as it has, cast to its dtype.
+        """Fill a tensor with as many rows of a weight as it has, cast to its dtype; FP8 by way of bf16.
 
         Beside ``out`` it needs some MiB.
 
         Args:
-            out: of the shape that :meth:`read` returns, of any dtype, strides and device.
+            out: of any dtype, strides and device.
             name: the weight's.
             begin: first of the rows.
             columns: begin and end of a range of the second dimension; ``None`` for all.
-            index: of the first dimension of three, such as an expert of a stack, whose rows are meant then.
 
         Raises:
             RunError: the file ends too early, or factors are no positive numbers.
             ValueError: the weight has no such rows and columns.
         """
-        end = begin + len(out) if out.dim() else None
-        part, shape = self._wanted(name, begin, end, columns, index)
+        part = self._parts[name]
+        shape = _shape_of(name, part, begin, begin + len(out) if out.dim() else None, columns)
         if tuple(out.shape) != shape:
             raise ValueError(f"{list(out.shape)} cannot take {list(shape)} of {name}")
-        self._open_and_fill(out.detach(), name, part, begin, columns)
-
-    def _wanted(
-        self, name: str, begin: int, end: int | None, columns: tuple[int, int] | None, index: int | None
-    ) -> tuple[_Part, tuple[int, ...]]:
-        """Return what :meth:`read` reads from and the shape of its result."""
-        part = self._parts[name]
-        asked = f"{name} is {list(part.shape)} and has no"
-        if index is not None:
-            if not (len(part.shape) > 1 and 0 <= index < part.shape[0]):
-                raise ValueError(f"{asked} index {index}")
-            part = part.at(index)
-        if not part.shape:
-            if begin or end is not None or columns is not None:
-                raise ValueError(f"{asked} rows")
-            return part, ()
-        rows, *rest = part.shape
-        end = rows if end is None else end
-        if not 0 <= begin <= end <= rows:
-            raise ValueError(f"{asked} rows {begin} to {end}")
-        if columns is not None:
-            if not (rest and 0 <= columns[0] <= columns[1] <= rest[0]):
-                raise ValueError(f"{asked} columns {columns[0]} to {columns[1]}")
-            rest[0] = columns[1] - columns[0]
-        return part, (end - begin, *rest)
-
-    def _open_and_fill(
-        self, out: Tensor, name: str, part: _Part, begin: int, columns: tuple[int, int] | None
-    ) -> None:
         try:
             with open(part.file, "rb", buffering=0) as file:
-                self._fill(out, name, part, begin, columns, file.fileno())
+                self._fill(out.detach(), name, part, begin, columns, file.fileno())
         except (_DamagedError, OSError) as error:
             raise self._error([str(error)]) from error
 
@@ -274,9 +236,10 @@ class WeightFiles:
                 fp8.dequantise(wanted, factors, into, begin + done, first, self.block)
 
     def _checked_factors(self, name: str, part: _Part) -> Tensor:
-        factors = torch.empty(part.shape)
+        stored = torch.empty(part.shape, dtype=part.dtype)
         with open(part.file, "rb", buffering=0) as file:
-            _read_exactly(file.fileno(), factors, part.offset, part.file)
+            _read_exactly(file.fileno(), stored, part.offset, part.file)
+        factors = stored.float()
         if wrong := fp8.wrong_factor(factors):
             raise _DamagedError(
                 f"{part.file.name}: {name}{FACTORS} holds {wrong}, which is no factor of an FP8 block"
@@ -289,6 +252,12 @@ class WeightFiles:
             f"mindspeed_dsa: the weights in {self.folder} cannot be used; fetch the files again, or name "
             f"another folder:{lines}"
         )
+
+
+def stamps_of(folder: Path) -> dict[str, list[int]]:
+    """Return size and time of a model's files by name, by which others in their place are told apart."""
+    found = {path.name: path.stat() for path in sorted(folder.glob("*.safetensors"))}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
 # -- headers -----------------------------------------------------------------------------------
@@ -357,9 +326,9 @@ def _header(file: Path) -> Iterator[tuple[str, _Part]]:
     """Yield the tensors of a file whose header is right, and whose length is what the header says."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(_LENGTH), "little")
-        start = _LENGTH + length
-        if size < _LENGTH or length > _LARGEST_HEADER or size < start:
+        length = int.from_bytes(stream.read(LENGTH), "little")
+        start = LENGTH + length
+        if size < LENGTH or length > LARGEST_HEADER or size < start:
             raise _DamagedError(
                 f"{file.name} has {size} bytes and ends within its header, or is no safetensors file"
             )
@@ -415,12 +384,33 @@ def _with_factors(
             problems.append(f"{where} is in FP8 and {list(part.shape)}, which is no matrix or stack of them")
         else:
             expected = fp8.factors_shape(part.shape, block)
-            if (factors.dtype, factors.shape) != (torch.float32, expected):
+            if factors.dtype not in FACTOR_DTYPES or factors.shape != expected:
                 problems.append(
                     f"{factors.file.name}: {name}{FACTORS} is {list(factors.shape)} in {factors.dtype}; "
-                    f"blocks of {block[0]} x {block[1]} need {list(expected)} in torch.float32"
+                    f"blocks of {block[0]} x {block[1]} need {list(expected)} in "
+                    f"{' or '.join(map(str, FACTOR_DTYPES))}"
                 )
             yield name, _Part(part.file, part.offset, part.dtype, part.shape, factors)
+
+
+def _shape_of(
+    name: str, part: _Part, begin: int, end: int | None, columns: tuple[int, int] | None
+) -> tuple[int, ...]:
+    """Return the shape of some rows and columns of a tensor; it has to have them."""
+    asked = f"{name} is {list(part.shape)} and has no"
+    if not part.shape:
+        if begin or end is not None or columns is not None:
+            raise ValueError(f"{asked} rows")
+        return ()
+    rows, *rest = part.shape
+    end = rows if end is None else end
+    if not 0 <= begin <= end <= rows:
+        raise ValueError(f"{asked} rows {begin} to {end}")
+    if columns is not None:
+        if not (rest and 0 <= columns[0] <= columns[1] <= rest[0]):
+            raise ValueError(f"{asked} columns {columns[0]} to {columns[1]}")
+        rest[0] = columns[1] - columns[0]
+    return (end - begin, *rest)
 
 
 def _counts(value: Any) -> bool:

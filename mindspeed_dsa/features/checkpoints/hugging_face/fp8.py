@@ -1,4 +1,4 @@
-"""Weights in blocks of ``float8_e4m3fn`` with one fp32 factor each, as DeepSeek's files have them.
+"""Weights in blocks of ``float8_e4m3fn`` with one factor each, as DeepSeek's files have them.
 
 The weight is ``fp8 * factor`` (``weight_dequant`` in DeepSeek-V3's inference code): the product in fp32,
 rounded to bf16. Blocks begin at the weight's first row and column; those at its end are cut.
@@ -16,6 +16,10 @@ from mindspeed_dsa.runs.files import RunError
 BLOCK = (128, 128)
 """Rows and columns of a block, unless the model's description has others."""
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+POWERS_OF_TWO = "ue8m0"
+"""Configuration's ``scale_fmt`` of factors that are powers of two, as DeepSeek-V3.1 has it."""
+_SMALLEST_POWER = -126
+"""Exponent of the smallest one that fp32 has with all its digits; ``float8_e8m0fnu`` has one below it."""
 _SATURATES = LARGEST + 16
 """Half a step above the largest number: from here on a quotient would be rounded to what there is not."""
 _FACTORS_BELOW = 2.0**120
@@ -91,7 +95,10 @@ def dequantise(
 
 
 def quantise(
-    weight: Tensor, factors: Tensor | None = None, block: tuple[int, int] = BLOCK
+    weight: Tensor,
+    factors: Tensor | None = None,
+    block: tuple[int, int] = BLOCK,
+    powers_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return a weight in FP8 and its factors: the inverse of :func:`dequantise`.
 
@@ -107,6 +114,7 @@ def quantise(
             and 1 for a block of zeros. A block that has outgrown its factor, as training may let it, gets
             one that is chosen so, rather than being cut off.
         block: rows and columns of a block.
+        powers_of_two: chosen factors are rounded up to such.
 
     Returns:
         ``float8_e4m3fn`` ``[rows, columns]`` and fp32 ``[ceil(rows / 128), ceil(columns / 128)]``.
@@ -129,7 +137,8 @@ def quantise(
                 f"rows {begin} to {begin + len(values)} hold NaN or infinities, which FP8 blocks cannot; "
                 "export in bf16, and look for the step at which training diverged"
             )
-        own = torch.where(largest > 0, largest / LARGEST, 1.0)
+        own = largest / LARGEST
+        own = torch.where(largest > 0, _power_above(own) if powers_of_two else own, 1.0)
         if factors is None:
             chosen[band] = own
         elif (outgrown := largest > _SATURATES * chosen[band]).any():
@@ -138,3 +147,10 @@ def quantise(
         scale = chosen[band].repeat_interleave(width)[:columns]
         quantised[begin : begin + height].copy_(values.div_(scale).clamp_(-LARGEST, LARGEST))
     return quantised, chosen
+
+
+def _power_above(numbers: Tensor) -> Tensor:
+    """Return the smallest power of two that is not below each number; exact, where a logarithm is not."""
+    mantissa, exponent = torch.frexp(numbers)  # the mantissa is in [0.5, 1)
+    exponent = exponent - (mantissa == 0.5).int()
+    return torch.ldexp(torch.ones_like(numbers), exponent.clamp(min=_SMALLEST_POWER))

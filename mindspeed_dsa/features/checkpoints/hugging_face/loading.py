@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
     difference,
     listed,
@@ -22,8 +22,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.files import RunError, amount
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _WHO = "mindspeed_dsa load-hf"
@@ -75,36 +74,23 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
         RunError: the files do not fit, or are damaged; on all ranks.
     """
     megatron = megatron or Megatron()
-    began, filled = time.perf_counter(), 0
+    began = time.perf_counter()
     shape = Shape.of(job)
-    files, problem = None, list[str]()
-    try:
-        files = weights_of(folder)
-    except (RunError, SettingsError) as error:
-        problem = [str(error)]
-    _agree(problem, folder)
-    assert files is not None  # or all ranks have raised
+    files = together(lambda: weights_of(folder), _WHO)
     found = difference(shape, files)
     # Of a dense model's files all indexers are missing; a few that are not there are a damage.
-    _agree(list(found.problems(dense=not any(".indexer." in name for name in files.names))), folder)
+    dense = not any(".indexer." in name for name in files.names)
+    together(lambda: _require_none(found.problems(dense), folder), _WHO)
     models = [_unwrapped(chunk) for chunk in chunks]
     for module in (each for model in models for each in model.modules()):
         # Megatron's wrapper for half precision has rounded it; before 0.14 only a forward pass widens it.
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
     states = [model.sharded_state_dict() for model in models]
+    pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
     with torch.no_grad():
-        try:
-            pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
-            problem = list(wrong_shapes(pieces, files, shape.layers))
-        except RunError as error:  # a module that files do not have
-            problem = [str(error)]
-        _agree(problem, folder)
-        try:
-            filled = sum(fill(state, files, shape.layers, megatron) for state in states)
-        except (RunError, OSError) as error:
-            problem = [str(error)]
-        _agree(problem, folder)
+        together(lambda: _require_none(wrong_shapes(pieces, files, shape.layers), folder), _WHO)
+        filled = together(lambda: sum(fill(state, files, shape.layers, megatron) for state in states), _WHO)
     if found.indexers:
         log.info("%s has no indexers: those of %d layers are initialised", folder, len(found.indexers))
     if found.predictions:
@@ -112,17 +98,11 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
             "%s has %d more layers of multi-token prediction, which are not read", folder, found.predictions
         )
     seconds = time.perf_counter() - began
-    log.info("%s: %.2f GB of weights on this rank in %.1f s", folder, filled / 1e9, seconds)
+    log.info("%s: %s of weights on this rank in %.1f s", folder, amount(filled), seconds)
 
 
-def _agree(mine: list[str], folder: Path) -> None:
-    """Raise the problems of all ranks on all ranks."""
-    everywhere: list[list[str]] = [mine]
-    if dist.is_initialized():
-        everywhere = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, mine)
-    found = list(dict.fromkeys(problem for each in everywhere for problem in each))
-    if found:
+def _require_none(problems: Iterable[str], folder: Path) -> None:
+    if found := list(problems):
         raise RunError(f"{_WHO}: {folder}: {listed(found)}")
 
 

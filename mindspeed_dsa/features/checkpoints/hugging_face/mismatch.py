@@ -96,6 +96,11 @@ def mismatches(arguments: Mapping[str, Any], args: Any, release: str) -> list[st
     return found
 
 
+def differences(arguments: Mapping[str, Any], args: Any, release: str) -> list[str]:
+    """Return every one of :func:`mismatches` without its flag, for whoever cannot give any."""
+    return [problem.rpartition(": ")[0] for problem in mismatches(arguments, args, release)]
+
+
 def adds_indexers(arguments: Mapping[str, Any], args: Any) -> bool:
     """Return whether the job's model has indexers, and the files, of a dense model, have none."""
     return uses_dsa(args) and arguments["experimental_attention_variant"] != "dsa"

@@ -25,6 +25,10 @@ class Files(Protocol):
     def names(self) -> Iterable[str]:
         """Names of all weights."""
 
+    @property
+    def predictions(self) -> Iterable[int]:
+        """Numbers of the layers of multi-token prediction."""
+
     def shape(self, name: str) -> Sequence[int]:
         """Shape of a weight."""
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.hugging_face import config, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export, Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.loading import TRACKER
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.log import Log
-from mindspeed_dsa.patches.errors import MindSpeedDSAError
-from mindspeed_dsa.runs.files import RunError, number
+from mindspeed_dsa.runs.files import amount, number
 
 _WHO = "mindspeed_dsa save-hf"
 
@@ -74,9 +74,9 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
         log.info("%s is there already", target)
         return None
     plan = write_together(
-        lambda: _wish(job, Path(job.save) / name, target, options), lambda total: lambda done: None
+        lambda: _wish(job, Path(job.save) / name, target, options), lambda total: lambda done: None, _WHO
     )
-    log.info("%s: %.2f GB of weights", target, plan.bytes / 1e9)
+    log.info("%s: %s of weights", target, amount(plan.bytes))
     return target
 
 
@@ -96,47 +96,22 @@ def _wish(job: Any, checkpoint: Path, target: Path, options: Save) -> Wish:
     )
 
 
-def write_together(wish: Callable[[], Wish], progress: Callable[[int], Callable[[int], None]]) -> Export:
+def write_together(
+    wish: Callable[[], Wish], progress: Callable[[int], Callable[[int], None]], who: str
+) -> Export:
     """Plan an export and write its files on all ranks, or in this process alone.
 
     Args:
         wish: says what is to be exported; called on every rank, of which one may not see the files.
         progress: as of :meth:`Export.write`.
+        who: speaks if it fails.
 
     Raises:
         RunError: on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    planned: list[Export] = []
-    together(lambda: planned.append(Export(wish())))
-    (plan,) = planned
-    together(plan.begin if rank == 0 else None)
-    together(lambda: plan.write(rank, ranks, progress))
-    together(plan.publish if rank == 0 else None)
+    plan = together(lambda: Export(wish()), who)
+    together(lambda: plan.begin() if rank == 0 else None, who)
+    together(lambda: plan.write(rank, ranks, progress), who)
+    together(lambda: plan.publish() if rank == 0 else None, who)
     return plan
-
-
-def together(do: Callable[[], None] | None) -> None:
-    """Do something, wait for the other ranks, and raise what one of them has met on all.
-
-    Args:
-        do: what this rank has to do; None: nothing.
-
-    Raises:
-        RunError: on all ranks.
-    """
-    problem: str | None = None
-    try:
-        if do is not None:
-            do()
-    except MindSpeedDSAError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"mindspeed_dsa weights: {error}; make room, or name a folder that can be written"
-    problems = [problem]
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    met = [each for each in problems if each is not None]
-    if met:
-        raise RunError(met[0])

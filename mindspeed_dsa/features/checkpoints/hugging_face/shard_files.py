@@ -1,4 +1,4 @@
-"""Shards of a Hugging Face model folder, written tensor by tensor, or rows of one at a time.
+"""Shards of a Hugging Face model folder, written tensor by tensor.
 
 A file is laid out as the safetensors library does it, so the same tensors give the same bytes, and is written
 beside its name: it gets that name when it is whole and on disk.
@@ -19,7 +19,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.checkpoints.hugging_face.files import DTYPES, INDEX, SINGLE, bytes_of
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, SINGLE
+from mindspeed_dsa.features.checkpoints.hugging_face.files import DTYPES, bytes_of
 from mindspeed_dsa.runs.files import RunError, sync, write_atomically
 
 PARTIAL = ".partial"
@@ -116,7 +117,7 @@ def divide(tensors: Iterable[TensorSpec], shard_bytes: int) -> list[Shard]:
 
 
 class ShardFile:
-    """A shard that is being written; its tensors may come in any order, rows of several in turns.
+    """A shard that is being written; its tensors may come in any order.
 
     Use it in a ``with`` statement. At the end the file is synced to disk and gets its name; an exception
     leaves what was written under the name with :data:`PARTIAL`, where the next attempt begins anew.
@@ -134,13 +135,12 @@ class ShardFile:
         self._partial = folder / (shard.file + PARTIAL)
         self._header = shard.header
         self._specs = {tensor.name: tensor for tensor in shard.tensors}
-        self._next: dict[str, int] = {}
-        self._end: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
+        self._missing = set(self._specs)
         offset = len(self._header)
         for tensor in shard.laid_out:
-            self._next[tensor.name] = offset
+            self._offsets[tensor.name] = offset
             offset += tensor.nbytes
-            self._end[tensor.name] = offset
         self._descriptor = -1
 
     def __enter__(self) -> ShardFile:
@@ -165,11 +165,10 @@ class ShardFile:
         try:
             if kind is not None:
                 return
-            missing = [name for name, end in self._end.items() if self._next[name] < end]
-            if missing:
+            if self._missing:
                 raise RunError(
-                    f"mindspeed_dsa: {self._partial} is not whole: {len(missing)} tensors were not written "
-                    f"to their end, the first is {missing[0]}; write the shard again"
+                    f"mindspeed_dsa: {self._partial} is not whole: {len(self._missing)} tensors were not "
+                    f"written, the first is {min(self._missing)}; write the shard again"
                 )
             try:
                 os.fsync(self._descriptor)
@@ -181,33 +180,17 @@ class ShardFile:
         sync(self.path.parent)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor, of the dtype and shape that the shard says."""
-        if tuple(tensor.shape) != self._specs[name].shape:
-            announced = list(self._specs[name].shape)
-            raise ValueError(f"{name} is {list(tensor.shape)}, and {announced} was announced")
-        self.write_rows(name, tensor)
-
-    def write_rows(self, name: str, rows: Tensor) -> None:
-        """Write the next rows of a tensor.
-
-        Args:
-            name: the tensor's.
-            rows: ``[any, *rest]`` of its dtype, where ``rest`` is its shape after the first dimension; of any
-                strides and device.
-        """
-        spec = self._specs[name]
-        nbytes = rows.numel() * rows.element_size()
-        if rows.dtype != spec.dtype or tuple(rows.shape[1:]) != spec.shape[1:]:
+        """Write a tensor, of the dtype and shape that the shard says; of any strides and device."""
+        spec, offset = self._specs[name], self._offsets[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise ValueError(
-                f"{name} is {spec.dtype} {list(spec.shape)}; rows were {rows.dtype} {list(rows.shape)}"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, and {spec.dtype} {list(spec.shape)} was "
+                "announced"
             )
-        if self._next[name] + nbytes > self._end[name]:
-            raise ValueError(
-                f"{name} is {list(spec.shape)} and ends before the last of these {len(rows)} rows"
-            )
-        for piece in _pieces(rows.detach()):
-            self._put(bytes_of(piece), self._next[name])
-            self._next[name] += piece.nbytes
+        for piece in _pieces(tensor.detach()):
+            self._put(bytes_of(piece), offset)
+            offset += piece.nbytes
+        self._missing.discard(name)
 
     def _put(self, view: memoryview, offset: int) -> None:
         try:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,25 @@ def expected(model: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return official(model[name], model[name + "_scale_inv"]) if name.startswith("fp8") else model[name]
 
 
+def read(
+    files: WeightFiles,
+    name: str,
+    begin: int = 0,
+    end: int | None = None,
+    columns: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Return rows and columns of a weight in its own dtype, FP8 in bf16."""
+    shape = list(files.shape(name))
+    if shape:
+        shape[0] = (shape[0] if end is None else end) - begin
+    if columns is not None:
+        shape[1:2] = [columns[1] - columns[0]]
+    dtype = torch.bfloat16 if files.factors_dtype(name) else files.dtype(name)
+    out = torch.empty(shape, dtype=dtype)
+    files.read_into(out, name, begin, columns)
+    return out
+
+
 # -- right folders -----------------------------------------------------------------------------
 
 
@@ -85,9 +105,7 @@ def test_whole_tensors(folder, model):
     for name in files.names:
         assert files.shape(name) == tuple(model[name].shape)
         assert files.dtype(name) == model[name].dtype
-        read = files.read(name)
-        assert (read.dtype, read.shape) == (expected(model, name).dtype, model[name].shape)
-        assert bits(read) == bits(expected(model, name)), name
+        assert bits(read(files, name)) == bits(expected(model, name)), name
         factors = files.factors(name)
         assert (factors is None) == (not name.startswith("fp8"))
         assert factors is None or torch.equal(factors, model[name + "_scale_inv"])
@@ -97,13 +115,10 @@ def test_whole_tensors(folder, model):
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_slices_into_any_tensor(folder, model, data):
-    """Rows and columns in the middle of blocks, of experts, into strided tensors of other dtypes."""
+    """Rows and columns in the middle of blocks, into strided tensors of other dtypes."""
     files = WeightFiles(folder)
     name = data.draw(st.sampled_from(["matrix", "bias", "experts", "fp8.weight", "fp8.experts"]))
-    whole = expected(model, name)
-    stacked = whole.dim() == 3 and data.draw(st.booleans())
-    index = data.draw(st.integers(0, len(whole) - 1)) if stacked else None
-    part = whole if index is None else whole[index]
+    part = expected(model, name)
     begin = data.draw(st.integers(0, len(part)))
     end = data.draw(st.integers(begin, len(part)))
     columns = None
@@ -111,12 +126,12 @@ def test_slices_into_any_tensor(folder, model, data):
         first = data.draw(st.integers(0, part.shape[1]))
         columns = (first, data.draw(st.integers(first, part.shape[1])))
     wanted = part[begin:end] if columns is None else part[begin:end, slice(*columns)]
-    assert bits(files.read(name, begin, end, columns, index)) == bits(wanted)
+    assert bits(read(files, name, begin, end, columns)) == bits(wanted)
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
     *others, last = wanted.shape
     around = torch.full((*others, 2 * last + 1), torch.nan, dtype=dtype)
     into = around[..., 1::2]
-    files.read_into(into, name, begin, columns, index)
+    files.read_into(into, name, begin, columns)
     assert bits(into) == bits(wanted.to(dtype))
     assert around.isnan().sum() == around.numel() - wanted.numel()
 
@@ -128,7 +143,7 @@ def test_buffers_smaller_than_a_row(folder, model, monkeypatch):
         into = torch.empty(model[name].shape, dtype=torch.float32)
         files.read_into(into, name)
         assert torch.equal(into, expected(model, name).float())
-    assert torch.equal(files.read("matrix", 7, 200, (3, 69)), model["matrix"][7:200, 3:69])
+    assert torch.equal(read(files, "matrix", 7, 200, (3, 69)), model["matrix"][7:200, 3:69])
 
 
 def test_one_element_of_any_stride(folder, model):
@@ -152,8 +167,8 @@ def test_threads_share_a_reader(folder, model):
     files = WeightFiles(folder)
     names = sorted(files.names) * 20
     with ThreadPoolExecutor(8) as threads:
-        for name, read in zip(names, threads.map(files.read, names), strict=True):
-            assert bits(read) == bits(expected(model, name))
+        for name, found in zip(names, threads.map(partial(read, files), names), strict=True):
+            assert bits(found) == bits(expected(model, name))
 
 
 @pytest.mark.parametrize(
@@ -163,22 +178,48 @@ def test_threads_share_a_reader(folder, model):
         (("matrix", -1, 5), "no rows -1 to 5"),
         (("matrix", 0, 5, (3, 71)), "no columns 3 to 71"),
         (("bias", 0, 5, (0, 1)), "no columns 0 to 1"),
-        (("experts", 0, 5, None, 5), "no index 5"),
         (("scalar", 1), "has no rows"),
     ],
 )
 def test_what_a_weight_does_not_have(folder, arguments, message):
     with pytest.raises(ValueError, match=message):
-        WeightFiles(folder).read(*arguments)
+        read(WeightFiles(folder), *arguments)
+
+
+def test_a_tensor_of_another_shape_is_not_filled(folder):
+    with pytest.raises(ValueError, match=r"\[5, 69\] cannot take \[5, 70\] of matrix"):
+        WeightFiles(folder).read_into(torch.empty(5, 69), "matrix")
 
 
 def test_other_blocks(tmp_path):
     weight, factors = torch.ones(60, 60).to(FP8), torch.arange(1.0, 7.0).view(2, 3)
     save_file({"w": weight, "w_scale_inv": factors}, tmp_path / "model.safetensors")
-    read = WeightFiles(tmp_path, (32, 20)).read("w", 31, 33)
-    assert read[:, ::20].tolist() == factors.tolist()
+    files = WeightFiles(tmp_path, {"quantization_config": {"weight_block_size": [32, 20]}})
+    assert read(files, "w", 31, 33)[:, ::20].tolist() == factors.tolist()
     with pytest.raises(RunError, match=r"w_scale_inv is \[2, 3\] in torch.float32; blocks of 128 x 128"):
         WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize("block", [[128], 128, [0, 128], ["a", 1]])
+def test_blocks_of_no_size_are_refused(tmp_path, block):
+    save_file({"w": torch.ones(6, 6)}, tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match="which is no rows and columns"):
+        WeightFiles(tmp_path, {"quantization_config": {"weight_block_size": block}})
+
+
+def test_factors_that_have_an_exponent_alone(tmp_path):
+    """Read as the numbers that they are; the byte of all ones is NaN."""
+    weight = torch.ones(130, 60).to(FP8)
+    factors = torch.tensor([[0], [130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    nan = torch.tensor([[255], [255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    tensors = {"w": weight, "w_scale_inv": factors, "v": weight.clone(), "v_scale_inv": nan}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path)
+    assert files.factors_dtype("w") == torch.float8_e8m0fnu
+    assert files.factors("w").tolist() == [[2.0**-127], [8.0]]
+    assert read(files, "w")[::129, 0].tolist() == [2.0**-127, 8.0]
+    with pytest.raises(RunError, match=r"v_scale_inv holds nan at \[0, 0\]"):
+        files.check_factors()
 
 
 # -- damaged folders ---------------------------------------------------------------------------
@@ -327,9 +368,9 @@ def test_factors_that_are_none(tmp_path, value):
     factors[1, 2] = value
     save(tmp_path, fp8_model(), {"v": torch.zeros(200, 300).to(FP8), "v_scale_inv": factors})
     files = WeightFiles(tmp_path)
-    assert files.read("w").shape == (200, 300)
+    assert read(files, "w").shape == (200, 300)
     message = re.escape(f"part-1.safetensors: v_scale_inv holds {value} at [1, 2]")
-    for use in (files.check_factors, lambda: files.read("v", 0, 1), lambda: files.factors("v")):
+    for use in (files.check_factors, lambda: read(files, "v", 0, 1), lambda: files.factors("v")):
         with pytest.raises(RunError, match=message):
             use()
 
@@ -340,10 +381,10 @@ def test_a_file_that_is_cut_while_it_is_in_use(tmp_path):
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(500)
     with pytest.raises(RunError, match=r"model.safetensors ends at byte 500: it was cut"):
-        files.read("a")
+        read(files, "a")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(RunError, match="No such file"):
-        files.read("a")
+        read(files, "a")
 
 
 # -- memory ------------------------------------------------------------------------------------

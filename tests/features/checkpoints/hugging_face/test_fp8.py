@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,6 +100,25 @@ def test_chosen_factors():
             exact = (weight[part] / factors[row, column]).clamp(-448, 448).to(torch.float8_e4m3fn)
             assert same_bits(quantised[part].contiguous(), exact.contiguous())
             assert quantised[part].float().abs().max() == (448 if largest else 0)
+
+
+def test_chosen_powers_of_two_are_those_of_transformers():
+    """The smallest that hold the largest magnitude, also where that is 448 times such a power."""
+    fine = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers import FineGrainedFP8Config
+
+    weight = torch.randn(256, 384) * torch.logspace(-6, 6, 256)[:, None]
+    weight[0, 0], weight[:128, 128:256], weight[128:, 128:256] = 2.0**33, 448 * 2.0**-9, 0.0
+    theirs = fine.Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config(scale_fmt="ue8m0")))
+    expected = theirs._quantize_one("w.weight", weight)
+    quantised, factors = fp8.quantise(weight, powers_of_two=True)
+    assert factors.tolist() == expected["w.weight_scale_inv"].float().tolist()
+    assert factors[0, 1] == 2.0**-9
+    assert same_bits(quantised, expected["w.weight"])
+    # As DeepSeek-V3.1 has them: a block that outgrows its factor gets a power of two again.
+    again, grown = fp8.quantise(2 * weight, factors, powers_of_two=True)
+    assert torch.equal(grown, torch.where(factors == 1, factors, 2 * factors))
+    assert same_bits(again, quantised)
 
 
 def test_blocks_that_have_outgrown_their_factors_get_others():

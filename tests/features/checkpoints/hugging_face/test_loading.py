@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import loading
@@ -44,6 +45,25 @@ def test_what_is_missing_is_named(tmp_path: Path, part: str, said: str) -> None:
     write(tmp_path, part)
     with pytest.raises(RunError, match=said):
         loading.load([], tmp_path, JOB, log.get())
+
+
+def with_a_layer_more(folder: Path, config: dict[str, int]) -> None:
+    """Write the files of a model that has one layer behind those of the job."""
+    write(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace(".2.", ".3."): each.clone() for name, each in tensors.items() if ".2." in name}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    """Only the folder's configuration can say that a layer behind the last one predicts."""
+    for config in ({}, {"num_hidden_layers": 4}, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}):
+        with_a_layer_more(tmp_path, config)
+        with pytest.raises(RunError, match=r"the files have model.layers.3.*, which the model does not"):
+            loading.load([], tmp_path, JOB, log.get())
+    with_a_layer_more(tmp_path, {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
+    loading.load([], tmp_path, JOB, log.get())
 
 
 def test_a_dense_models_files_have_no_indexers(tmp_path: Path) -> None:

@@ -41,17 +41,13 @@ def a_model() -> dict[str, torch.Tensor]:
 
 
 def test_bytes_are_those_of_the_library(tmp_path):
-    """Whatever the order in which tensors come, and their rows."""
+    """Whatever the order in which tensors come."""
     model = a_model()
     save_file(model, tmp_path / "theirs", metadata={"format": "pt"})
     (shard,) = divide(specs(model), 2**30)
     with ShardFile(tmp_path, shard) as file:
-        file.write_rows("layers.10.w", model["layers.10.w"][:7])
         for name in reversed(model):
-            if name != "layers.10.w":
-                file.write(name, model[name])
-        file.write_rows("layers.10.w", model["layers.10.w"][7:7])
-        file.write_rows("layers.10.w", model["layers.10.w"][7:])
+            file.write(name, model[name])
         assert sorted(os.listdir(tmp_path)) == ["model.safetensors.partial", "theirs"]
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "theirs"]
@@ -129,7 +125,7 @@ SHARD = Shard(
 def fill(folder: Path, *tensors: tuple[str, torch.Tensor]) -> None:
     with ShardFile(folder, SHARD) as file:
         for name, tensor in tensors:
-            file.write_rows(name, tensor)
+            file.write(name, tensor)
 
 
 def test_an_exception_leaves_no_final_name(tmp_path):
@@ -142,31 +138,23 @@ def test_an_exception_leaves_no_final_name(tmp_path):
     assert load_file(tmp_path / "model.safetensors")["a"].sum() == 12
 
 
-def test_tensors_that_were_not_written_to_their_end(tmp_path):
-    with pytest.raises(RunError, match="2 tensors were not written to their end, the first is a"):
-        fill(tmp_path, ("a", torch.zeros(3, 3)))
+def test_tensors_that_were_not_written(tmp_path):
+    with pytest.raises(RunError, match="2 tensors were not written, the first is a"):
+        fill(tmp_path)
     assert os.listdir(tmp_path) == ["model.safetensors.partial"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("tensor", "found"),
     [
-        (torch.zeros(5, 3), "ends before the last of these 5 rows"),
-        (torch.zeros(4, 2), r"rows were torch.float32 \[4, 2\]"),
-        (torch.zeros(4, 3).double(), r"rows were torch.float64 \[4, 3\]"),
+        (torch.zeros(3, 3), r"torch.float32 \[3, 3\]"),
+        (torch.zeros(4, 2), r"torch.float32 \[4, 2\]"),
+        (torch.zeros(4, 3).double(), r"torch.float64 \[4, 3\]"),
     ],
 )
-def test_rows_that_were_not_announced(tmp_path, rows, message):
-    with pytest.raises(ValueError, match=message):
-        fill(tmp_path, ("a", rows))
-
-
-def test_a_tensor_that_was_not_announced(tmp_path):
-    with (
-        pytest.raises(ValueError, match=r"a is \[3, 3\], and \[4, 3\] was announced"),
-        ShardFile(tmp_path, SHARD) as file,
-    ):
-        file.write("a", torch.zeros(3, 3))
+def test_a_tensor_that_was_not_announced(tmp_path, tensor, found):
+    with pytest.raises(ValueError, match=rf"a is {found}, and torch.float32 \[4, 3\] was announced"):
+        fill(tmp_path, ("a", tensor))
 
 
 def test_a_file_that_exists_stays(tmp_path):

@@ -1,0 +1,96 @@
+"""What one rank meets ends all of them with one message, whatever it is; none is left waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa import log
+from mindspeed_dsa.features.checkpoints.hugging_face import loading, saving
+from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
+from mindspeed_dsa.runs.files import RunError
+from tests.features.checkpoints.hugging_face import test_loading
+
+HERE = "tests.features.checkpoints.hugging_face.test_agreement"
+ERRORS = {
+    "own": RunError("it is refused; name another"),
+    "disk": OSError(28, "No space left on device"),
+    "memory": MemoryError("3 GB"),
+    "torch": RuntimeError("shape mismatch"),
+}
+
+
+def ended(kind: str) -> tuple[str, str]:
+    """Let rank 1 raise: the message of this rank, and what it prints."""
+
+    def do() -> int:
+        if dist.get_rank() == 1:
+            raise ERRORS[kind]
+        return 3
+
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), pytest.raises(RunError) as caught:
+        together(do, "mindspeed_dsa weights")
+    assert together(dist.get_rank, "mindspeed_dsa weights") == dist.get_rank()  # all go on together
+    return str(caught.value), printed.getvalue()
+
+
+def many(kinds: list[str]) -> list[tuple[str, str]]:
+    """Return what :func:`ended` does, of one kind after the other."""
+    return [ended(kind) for kind in kinds]
+
+
+def damaged(folder: str, what: str) -> str:
+    """Load or export where torch fails on rank 1 alone: the message of this rank."""
+    failing: Any = contextlib.nullcontext()
+    if dist.get_rank() == 1:
+        owner, name = (loading, "weights_of") if what == "load" else (saving, "Export")
+        failing = mock.patch.object(owner, name, side_effect=RuntimeError("shape mismatch"))
+    others = mock.patch.object(saving, "Export", return_value=SimpleNamespace())
+    do: Callable[[], Any] = partial(loading.load, [], Path(folder), test_loading.JOB, log.get())
+    if what == "export":
+        do = partial(saving.write_together, SimpleNamespace, SimpleNamespace, "mindspeed_dsa save-hf")
+    with others, failing, pytest.raises(RunError) as caught:
+        do()
+    return str(caught.value)
+
+
+def test_what_one_rank_meets_is_raised_on_all(pool) -> None:
+    first, second = pool.run(f"{HERE}:many", 2, timeout_s=60, kinds=list(ERRORS))
+    for number, kind in enumerate(ERRORS):
+        assert first[number][0] == second[number][0]
+        assert first[number][1] == ""
+        message, printed = second[number]
+        assert ("Traceback" in printed) == (kind in ("memory", "torch"))
+        if kind in ("memory", "torch"):
+            what = f"{type(ERRORS[kind]).__name__}: {ERRORS[kind]}"
+            assert f"mindspeed_dsa weights: rank 1 has met {what}" in message
+            assert printed.rstrip().endswith(what)
+        else:
+            assert str(ERRORS[kind]) in message
+
+
+@pytest.mark.parametrize("what", ["load", "export"])
+def test_loads_and_exports_end_together(pool, tmp_path: Path, what: str) -> None:
+    test_loading.write(tmp_path, ".indexer.")
+    first, second = pool.run(f"{HERE}:damaged", 2, timeout_s=60, folder=str(tmp_path), what=what)
+    assert first == second
+    assert "rank 1 has met RuntimeError: shape mismatch" in first
+
+
+def test_a_process_alone_keeps_its_errors() -> None:
+    def fails() -> None:
+        torch.zeros(2).view(3)
+
+    with pytest.raises(RuntimeError, match="invalid for input of size 2"):
+        together(fails, "mindspeed_dsa weights")
