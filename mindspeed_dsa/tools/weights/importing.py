@@ -23,9 +23,11 @@ from mindspeed_dsa.features.checkpoints.hugging_face.files import stamps_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, bytes_of, pieces_of, read_piece
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import require_disk_space
+from mindspeed_dsa.features.checkpoints.hugging_face.threads import in_threads, one_at_a_time
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     Item,
     share,
+    without_checksums,
     write_index,
     write_part,
 )
@@ -36,7 +38,7 @@ WHO = "mindspeed_dsa weights"
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron's name of a checkpoint that no job has written: loaded without optimizer, from step 0 on."""
-_PART_BYTES = 2**30
+_PART_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,10 @@ class _Streaming:
                 parts = share(items, rank, dist.get_world_size(), _PART_BYTES)
 
                 def write() -> None:
-                    wrote = progress(sum(item.bytes for part in parts.values() for item in part))
-                    for name, part in parts.items():
-                        write_part(folder, name, part, wrote)
+                    total = sum(item.bytes for part in parts.values() for item in part)
+                    wrote = one_at_a_time(progress(total))
+                    with without_checksums():
+                        in_threads(lambda part: write_part(folder, *part, wrote), parts.items())
 
                 together(write, WHO)
                 together(lambda: write_index(folder) if rank == 0 else None, WHO)

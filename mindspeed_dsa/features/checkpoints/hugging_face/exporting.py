@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import (
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import PADDED
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import (
-    Shard,
     ShardFile,
     TensorSpec,
     divide,
     require_disk_space,
     write_index,
 )
+from mindspeed_dsa.features.checkpoints.hugging_face.threads import in_threads, one_at_a_time
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
 from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
 
@@ -298,38 +299,40 @@ class Export:
             progress: called with all bytes of the share; what it returns is called with each tensor's.
         """
         mine = self.shards[rank::ranks]
-        wrote = progress(sum(tensor.nbytes for shard in mine for tensor in shard.tensors))
+        wrote = one_at_a_time(progress(sum(tensor.nbytes for shard in mine for tensor in shard.tensors)))
         for shard in mine:
             if (self.partial / shard.file).exists():
                 wrote(sum(tensor.nbytes for tensor in shard.tensors))
                 continue
             with ShardFile(self.partial, shard) as file:
-                for name, tensor in self._made(shard):
-                    file.write(name, tensor)
-                    wrote(tensor.numel() * tensor.element_size())
+                in_threads(partial(self._write, file, shard.dtypes, wrote), shard.dtypes)
 
-    def _made(self, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a file; a weight's factors may be in another file than the weight."""
-        entries = {entry.name: entry for entry in shard.tensors}
-        for name, entry in entries.items():
-            if name in self._sources:
-                weight, factors = self._weight(name, entry.dtype)
-                yield name, weight
-                if factors is not None and name + FACTORS in entries:
-                    yield name + FACTORS, factors.to(entries[name + FACTORS].dtype)
-            elif name.removesuffix(FACTORS) not in entries:
-                _, factors = self._weight(name.removesuffix(FACTORS), torch.float8_e4m3fn)
-                assert factors is not None
-                yield name, factors.to(entry.dtype)
+    def _write(
+        self,
+        file: ShardFile,
+        dtypes: Mapping[str, torch.dtype],
+        wrote: Callable[[int], None],
+        name: str,
+    ) -> None:
+        """Write a weight, with its factors if they are in the same file, or factors alone."""
+        made: dict[str, Tensor | None] = {}
+        if name in self._sources:
+            made[name], made[name + FACTORS] = self._weight(name, dtypes[name])
+        elif name.removesuffix(FACTORS) not in dtypes:
+            _, made[name] = self._weight(name.removesuffix(FACTORS), torch.float8_e4m3fn)
+        for each, tensor in made.items():
+            if each in dtypes and tensor is not None:
+                file.write(each, tensor.to(dtypes[each]))  # factors may have one of their own
+                wrote(tensor.numel() * dtypes[each].itemsize)
 
     def _weight(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return a weight, with its factors if it is to be in FP8."""
         source = self._sources[name]
         quantised = dtype == torch.float8_e4m3fn
-        out = torch.empty(source.shape, dtype=source.dtype if quantised else dtype)
         begin = (*source.offset, source.begin, *[0] * (len(source.shape) - 1))
         shape = (*[1] * len(source.offset), *source.shape)
-        self._reader.read(source.key, begin, shape, out)
+        read = self._reader.read(source.key, begin, shape, source.dtype if quantised else dtype)
+        out = read.reshape(source.shape)
         if not quantised:
             return out, None
         like, factors = self._like, None

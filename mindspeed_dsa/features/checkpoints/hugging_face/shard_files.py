@@ -69,6 +69,11 @@ class Shard:
         return len(text).to_bytes(8, "little") + text
 
     @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The tensors' names and dtypes, in the model's order."""
+        return {tensor.name: tensor.dtype for tensor in self.tensors}
+
+    @property
     def laid_out(self) -> list[TensorSpec]:
         """The tensors in the file's order: wide elements first, which keeps all aligned, then by name."""
         return sorted(self.tensors, key=lambda tensor: (_LAYOUT[tensor.dtype], tensor.name.encode("utf-8")))

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +96,7 @@ def write_part(folder: Path, name: str, items: Iterable[Item], wrote: Callable[[
         return
     record.parent.mkdir(exist_ok=True)
     written = []
-    with open(folder / name, "wb") as file, _without_checksums():
+    with open(folder / name, "wb") as file:
         for item in items:
             begin = file.tell()
             _save(item.make(), file, folder / name)
@@ -116,10 +118,10 @@ def _save(content: Any, file: IO[bytes], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _without_checksums() -> Iterator[None]:
+def without_checksums() -> Iterator[None]:
     """Let ``torch.save`` leave out checksums, which take thrice the rest's time and nobody compares.
 
-    Torch before 2.6 cannot.
+    Torch before 2.6 cannot. The setting is the process's: threads enter it together.
     """
     options = getattr(torch.serialization, "set_crc32_options", None)
     if options is None:
@@ -213,7 +215,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors, self._objects = _contents(folder)
-        self._last: tuple[Chunk, Tensor] | None = None
+        self._last = threading.local()
         lengths: dict[str, int] = {}
         chunks = [chunk for stored in self.tensors.values() for chunk in stored.chunks]
         for chunk in (*chunks, *self._objects.values()):
@@ -238,20 +240,20 @@ class Reader:
             file.seek(place.begin)
             return io.BytesIO(file.read(place.length))
 
-    def read(self, name: str, begin: Sequence[int], shape: Sequence[int], out: Tensor) -> None:
-        """Read a region of a tensor.
+    def read(self, name: str, begin: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a region of a tensor, which shares memory with what was read last where it can.
 
         Args:
             name: of the tensor.
             begin: where the region begins.
             shape: of the region.
-            out: filled with it; of any dtype, and of the region's shape without first axes of 1.
+            dtype: of the result.
 
         Raises:
             RunError: the checkpoint has no part of it.
         """
         stored, covered = self.tensors[name], 0
-        target = out.view(shape)
+        target: Tensor | None = None
         for chunk in stored.chunks:
             first = [max(b, c) for b, c in zip(begin, chunk.offset, strict=True)]
             last = [
@@ -261,20 +263,25 @@ class Reader:
                 continue
             ours = tuple(slice(b - o, e - o) for b, e, o in zip(first, last, begin, strict=True))
             theirs = tuple(slice(b - o, e - o) for b, e, o in zip(first, last, chunk.offset, strict=True))
-            part = target[ours]
-            part.copy_(self._load(chunk)[theirs])
+            part = self._load(chunk)[theirs]
+            if part.shape == torch.Size(shape):  # copies are as dear as the rest
+                return part.to(dtype)
+            target = torch.empty(*shape, dtype=dtype) if target is None else target
+            target[ours].copy_(part)
             covered += part.numel()
-        if covered != target.numel():
+        if target is None or covered != target.numel():
             raise RunError(
-                f"mindspeed_dsa weights: {self.folder} has {covered} of {target.numel()} elements of {name}; "
-                "use a checkpoint that is whole"
+                f"mindspeed_dsa weights: {self.folder} has {covered} of {math.prod(shape)} elements of "
+                f"{name}; use a checkpoint that is whole"
             )
+        return target
 
     def _load(self, chunk: Chunk) -> Tensor:
-        """Return what a chunk holds; the last one is kept, since several readers may follow each other."""
-        if self._last is not None and self._last[0] == chunk:
-            return self._last[1]
-        self._last = None  # at most one in memory
+        """Return what a chunk holds; a thread's last one is kept, of which the next tensor may be a part."""
+        known: tuple[Chunk, Tensor] | None = getattr(self._last, "read", None)
+        if known is not None and known[0] == chunk:
+            return known[1]
+        self._last.read = known = None  # at most one in memory
         with open(self.folder / chunk.file, "rb") as file:
             try:
                 part: Any = _Slice(file, chunk.begin, chunk.length)
@@ -286,7 +293,7 @@ class Reader:
                 ) from error
         if tuple(tensor.shape) != chunk.shape:
             tensor = tensor.view(chunk.shape)
-        self._last = chunk, tensor
+        self._last.read = chunk, tensor
         return tensor
 
 
