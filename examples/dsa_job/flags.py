@@ -258,10 +258,11 @@ GROUPS = {
 }
 FLAGS = {flag.dest: flag for flags in GROUPS.values() for flag in flags}
 """All rows by ``dest``."""
+LOSS = "use_fused_lightning_indexer_kl_loss"
 FUSED_PARTS = {
     "use_dsa_absorb": "absorbed MLA",
     "use_fused_lightning_indexer": "Lightning Indexer",
     "use_fused_sparse_flash_attention": "Sparse Flash Attention",
-    "use_fused_lightning_indexer_kl_loss": "indexer loss",
+    LOSS: "indexer loss",
 }
 """What ``--use-fused-dsa`` switches on, unless a switch of its own says otherwise."""

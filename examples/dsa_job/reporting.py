@@ -13,9 +13,10 @@ from typing import Any
 
 import mindspeed_dsa
 from dsa_job import folders
-from dsa_job.flags import FUSED_PARTS
+from dsa_job.flags import FUSED_PARTS, LOSS
 from mindspeed_dsa import session
 from mindspeed_dsa.features.moe.load_report import steps as load_report
+from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.runs import metrics
 from mindspeed_dsa.runs.files import write_atomically
@@ -196,14 +197,7 @@ class Account:
         places = ", ".join(f"{name} ({count})" for name, count in patched.items() if count)
         lines = [f"mindspeed_dsa: {len(patched)} features on; places patched: {places or 'none'}"]
         if self._layers:
-            everything = running.settings.use_fused_dsa
-            chosen = [(part, getattr(running.settings, name)) for name, part in FUSED_PARTS.items()]
-            fused = [part for part, on in chosen if (everything if on is None else on)]
-            shared = "" if self._selecting == self._layers else f", of which {self._selecting} select keys,"
-            lines.append(
-                f"sparse attention: {self._calls:,} calls in {self._layers} layers{shared} on rank 0; fused: "
-                f"{', '.join(fused) or 'nothing'}"
-            )
+            lines.append(self._attention(running.settings))
         called = sorted((backend.calls() - self._before).items())
         if called:
             counts = (f"{operator} {count:,} on {name}" for (operator, name), count in called)
@@ -217,3 +211,22 @@ class Account:
             shares = (f"{name} {-spent:.2f} s ({-100 * spent / wall:.0f} %)" for spent, name in longest)
             lines.append(f"time of operators on rank 0, of {wall:.1f} s: {', '.join(shares)}")
         return lines
+
+    def _attention(self, settings: Any) -> str:
+        """What attention was, and which parts of what the stage has of it were fused."""
+        options, everything = Options.of(settings), settings.use_fused_dsa
+        chosen = [(name, getattr(settings, name)) for name in FUSED_PARTS]
+        without = {"dense": {*FUSED_PARTS}, "warmup": {*FUSED_PARTS} - {LOSS}, "frozen": {LOSS}}
+        fused = [
+            FUSED_PARTS[name]
+            for name, on in chosen
+            if (everything if on is None else on) and name not in without.get(options.stage, ())
+        ]
+        kind = "dense" if options.attends_densely else "sparse"
+        shared = "" if self._selecting == self._layers else f", of which {self._selecting} select keys,"
+        if options.attends_densely and shared:
+            shared = f", of which {self._selecting} have indexers,"
+        return (
+            f"{kind} attention: {self._calls:,} calls in {self._layers} layers{shared} on rank 0; fused: "
+            f"{', '.join(fused) or 'nothing'}"
+        )

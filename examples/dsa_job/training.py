@@ -29,6 +29,7 @@ from dsa_job.step import Stepper
 from dsa_job.text import Corpus
 from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
+from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.selections import Sharing
 
 OnEnd = Callable[[Stepper], None]
@@ -201,10 +202,14 @@ class _Job:
                 if sharing.is_on
                 else ""
             )
-            say(
-                f"sparse attention: {args.dsa_indexer_n_heads} index heads choose {args.dsa_indexer_topk} of "
-                f"up to {args.seq_length} keys{those}"
-            )
+            does = {
+                "dense": "dense attention: nothing reads or trains {heads}",
+                "warmup": "dense attention: {heads} learn to choose {keys}",
+                "sparse": "sparse attention: {heads} choose {keys}",
+                "frozen": "sparse attention: {heads}, which are not trained, choose {keys}",
+            }[Options.of(args).stage]
+            keys = f"{args.dsa_indexer_topk} of up to {args.seq_length} keys{those}"
+            say(does.format(heads=f"{args.dsa_indexer_n_heads} index heads", keys=keys))
         if self.progress.fresh_optimizer:
             say(f"checkpoint: {args.load} provides the weights only; the optimizer starts without its state")
         if self.corpus is not None:

@@ -99,6 +99,37 @@ def test_a_job_says_how_it_multiplies_bf16(
     assert re.search(way, line), line
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stage", "before", "after"),
+    [
+        (
+            "dense",
+            "dense attention: nothing reads or trains 8 index heads\n",
+            "dense attention: 8 calls in 2 layers on rank 0; fused: nothing\n",
+        ),
+        (
+            "warmup",
+            "dense attention: 8 index heads learn to choose 8 of up to 32 keys\n",
+            "dense attention: 8 calls in 2 layers on rank 0; fused: indexer loss\n",
+        ),
+        (
+            "frozen",
+            "sparse attention: 8 index heads, which are not trained, choose 8 of up to 32 keys\n",
+            "fused: absorbed MLA, Lightning Indexer, Sparse Flash Attention\n",
+        ),
+    ],
+)
+def test_a_job_says_what_attends_in_its_stage(
+    jobs: JobServer, tmp_path: Path, stage: str, before: str, after: str
+) -> None:
+    short = ["--train-iters", "2", "--eval-iters", "0", "--no-save"]
+    finished = jobs.run(tmp_path / "run", *short, "--dsa-stage", stage, "--dsa-indexer-loss-coeff", "1")
+    assert finished.code == 0, finished.output
+    assert before in finished.output
+    assert after in finished.output
+
+
 @pytest.mark.parametrize(
     ("flags", "fused"),
     [

@@ -132,6 +132,10 @@ def test_what_contradicts_a_models_name_is_refused(pool):
     (passed,) = run(switches=named, overrides={"dsa_indexer_scoring_relu": False, "num_layers": 8})
     assert "dsa_indexer_scoring_relu=False is passed" in passed
     assert "--dsa-model glm-5.2" in passed
+    (pattern,) = run(switches={**named, "dsa_indexer_topk_pattern": "FS"}, overrides={})
+    assert "contradicts --dsa-model glm-5.2, which has dsa_indexer_topk_pattern not given: omit it" in pattern
+    (passed,) = run(switches=named, overrides={"dsa_indexer_topk_pattern": "FSFSFSFS", "num_layers": 8})
+    assert "dsa_indexer_topk_pattern='FSFSFSFS' is passed to it, and no value is chosen" in passed
 
 
 def test_a_models_name_trains_as_its_fields_do(pool):

@@ -172,11 +172,15 @@ def sets(model: str, filled: Mapping[str, Any]) -> str:
 def _against(model: str, said: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
     """Say which values contradict a model's, by field; ``said`` says how a user has set each of them."""
     return [
-        f"{said[name]} contradicts {MODEL_NAME.name} {model}, which has {name}={MODELS[model][name]}: omit "
-        f"it, or omit {MODEL_NAME.name} and set each option by its flag"
+        f"{said[name]} contradicts {MODEL_NAME.name} {model}, which has {_shown(name, MODELS[model][name])}: "
+        f"omit it, or omit {MODEL_NAME.name} and set each option by its flag"
         for name, value in values.items()
         if name in MODELS[model] and value != MODELS[model][name]
     ]
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name} not given" if value is None else f"{name}={value}"
 
 
 def against_model(args: Any, model: str) -> list[str]:

@@ -114,8 +114,9 @@ def settle_fields(original: Callable[..., None], context: Context[Options]) -> C
 def _contradictions(given: dict[str, Any], options: Options) -> Iterator[str]:
     for name, setting in options.chosen.items():
         if given.get(name, setting.value) != setting.value:
+            chosen = "no value" if setting.value is None else repr(setting.value)
             yield (
-                f"{name}={given[name]!r} is passed to it, and {setting.value!r} is chosen by {setting.who}: "
+                f"{name}={given[name]!r} is passed to it, and {chosen} is chosen by {setting.who}: "
                 "pass the same value, or omit one of them"
             )
 
