@@ -167,6 +167,8 @@ class Chunked(LinearCrossEntropy):
     """Logits of a chunk. More tokens let a device read and write the weight's gradient less often."""
     WIDE_BYTES: ClassVar[int] = 256 << 20
     """Part of a chunk that exists in fp32, and part of the weight's gradient that is added at once."""
+    NORMALISES: ClassVar[bool] = False
+    """Exponentials are divided by this rank's sum of a row where they are formed."""
 
     def losses(self, call: LossCall) -> Losses:
         return self.losses_and_gradients(call, None, None)
@@ -216,17 +218,24 @@ class Chunked(LinearCrossEntropy):
         local, held = call.on_rank(labels)
         top, top_index = numbers.max(-1) if call.wants_top else (numbers.amax(-1), local)
         predicted = numbers.gather(1, local[:, None])[:, 0].masked_fill_(~held, 0)
-        total = numbers.sub_(top[:, None]).exp_().sum(-1)
+        total = self._exponentials(numbers, top)
         largest, log_sum, predicted = _joined(call, top, total, predicted)
         known = (labels >= 0) & (labels < call.ranks * call.weight.shape[0])
         # As in Megatron, a label that no rank has counts as the largest logit.
         loss = log_sum - (predicted - largest).masked_fill(~known, 0)
         if wants_gradient:
-            numbers.mul_(torch.exp(top - largest - log_sum).mul_(raising)[:, None])
+            if not self.NORMALISES:
+                numbers.mul_(torch.exp(top - largest - log_sum).mul_(raising)[:, None])
+            elif call.group is not None or raising != 1:
+                numbers.mul_(torch.exp(top - largest - log_sum).mul_(total).mul_(raising)[:, None])
             _subtract(numbers, local, held.to(numbers.dtype).mul_(raising))
             if numbers is not logits:
                 logits.copy_(numbers)
         return loss, top, top_index, log_sum + largest
+
+    def _exponentials(self, numbers: Tensor, top: Tensor) -> Tensor:
+        """Turn rows into exp(number - top) in place, over the sum if :attr:`NORMALISES`; return the sums."""
+        return numbers.sub_(top[:, None]).exp_().sum(-1)
 
     def add_gradients(
         self,
@@ -315,6 +324,13 @@ class Cpu(Chunked):
 
     CHUNK_BYTES = 224 << 20
     WIDE_BYTES = 32 << 20
+    NORMALISES = True
+
+    def _exponentials(self, numbers: Tensor, top: Tensor) -> Tensor:
+        # PyTorch's softmax keeps a row in the cache, where a pass for each step reads and writes all rows.
+        # The largest of its results is 1 / sum.
+        torch.softmax(numbers, -1, out=numbers)
+        return numbers.amax(-1).reciprocal_()
 
 
 class Cuda(Chunked):
