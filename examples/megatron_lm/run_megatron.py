@@ -35,10 +35,10 @@ def main() -> None:
         sys.exit(f"run_megatron.py: {error}; install it with: pip install 'mindspeed_dsa[megatron]'")
     try:
         import_module("mindspeed_dsa.megatron_adaptor")
-    except MindSpeedDSAError as error:
+        runpy.run_path(script, run_name="__main__")
+    except MindSpeedDSAError as error:  # whose message says what to do, and a traceback would bury it
         say_once(f"{os.path.basename(script)}: {error}")
         sys.exit(REFUSED)
-    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,18 @@ def test_bad_command_lines_are_refused_in_one_line(checkout, tmp_path):
     assert "npu" in done.stderr
 
 
+def test_what_is_refused_while_the_script_runs_is_the_message_alone(checkout, tmp_path):
+    (checkout / "pretrain.py").write_text(
+        "from mindspeed_dsa.runs.files import RunError\n"
+        "raise RunError('mindspeed_dsa load-hf: the files are cut; fetch them again') from OSError()\n"
+    )
+    done = launch("checkout/pretrain.py", "--megatron-root", "megatron", cwd=tmp_path, run=warm.run)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last == "pretrain.py: mindspeed_dsa load-hf: the files are cut; fetch them again"
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def recipe(tmp_path):
     """Runs the recipe with a Python that prints what it is given; says which data the checkout has."""

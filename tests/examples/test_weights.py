@@ -58,6 +58,18 @@ def test_files_and_imported_weights_train_alike(jobs: JobServer, model: Path, tm
     assert not any(found.values()), found
 
 
+@pytest.mark.full
+def test_what_cannot_be_loaded_ends_every_rank_with_the_message_alone(
+    jobs: JobServer, model: Path, tmp_path: Path
+) -> None:
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    ended = jobs.start(tmp_path / "run", *SIZES, *layout, "--load-hf", str(model), ranks=2)
+    assert [each.code for each in ended] == [2, 2], ended[0].output + ended[1].output
+    message = f"pretrain_dsa.py: mindspeed_dsa load-hf: {model}: embedding.word_embeddings.weight is "
+    assert ended[0].output.splitlines()[-1].startswith(message)
+    assert not any("Traceback" in each.output for each in ended)
+
+
 def test_two_sources_of_weights_are_refused(jobs: JobServer, model: Path, tmp_path: Path) -> None:
     finished = jobs.run(tmp_path / "run", *SIZES, "--load-hf", str(model), "--load", str(tmp_path))
     assert finished.code == 2

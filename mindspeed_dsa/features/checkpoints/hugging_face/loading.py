@@ -22,6 +22,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.errors import show_without_traceback
 from mindspeed_dsa.runs.files import RunError, amount
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,7 +42,11 @@ def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable
         if goes_on(job):
             context.log.info("--load %s has a checkpoint: --load-hf is not read", job.load)
             return chunks
-        load(chunks, context.options.folder, job, context.log, context.megatron)
+        try:
+            load(chunks, context.options.folder, job, context.log, context.megatron)
+        except RunError:
+            show_without_traceback()
+            raise
         return chunks
 
     return get_model
