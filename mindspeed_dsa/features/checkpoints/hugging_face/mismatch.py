@@ -165,15 +165,25 @@ def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[st
 
 
 def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
-    """Yield a sentence if the embedding has too few rows; it may have more, which padding adds."""
+    """Yield a sentence if the embedding has too few rows; it may have more, which padding adds.
+
+    Unless it is told how many, Megatron-LM pads when it has built the tokenizer, later than this is asked.
+    """
     padded, own = value_of(args, "padded_vocab_size"), value_of(args, "vocab_size")
     name, here = ("vocab_size", own) if padded in (MISSING, None) else ("padded_vocab_size", padded)
-    if here is MISSING or here is None or here >= there:
+    if here is MISSING or here is None:
+        return
+    ranks, multiple = (
+        value_of(args, each) for each in ("tensor_model_parallel_size", "make_vocab_size_divisible_by")
+    )
+    ranks = 1 if ranks is MISSING else ranks
+    rows = here
+    if name == "vocab_size" and multiple is not MISSING:
+        rows = -(-here // (multiple * ranks)) * multiple * ranks
+    if rows >= there:
         return
     if before_0_14(release):
-        ranks = value_of(args, "tensor_model_parallel_size")
-        rows = -(-there // (1 if ranks is MISSING else ranks))
-        advice = f"give --make-vocab-size-divisible-by {rows}"
+        advice = f"give --make-vocab-size-divisible-by {-(-there // ranks)}"
     else:
         advice = f"give --padded-vocab-size {there} or more"
     yield f"{name} is {here} here and {there} in the files, of which no row can be left out: {advice}"

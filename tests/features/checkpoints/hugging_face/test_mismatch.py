@@ -75,6 +75,10 @@ def test_a_job_made_of_a_description_has_none(kind, changed, release):
         ({"rotary_interleaved": True}, "omit --rotary-interleaved"),
         ({"padded_vocab_size": 896}, "padded_vocab_size is 896 here and 1000 in the files"),
         ({"padded_vocab_size": None, "vocab_size": 999}, "give --padded-vocab-size 1000 or more"),
+        (
+            {"padded_vocab_size": None, "vocab_size": 992, "make_vocab_size_divisible_by": 8},
+            "vocab_size is 992 here and 1000 in the files",
+        ),
         ({"mtp_num_layers": 2}, "give --mtp-num-layers 1"),
         ({"experimental_attention_variant": None}, "give --experimental-attention-variant dsa"),
         ({"dsa_indexer_n_heads": 64}, "give --dsa-indexer-n-heads 3"),
@@ -172,6 +176,7 @@ def test_what_a_job_leaves_open_the_release_decides():
     "same",
     [
         {"padded_vocab_size": 4096},
+        {"padded_vocab_size": None, "vocab_size": 993, "make_vocab_size_divisible_by": 8},
         {"moe_layer_freq": [False, False, True, True, True, True]},
         {"position_embedding_type": "none"},
         {"dsa_indexer_rotate_activation": True},
