@@ -144,6 +144,22 @@ LOAD = Feature(
             versions=_RELEASES,
             required=False,
         ),
+        Patch(
+            "megatron.training.models.gpt:GPTModelBuilder.build_distributed_models",
+            "wrap",
+            f"{_HERE}.loading:fill_model",
+            "from 0.19 on pretrain_gpt.py hands the loop a builder, which stands for get_model",
+            versions=">=0.19,<0.21",
+            required=False,
+        ),
+        Patch(
+            f"{_TRAINING}:setup_model_and_optimizer",
+            "wrap",
+            f"{_HERE}.loading:require_weights",
+            "a model that is built in another way would train from weights that are drawn",
+            versions=_RELEASES,
+            required=False,
+        ),
     ),
 )
 SAVE = Feature(

@@ -30,9 +30,9 @@ _WHO = "mindspeed_dsa load-hf"
 
 
 def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable[..., Any]:
-    """Decorate ``get_model`` of Megatron's training loop: the first model gets its weights."""
+    """Decorate what builds a model for Megatron's training loop: the first one gets its weights."""
 
-    def get_model(*args: Any, **kwargs: Any) -> Any:
+    def build(*args: Any, **kwargs: Any) -> Any:
         chunks = original(*args, **kwargs)
         job = context.megatron("training").get_args()
         state = context.state(_Once)
@@ -49,7 +49,23 @@ def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable
             raise
         return chunks
 
-    return get_model
+    return build
+
+
+def require_weights(original: Callable[..., Any], context: Context[Load]) -> Callable[..., Any]:
+    """Decorate ``setup_model_and_optimizer`` of Megatron's training loop, which has a model built."""
+
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not context.state(_Once).done:
+            raise RunError(
+                f"{_WHO}: this release has built the model in a way that is not known here, and its "
+                f"weights are drawn; import {context.options.folder} with weights import, and "
+                "name the checkpoint in --load"
+            )
+        return result
+
+    return setup_model_and_optimizer
 
 
 class _Once:
