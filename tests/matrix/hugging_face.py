@@ -216,6 +216,35 @@ def of_transformers(model: Model, folder: Path | None = None) -> dict[str, Any]:
     return {"logits": logits.detach(), "gradients": gradients}
 
 
+def loss_of_transformers(folder: Path, batches: Path, samples: int) -> float:
+    """Return transformers' mean loss, in fp32, over the tokens of the first step of a job on two ranks.
+
+    Args:
+        folder: of the model.
+        batches: folder that ``recorded_pretrain.py`` has written, microbatches of one sample.
+        samples: of a step, on all ranks together.
+    """
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ranks = [torch.load(path) for path in sorted(batches.glob("rank*.pt"))]
+    if any(call["labels"] is None or call["tokens"] is None for calls in ranks for call in calls):
+        stages = zip(*(calls[:samples] for calls in ranks), strict=True)
+        first = [{"tokens": begin["tokens"], "labels": end["labels"]} for begin, end in stages]
+    else:
+        same = torch.equal(ranks[0][0]["tokens"], ranks[1][0]["tokens"])
+        first = ranks[0][:samples] if same else [call for calls in ranks for call in calls[: samples // 2]]
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(theirs(call["tokens"]).logits.flatten(0, 1), call["labels"].flatten())
+            for call in first
+        ]
+    assert len(losses) == samples
+    return float(sum(losses) / samples)
+
+
 # -- what the ranks do --------------------------------------------------------------------------
 
 

@@ -76,13 +76,14 @@ def pretrain(
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr[-6000:]
+    return {"steps": metrics.read(folder / "steps.jsonl"), "at work": reported(folder)}
+
+
+def reported(folder: Path) -> list[str]:
+    """Return which features were at work in a job with ``--mindspeed-report-dir``."""
     report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     declared = {feature.name: feature for feature in catalogue.shipped()}
-    on = [declared[each["name"]] for each in report["features"]]
-    return {
-        "steps": metrics.read(folder / "steps.jsonl"),
-        "at work": features_at_work(on, report["sites"]),
-    }
+    return features_at_work([declared[each["name"]] for each in report["features"]], report["sites"])
 
 
 @pytest.mark.timeout(1100)
