@@ -21,6 +21,7 @@ from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
+from mindspeed_dsa.tools.cli.host_profile import table
 from tests.features.attention.context_parallel import dense_model as dense
 from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.moe.balanced_experts import popular_experts as balanced
@@ -387,12 +388,14 @@ def test_a_profile_of_the_host(
     monkeypatch.chdir(Path(__file__).parents[2])
     command = [sys.executable, "-m", "tests.matrix.profiled_job", str(losses)]
     assert main(["host-profile", "--step=1", f"--json={profile}", "--", *command]) == 0
-    assert "TransformerLayer" in capsys.readouterr().out
+    # Which classes cost most, and so are among the lines that are printed, depends on the machine's load.
+    assert "\n".join(table(json.loads(profile.read_text()))) in capsys.readouterr().out
     # The command ends the job as soon as the record is there.
     printed = [json.loads(line) for line in losses.read_text().splitlines()]
     assert printed in (theirs["losses"][:1], theirs["losses"])
     for record in (json.loads(each.read_text()) for each in (file, profile)):
         assert record["layers"] == 4 * 2  # microbatches
+        assert record["classes"]["TransformerLayer"]["calls"] == 4 * 2
         assert record["classes"]["TopKRouter"]["calls"] == 2 * 2
         assert record["classes"]["TopKRouter"]["launches"] > 2 * 2
     note.trained([ours])
