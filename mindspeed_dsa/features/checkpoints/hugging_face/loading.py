@@ -58,6 +58,7 @@ def require_weights(original: Callable[..., Any], context: Context[Load]) -> Cal
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if not context.state(_Once).done:
+            show_without_traceback()
             raise RunError(
                 f"{_WHO}: this release has built the model in a way that is not known here, and its "
                 f"weights are drawn; import {context.options.folder} with weights import, and "

@@ -1,4 +1,7 @@
-"""Files that lack tensors of a model are refused by what fills it, also where no arguments were checked."""
+"""Files that lack tensors of a model are refused by what fills it, also where no arguments were checked.
+
+A loop that builds its model in a way that is not known here does not train from weights that are drawn.
+"""
 
 from __future__ import annotations
 
@@ -69,3 +72,25 @@ def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
 def test_a_dense_models_files_have_no_indexers(tmp_path: Path) -> None:
     write(tmp_path, ".indexer.")
     loading.load([], tmp_path, JOB, log.get())
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_model_that_nobody_has_filled_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool
+) -> None:
+    once, job = SimpleNamespace(done=False), SimpleNamespace(load=str(tmp_path))
+    (tmp_path / loading.TRACKER).write_text("5")
+    context = SimpleNamespace(
+        state=lambda _: once,
+        megatron=lambda _: SimpleNamespace(get_args=lambda: job),
+        options=SimpleNamespace(folder=tmp_path),
+        log=log.get(),
+    )
+    monkeypatch.setattr(loading, "show_without_traceback", lambda: None)
+    build = loading.fill_model(lambda: ["model"], context) if built else lambda: ["model"]
+    setup = loading.require_weights(build, context)
+    if built:
+        assert setup() == ["model"], "its checkpoint is read later"
+    else:
+        with pytest.raises(RunError, match="weights import, and name the checkpoint in --load"):
+            setup()
