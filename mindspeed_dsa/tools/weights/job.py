@@ -32,7 +32,6 @@ _MULTIPLE = 128
 
 _COUNTS = (
     "tensor_model_parallel_size",
-    "make_vocab_size_divisible_by",
     "padded_vocab_size",
     "mtp_num_layers",
 )
@@ -122,6 +121,7 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
     for name in _COUNTS:
         if name not in values:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=_MULTIPLE)
     parser.add_argument("--ckpt-format")
     words = list(flags[1:] if flags and not flags[0].startswith("-") else flags)
     said, _ = parser.parse_known_args(words)
@@ -134,8 +134,7 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
 def _padded(vocabulary: int, said: argparse.Namespace) -> int:
     if getattr(said, "padded_vocab_size", None):
         return int(said.padded_vocab_size)
-    step = getattr(said, "make_vocab_size_divisible_by", _MULTIPLE)
-    step *= getattr(said, "tensor_model_parallel_size", 1)
+    step = said.make_vocab_size_divisible_by * getattr(said, "tensor_model_parallel_size", 1)
     return math.ceil(vocabulary / step) * step
 
 
