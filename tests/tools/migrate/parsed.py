@@ -18,6 +18,10 @@ from unittest import mock
 
 import mindspeed_dsa
 from mindspeed_dsa import session
+from mindspeed_dsa.platforms import host_pool
+
+HOST_BYTES = 1 << 40
+"""Free memory of a host with devices, whatever this one has; what is swapped has room there."""
 
 
 def job() -> Callable[[Sequence[str]], Any]:
@@ -39,7 +43,8 @@ def job() -> Callable[[Sequence[str]], Any]:
                 mock.patch.object(arguments, "get_device_arch_version", return_value=9),
             ):
                 arguments.validate_args(args)
-            running.validate(args)
+            with mock.patch.object(host_pool, "host_memory_free", return_value=HOST_BYTES):
+                running.validate(args)
             mindspeed_dsa.disable()
 
     return run

@@ -55,6 +55,7 @@ def translations() -> dict[str, list[tuple[str, Translation]]]:
         kind: [
             (path.name, scripts.migrate(path, release).translation)
             for path in sorted((checkout / folder).rglob(pattern))
+            if ".mindspeed_dsa." not in path.name  # what the command has written beside one
         ]
         for kind, (folder, pattern) in FOLDERS.items()
     }
