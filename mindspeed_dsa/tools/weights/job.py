@@ -134,7 +134,7 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
 def _padded(vocabulary: int, said: argparse.Namespace) -> int:
     if getattr(said, "padded_vocab_size", None):
         return int(said.padded_vocab_size)
-    step = said.make_vocab_size_divisible_by * getattr(said, "tensor_model_parallel_size", 1)
+    step: int = said.make_vocab_size_divisible_by * getattr(said, "tensor_model_parallel_size", 1)
     return math.ceil(vocabulary / step) * step
 
 

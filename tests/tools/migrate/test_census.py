@@ -31,8 +31,8 @@ FOLDERS = {
 }
 PATHS = {"--load", "--save", "--data-path", "--tokenizer-model", "--vocab-file", "--merge-file"}
 """Flags for which scripts have a sentence that asks for a path."""
-ELSEWHERE = {"--use-ascend-mc2"}
-"""Flags of a machine with devices."""
+ELSEWHERE = {"--use-ascend-mc2", "--load-hf"}
+"""Flags of a machine with devices, and with a model's files."""
 
 ALONE = {"--enable-hf2mg-convert", "--fix-router"}
 """Refused flags without which the rest of a script is a job."""
