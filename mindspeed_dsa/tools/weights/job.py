@@ -233,6 +233,8 @@ def _arguments_in(checkpoint: Path) -> argparse.Namespace | None:
         raise RunError(
             f"{WHO}: the arguments in {checkpoint} cannot be read ({error}); use a checkpoint that is whole"
         ) from error
+    if isinstance(common, list) and len(common) == 1:  # what a job saves with Megatron-core 0.19
+        (common,) = common
     args = common.get("args") if isinstance(common, dict) else None
     return args if isinstance(args, argparse.Namespace) else None
 

@@ -183,3 +183,12 @@ def test_the_configuration_has_the_type_of_the_weights(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     assert f"{amount((tmp_path / 'half' / FILE).stat().st_size)} in 1 files" in text
     assert "MB in 1 files" in text
+
+
+def test_arguments_lie_in_a_list_where_a_job_of_0_19_has_saved_them(tmp_path: Path) -> None:
+    theirs = models.write("deepseek_v32", tmp_path / "model", num_hidden_layers=2)
+    done("import", theirs, tmp_path / "checkpoints")
+    common = tmp_path / "checkpoints" / "release" / "common.pt"
+    torch.save([torch.load(common, weights_only=False)], common)
+    done("export", tmp_path / "checkpoints", tmp_path / "out")
+    assert same(tensors_of(tmp_path / "out"), tensors_of(theirs))
