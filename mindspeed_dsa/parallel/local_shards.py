@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+_DIMENSIONS = "dimensions_to_cut"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Place of a shard in its parameter.
+
+    Attributes:
+        dim: the dimension that is cut.
+        index, pieces: which of how many equal pieces this rank has.
+        replica: which copy of that piece this is.
+    """
+
+    dim: int
+    index: int
+    pieces: int
+    replica: int
+
+
+def cut_of(tensor: DTensor) -> Cut:
+    """Return the cut of a sharded parameter, or of anything of its placement."""
+    mesh = tensor.device_mesh
+    axis = shard_axis(tensor)
+    (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
+    replica = 0 if mesh.ndim == 1 else mesh.get_local_rank(1 - axis)
+    return Cut(dim, mesh.get_local_rank(axis), mesh.size(axis), replica)
+
+
+def shard_axis(tensor: DTensor) -> int:
+    """Return the dimension of the mesh whose ranks have different pieces."""
+    return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+
+
+def cut_on(parameter: Any, dims: Iterable[int]) -> None:
+    """Say on which dimensions a parameter can be cut, best first, for whoever shards it."""
+    setattr(parameter, _DIMENSIONS, tuple(dims))
+
+
+def dimensions_to_cut(parameter: Any) -> tuple[int, ...] | None:
+    """Return what :func:`cut_on` has said; None: nothing, which allows all."""
+    return getattr(parameter, _DIMENSIONS, None)
 
 
 def local_of(tensor: Tensor) -> Tensor:

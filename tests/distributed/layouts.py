@@ -292,6 +292,15 @@ fsdp2 = partial(
     watched=SHARDED,
     use_torch_fsdp2=True,
 )
+EXPERTS_CUT = {"fsdp2_shard_experts": True}
+# Ten steps of four microbatches, three layers with experts, in either direction.
+with_experts = partial(
+    fsdp2,
+    own=f"{FULLY_SHARDED} --fsdp2-shard-experts",
+    steps=10,
+    watched={events.EXPERTS_GATHERED: 10 * 4 * 3 * 2, events.GROUPED: 1},
+    **EXPERTS_CUT,
+)
 in_pairs = partial(fsdp2, watched=(events.GATHERED, events.STARTED), **PAIRS)
 
 chunks = partial(row, "ascend-coc", watched=(events.CHUNKED, events.MEASURED))
@@ -318,6 +327,40 @@ COMMUNICATION = (
         "EP2 x EDP2, grouped experts, MTP", 4, f"{EP2} {STACKED}", model=SHALLOW_MTP, both={**FUSED, **GROUP}
     ),
     fsdp2("PP2 x EP2, grouped experts", 4, f"{PP2} {EP2} {STACKED}", both={**FUSED, **GROUP}),
+    with_experts("sharded experts, DP2, all layers recomputed", 2, FULL_RECOMPUTE),
+    with_experts("sharded experts, EP2 x EDP2", 4, EP2),
+    with_experts("sharded experts, EP2 x EDP2, bf16", 4, EP2, model=f"{SHALLOW} {BF16}", bounds=ROUNDED),
+    with_experts("sharded experts, TP2+SP x EDP2", 4, TP2),
+    with_experts(
+        "sharded experts, TP2+SP as EP2 x EDP2, all-to-alls overlapped",
+        4,
+        f"{TP2} {EP2} {ETP1}",
+        both={**FUSED, "moe_alltoall_overlap_comm": True},
+    ),
+    with_experts("sharded experts, PP2 x EP2 x EDP2, loss per token", 8, f"{PP2} {EP2} {PER_TOKEN}"),
+    with_experts("sharded experts, CP2 x EP2 x EDP2", 4, EP2, cp=2),
+    with_experts(
+        "sharded experts, EP2 x EDP2, grouped, MTP",
+        4,
+        f"{EP2} {STACKED}",
+        model=SHALLOW_MTP,
+        both={**FUSED, **GROUP},
+    ),
+    with_experts(
+        "sharded experts, EP2 x EDP2, pairs",
+        4,
+        f"{EP2} {FOUR_MICROBATCHES}",
+        watched=(events.EXPERTS_GATHERED, events.STARTED),
+        **PAIRS,
+    ),
+    with_experts(
+        "sharded experts, PP2 x VPP2 x EP2 x EDP2, grouped, pairs",
+        8,
+        f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {STACKED}",
+        both={**FUSED, **GROUP},
+        watched=(events.EXPERTS_GATHERED, events.STARTED, events.GROUPED),
+        **PAIRS,
+    ),
     # Pairs beside plain DDP in Megatron's usual schedule.
     in_pairs("EP2, MTP, pairs", 2, f"{EP2} {FOUR_MICROBATCHES}", model=SHALLOW_MTP),
     in_pairs(
@@ -415,6 +458,14 @@ MEMORY = (
         f"{FULLY_SHARDED} {PP2} {VPP2} {EP2} {FOUR_MICROBATCHES}",
         f"{SHALLOW} {BF16}",
         both={**FSDP2, **PAIRS},
+        **WITH_SWAP,
+    ),
+    beside_fsdp2(
+        "sharded experts, EP2 x EDP2, grouped, memory",
+        4,
+        f"{FULLY_SHARDED} --fsdp2-shard-experts {EP2} {STACKED}",
+        f"{SHALLOW} {BF16}",
+        both={**FSDP2, **EXPERTS_CUT, **GROUP},
         **WITH_SWAP,
     ),
     # In fp32 an RMSNorm of several operations is recomputed with gradients that are rounded differently.

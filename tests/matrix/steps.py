@@ -287,17 +287,21 @@ def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in job.global_names(model).items():
         if isinstance(parameter, DTensor):
-            found[name] = _put_together(parameter.grad)
+            found[name] = _put_together(parameter.grad, getattr(parameter, "allreduce", True))
         else:
             found[name] = parameter.main_grad.clone()
     return found
 
 
-def _put_together(shard: Any) -> Tensor:
+def _put_together(shard: Any, dense: bool) -> Tensor:
     """As ``full_tensor()``, which looks for the groups of a mesh like this one that an earlier case had."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if dense
+        else parallel_state.get_expert_data_parallel_group()
+    )
     (placement,) = shard.placements
     own = local_of(shard).contiguous()
     pieces = [torch.empty_like(own) for _ in range(group.size())]

@@ -347,17 +347,22 @@ def test_the_warmup_stage_trains_indexers_alone(pool: Any, note: Note) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes", "ahead"),
+    ("layout", "sizes", "ahead", "experts"),
     # Gathers until the first layer begins: embedding and final norm where they are, its own, two more units.
-    [("DP2", {}, [5, 5]), ("PP2 x EP2", {"pp": 2, "ep": 2}, [3, 3, 4, 4])],
+    [
+        ("DP2", {}, [5, 5], False),
+        ("PP2 x EP2", {"pp": 2, "ep": 2}, [3, 3, 4, 4], False),
+        # And the experts of the layer that has some.
+        ("EP2 x EDP2, experts sharded", {"ep": 2}, [6, 6, 6, 6], True),
+    ],
 )
 def test_weights_that_fsdp2_shards(
-    pool: Any, note: Note, layout: str, sizes: Mapping[str, int], ahead: Sequence[int]
+    pool: Any, note: Note, layout: str, sizes: Mapping[str, int], ahead: Sequence[int], experts: bool
 ) -> None:
-    switches = {"use_torch_fsdp2": True, "fsdp2_prefetch": 2}
+    switches = {"use_torch_fsdp2": True, "fsdp2_prefetch": 2, "fsdp2_shard_experts": experts}
     if note.begins(layout, "fsdp2", switches=switches):
         return
-    ranks = 2 * sizes.get("pp", 1)
+    ranks = len(ahead)
     theirs = pool.run(f"{STEPS}:train_sharded", ranks, **sizes)
     ours = pool.run(f"{STEPS}:train_sharded", ranks, switches=switches, **sizes)
     for having, without in zip(ours, theirs, strict=True):
@@ -367,6 +372,7 @@ def test_weights_that_fsdp2_shards(
             assert step["norm"] == pytest.approx(other["norm"], rel=1e-6)
         assert having["sharded"] > without["sharded"] == 0
         assert having["counts"][events.GATHERED] > 0
+        assert (having["counts"][events.EXPERTS_GATHERED] > 0) == experts
         assert events.GATHERED not in without["counts"]
     assert [rank["gathered ahead"] for rank in ours] == ahead
     note.trained(ours)

@@ -38,6 +38,8 @@ COUNTED = "routing maps counted"
 """And for the report of their load."""
 GATHERED = "gathers of units' weights"
 """And for weights that are sharded by FSDP2."""
+EXPERTS_GATHERED = "gathers of units' experts"
+"""And for experts that are."""
 FUSED_OPERATORS = {
     "rmsnorm": "fused norms",
     "rotary-pos-emb": "fused rotations",
@@ -69,6 +71,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     GROUPED: ("moe_grouped_gemm",),
     PERMUTED: ("moe_permute_fusion",),
     GATHERED: ("use_torch_fsdp2",),
+    EXPERTS_GATHERED: ("fsdp2_shard_experts",),
     CHUNKS_OF_LOGITS: ("fused_linear_cross_entropy",),
     WIDER: ("init_norm_weight_in_fp32",),
     REGIONS: ("compile_regions",),
@@ -160,6 +163,13 @@ def counted() -> Iterator[Counter[str]]:
         counts[MOVED] += len(plan.experts)
         return plan
 
+    gather_unit = transfers.gather
+
+    def gathered_unit(parameters: Any, group: Any) -> Any:
+        counts[GATHERED] += 1
+        counts[EXPERTS_GATHERED] += any(".experts." in each._param_fqn for each in parameters)
+        return gather_unit(parameters, group)
+
     def refilled(_: Any, where: str) -> str:
         kind = "activation-function" if "activation function" in where else "norm"
         return EVENTS[f"recompute-{kind}"]
@@ -172,7 +182,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(local_modules, "normalize", normalized))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
-        stack.enter_context(counting_calls(transfers, "gather", GATHERED))
+        stack.enter_context(mock.patch.object(transfers, "gather", gathered_unit))
         for module, function, operator in (
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),

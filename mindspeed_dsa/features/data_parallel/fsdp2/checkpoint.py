@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.data_parallel.fsdp2.shards import Cut, cut_of
-from mindspeed_dsa.parallel.local_shards import like, local_of
+from mindspeed_dsa.parallel.local_shards import Cut, cut_of, like, local_of
 from mindspeed_dsa.patches.errors import SettingsError
 
 _CUT = "_mindspeed_dsa_cut"
@@ -34,8 +33,7 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
         # The piece taken for the whole of what this tensor parallel rank has.
         whole = original(local_of(tensor), *args, **kwargs)
         cut = cut_of(tensor)
-        placed = _cut(whole, cut)
-        setattr(placed, _CUT, cut)
+        placed = _marked(_cut(whole, cut), cut)
         setattr(placed, _WHOLE, whole)
         return placed
 
@@ -77,9 +75,14 @@ def place_gated_shard(original: Callable[..., Any]) -> Callable[..., Any]:
         def build_shards(*args: Any) -> Any:
             return [_cut(part, cut) for part in build(*args)]
 
-        return replace(factory, build_fn=build_shards)
+        return _marked(replace(factory, build_fn=build_shards), cut)
 
     return apply
+
+
+def _marked(placed: Any, cut: Cut) -> Any:
+    setattr(placed, _CUT, cut)
+    return placed
 
 
 def _gate_or_up(placed: Any, cut: Cut) -> Any:
@@ -89,7 +92,21 @@ def _gate_or_up(placed: Any, cut: Cut) -> Any:
     is_up, piece = divmod(cut.index, half)
     position = is_up * (placed.axis_fragmentations[axis] // 2) + tensor_rank * half + piece
     offset = placed.global_offset
-    return replace(placed, global_offset=(*offset[:axis], position * rows, *offset[axis + 1 :]))
+    return _marked(replace(placed, global_offset=(*offset[:axis], position * rows, *offset[axis + 1 :])), cut)
+
+
+def place_expert_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``SequentialMLP.sharded_state_dict``, which takes expert data parallel ranks for replicas."""
+
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(self, *args, **kwargs)
+        for each in state.values():
+            cut: Cut | None = getattr(each, _CUT, None)
+            if cut is not None:
+                each.replica_id = (*each.replica_id[:-1], cut.replica)
+        return state
+
+    return sharded_state_dict
 
 
 def load_everything(original: Callable[..., Any]) -> Callable[..., Any]:

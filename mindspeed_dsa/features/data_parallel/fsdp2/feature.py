@@ -1,115 +1,17 @@
-"""``--use-torch-fsdp2`` repaired, with experts and pipelines, and prefetched; and its file of options."""
+"""``--use-torch-fsdp2`` repaired, with experts and pipelines, and prefetched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.features.data_parallel.fsdp2.config_file import read_config
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.optimizer import FLOAT16, FLOAT32
-from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
-
-# -- the file of --fsdp2-config-path: MindSpeed's format and keys ----------------------------------
-
-_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_dtype(value: Any) -> bool:
-    return value is None or str(value).removeprefix("torch.") in _DTYPES
-
-
-def _is_names(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "sharding_size": (lambda value: value is None or (_is_size(value) and value > 0), "a number of ranks"),
-    "sub_modules_to_wrap": (_is_names, "a list of package.module.Class"),
-    "reshard_after_forward": (
-        lambda value: isinstance(value, bool) or (_is_size(value) and value > 1),
-        "true, false or a number of ranks",
-    ),
-    "param_dtype": (_is_dtype, "bf16 or fp32"),
-    "reduce_dtype": (_is_dtype, "bf16 or fp32"),
-    "output_dtype": (_is_dtype, "bf16 or fp32"),
-    "cast_forward_inputs": (lambda value: isinstance(value, bool), "true or false"),
-    "ignored_modules": (_is_names, "a list of package.module.Class"),
-    "offload_to_cpu": (lambda value: isinstance(value, bool), "true or false"),
-    "pin_memory": (lambda value: isinstance(value, bool), "true or false"),
-    "num_to_forward_prefetch": (lambda value: value is None or _is_size(value), "a number of units"),
-    "recompute_modules": (_is_names, "a list of package.module.Class"),
-}
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """Fields of ``Options`` that the file sets.
-
-    Raises:
-        SettingsError: it cannot be read, or asks for what is not served; lists everything.
-    """
-    content = _load(path)
-    if problems := list(_problems(content)):
-        raise SettingsError(f"--fsdp2-config-path {path}: " + "; ".join(problems))
-    fields = {
-        "sharding_size": content.get("sharding_size"),
-        "prefetch": content.get("num_to_forward_prefetch"),
-        "reduce_dtype": _dtype(content.get("reduce_dtype")),
-        "param_dtype": _dtype(content.get("param_dtype")),
-        "reshard": content.get("reshard_after_forward"),
-        "wrapped": tuple(content.get("sub_modules_to_wrap") or ()),
-        "ignored": tuple(content.get("ignored_modules") or ()),
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _dtype(value: Any) -> str | None:
-    return None if value is None else _DTYPES[str(value).removeprefix("torch.")]
-
-
-def _load(path: str) -> dict[Any, Any]:
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ModuleNotFoundError as error:
-        raise SettingsError("--fsdp2-config-path needs PyYAML; pip install pyyaml") from error
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SettingsError(
-            f"--fsdp2-config-path: there is no file {path}; name one, or omit the flag"
-        ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"--fsdp2-config-path {path} cannot be read: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise SettingsError(f"--fsdp2-config-path {path} must hold keys and values, such as sharding_size: 8")
-    return content
-
-
-def _problems(content: dict[Any, Any]) -> Iterator[str]:
-    for key, value in content.items():
-        if key not in _KEYS:
-            yield f"{key} is not one of its keys, {', '.join(_KEYS)}"
-        elif not _KEYS[key][0](value):
-            yield f"{key} is {value!r}, it must be {_KEYS[key][1]}"
-    if content.get("offload_to_cpu") is True:
-        yield "offload_to_cpu is not served; omit it"
-    if content.get("recompute_modules"):
-        yield "recompute_modules is not served; use Megatron's --recompute-granularity or --recompute-modules"
-    if content.get("cast_forward_inputs") is False or content.get("output_dtype"):
-        yield "Megatron decides on the types of activations; omit cast_forward_inputs and output_dtype"
-
-
-# -- the switch ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,6 +26,7 @@ class Options:
         reshard: drop gathered weights after forward, or keep them on so many ranks; None: as Megatron says.
         wrapped: classes of further units, ``"package.module.Class"``.
         ignored: classes of modules whose weights stay whole.
+        experts: experts are sharded, too, over the ranks that have the same ones.
     """
 
     prefetch: int = 1
@@ -133,6 +36,7 @@ class Options:
     reshard: bool | int | None = None
     wrapped: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    experts: bool = False
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -142,11 +46,18 @@ class Options:
         for name in ("prefetch", "reduce_dtype", "sharding_size"):
             if (value := getattr(settings, f"fsdp2_{name}", None)) is not None:
                 chosen[name] = value
-        return cls(**chosen)
+        return cls(**chosen, experts=bool(getattr(settings, "fsdp2_shard_experts", False)))
 
 
 FLAG = "--use-torch-fsdp2"
-_OWN = ("fsdp2_prefetch", "fsdp2_reduce_dtype", "fsdp2_config_path", "fsdp2_sharding_size")
+EXPERTS = "--fsdp2-shard-experts"
+_OWN = (
+    "fsdp2_prefetch",
+    "fsdp2_reduce_dtype",
+    "fsdp2_config_path",
+    "fsdp2_sharding_size",
+    "fsdp2_shard_experts",
+)
 _GRAPHS = "graphs read weights where they lay when recorded, and gathers move them; omit it"
 _MAMBA = "checkpoints of Mamba layers cut weights in ways of their own; omit one of them"
 _REFUSED = {
@@ -177,15 +88,20 @@ _REFUSED = {
 def wanted(settings: Any) -> bool:
     """On with Megatron's flag; with an option of ours alone it is refused by :func:`check_fsdp2`."""
     return bool(getattr(settings, "use_torch_fsdp2", False)) or any(
-        getattr(settings, name, None) is not None for name in _OWN
+        _is_given(settings, name) for name in _OWN
     )
+
+
+def _is_given(settings: Any, name: str) -> bool:
+    value = getattr(settings, name, None)
+    return value is not None and value is not False
 
 
 def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
     """Refuse what in a job's arguments does not combine with it."""
     if not argument(args, "use_torch_fsdp2"):
         for name in _OWN:
-            if argument(args, name) is not None:
+            if _is_given(args, name):
                 yield f"--{name.replace('_', '-')} has no effect without {FLAG}; add that or drop it"
         return
     for name, why in _REFUSED.items():
@@ -196,6 +112,7 @@ def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "ckpt_format") not in (None, "torch_dist", "torch_dcp"):
         yield f"{FLAG}: shards are saved with --ckpt-format torch_dist or torch_dcp alone; use torch_dist"
     yield from _check_parallel_checkpoints(args)
+    yield from _check_experts(args, options)
     if (argument(args, "cuda_graph_impl") or "none") != "none":
         yield f"{FLAG} does not combine with cuda_graph_impl: {_GRAPHS}"
     if (argument(args, "experimental_attention_variant") or "dsa") not in ("dsa", "none"):
@@ -229,6 +146,26 @@ def _check_parallel_checkpoints(args: Any) -> Iterator[str]:
         yield (
             f"{FLAG}: --ckpt-format torch_dcp takes weights of tensor, pipeline and expert parallel "
             "ranks for copies of one; use torch_dist"
+        )
+
+
+def _check_experts(args: Any, options: Options) -> Iterator[str]:
+    if not options.experts:
+        return
+    if getattr(args, "num_experts", 1) in (None, 0):
+        yield f"{EXPERTS}: this model has no experts; drop the flag"
+    if options.reshard not in (None, True, False):
+        yield (
+            f"{EXPERTS}: --fsdp2-config-path says reshard_after_forward: {options.reshard}, a number of "
+            "ranks that share dense weights, and experts have others; write true or false"
+        )
+    tensor = argument(args, "tensor_model_parallel_size") or 1
+    whole = argument(args, "expert_tensor_parallel_size") not in (None, tensor)
+    if whole and (argument(args, "expert_model_parallel_size") or 1) == 1:
+        yield (
+            f"{EXPERTS}: without expert parallelism Megatron takes experts for dense weights, which "
+            f"--expert-tensor-parallel-size {argument(args, 'expert_tensor_parallel_size')} makes other "
+            f"ranks' than tensor parallel size {tensor} does; omit it, or use --moe-tp-extend-ep"
         )
 
 
@@ -282,6 +219,10 @@ FEATURE = Feature(
             kind="value",
             type=int,
             metavar="N",
+        ),
+        Flag(
+            EXPERTS,
+            "Shard experts as well, over the ranks that have the same ones (expert data parallel ranks).",
         ),
         Flag(
             "--fsdp2-config-path",
@@ -395,6 +336,13 @@ FEATURE = Feature(
             f"{_HERE}.checkpoint:place_gated_shard",
             "places shards of stacked gate and up projections, which are not half of each",
             params=("original_sh_ten", "sharded_offsets"),
+        ),
+        Patch(
+            "megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict",
+            "wrap",
+            f"{_HERE}.checkpoint:place_expert_shards",
+            "saves every rank's shard of an expert, where Megatron takes all but one for copies",
+            params=("prefix", "sharded_offsets", "metadata"),
         ),
         Patch(
             f"{_FINALIZE}:_unshard_if_dtensor",

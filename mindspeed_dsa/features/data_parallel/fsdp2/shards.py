@@ -5,8 +5,8 @@ Gradients are summed in their own type. Nothing here knows Megatron: any job's `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
@@ -22,36 +23,6 @@ from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Re
 from mindspeed_dsa.parallel.local_shards import like, local_of
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Place of a shard in its parameter.
-
-    Attributes:
-        dim: the dimension that is cut.
-        index, pieces: which of how many equal pieces this rank has.
-        replica: which copy of that piece this is.
-    """
-
-    dim: int
-    index: int
-    pieces: int
-    replica: int
-
-
-def cut_of(tensor: DTensor) -> Cut:
-    """Return the cut of a parameter of a unit, or of anything of its placement."""
-    mesh = tensor.device_mesh
-    axis = shard_axis(tensor)
-    (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
-    replica = 0 if mesh.ndim == 1 else mesh.get_local_rank(1 - axis)
-    return Cut(dim, mesh.get_local_rank(axis), mesh.size(axis), replica)
-
-
-def shard_axis(tensor: DTensor) -> int:
-    """Return the dimension of the mesh whose ranks have different pieces."""
-    return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
 
 
 def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
@@ -89,6 +60,8 @@ class Plan:
         divide_by: what sums of gradients are divided by.
         direct: move weights and gradients with :class:`DirectGroup`, on processors, where this release of
             torch was tried with it.
+        elsewhere: parameters that are cut over other ranks than those of ``mesh``, with their mesh; they are
+            gathered and reduced with their unit's others, in transfers of their own.
     """
 
     mesh: DeviceMesh
@@ -97,6 +70,34 @@ class Plan:
     reduce_dtype: torch.dtype
     divide_by: float
     direct: bool = False
+    elsewhere: Mapping[nn.Parameter, DeviceMesh] = field(default_factory=dict)
+
+    def placement_function(self) -> Callable[[nn.Parameter], Any]:
+        """Return what tells ``fully_shard`` how it cuts a parameter, and over which ranks.
+
+        Raises:
+            SettingsError: this torch cuts all parameters of a unit over the same ranks.
+        """
+        infos = {mesh: _mesh_info(mesh) for mesh in set(self.elsewhere.values())}
+
+        def place(parameter: nn.Parameter) -> Any:
+            shard = Shard(self.placements[parameter])
+            mesh = self.elsewhere.get(parameter)
+            return shard if mesh is None else _fsdp_common.ShardPlacementResult(shard, infos[mesh])
+
+        return place
+
+
+def _mesh_info(mesh: DeviceMesh) -> Any:
+    """Return FSDP2's description of a mesh from :func:`mesh_of`, one object for all units."""
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        raise SettingsError(
+            f"fsdp2: --fsdp2-shard-experts: torch {torch.__version__} cuts all weights of a layer over the "
+            "same ranks, and experts have others; use torch 2.13, or drop --fsdp2-shard-experts"
+        )
+    if mesh.ndim == 1:
+        return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
@@ -151,13 +152,14 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
     ignored = {parameter for parameter in root.parameters() if parameter not in plan.placements}
+    place = plan.placement_function()
     inner: list[Any] = [module for module in reversed(list(root.modules())) if module in units]
     for module in [*inner, root]:
         fully_shard(
             module,
             mesh=plan.mesh,
             reshard_after_forward=plan.reshard,
-            shard_placement_fn=lambda parameter: Shard(plan.placements[parameter]),
+            shard_placement_fn=place,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype),
             ignored_params=ignored,
         )

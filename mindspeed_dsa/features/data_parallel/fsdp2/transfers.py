@@ -104,7 +104,7 @@ class Reduction:
     def __init__(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:
         group = unit._reduce_scatter_process_group
         self._rank, self._ranks = group.rank(), group.size()
-        self._unit: Any = unit
+        self.unit: Any = unit
         dtype = unit._reduce_dtype or gradients[0][1].dtype
         self._messages = _Messages(group)
         # Whose pieces they are, all pieces of this rank, and this piece of all ranks, both [ranks, n].
@@ -151,9 +151,9 @@ class Reduction:
             for other in others:
                 part.add_(other)
             buffer_pool.give_back(received)
-        if isinstance(self._unit.mesh_info, DDPMeshInfo):  # replicas have sums of their own
-            dist.all_reduce(total, group=self._unit._all_reduce_process_group)
-        total.div_(self._unit.gradient_divide_factor or self._unit.mesh_info.mesh.size())
+        if isinstance(self.unit.mesh_info, DDPMeshInfo):  # replicas have sums of their own
+            dist.all_reduce(total, group=self.unit._all_reduce_process_group)
+        total.div_(self.unit.gradient_divide_factor or self.unit.mesh_info.mesh.size())
         owners = [each for lot in self._lots for each in lot[0]]
         parts = total.split([each.sharded_size.numel() for each in owners])
         for each, part in zip(owners, parts, strict=True):
@@ -171,7 +171,7 @@ def _accumulate(each: Any, part: Tensor) -> None:
 
 
 class Reductions:
-    """Reductions of a model that are under way: one, beside the one that is just starting."""
+    """Reductions of a model that are under way: a unit's, beside those of the one that is just starting."""
 
     def __init__(self) -> None:
         self._under_way: list[Reduction] = []
@@ -182,9 +182,15 @@ class Reductions:
 
     def start(self, unit: DirectGroup, gradients: Sequence[tuple[Any, Tensor]]) -> None:
         """Start one; every rank of the group calls it in the same order."""
-        self._under_way.append(Reduction(unit, gradients))
-        while len(self._under_way) > 1:
-            self._under_way.pop(0).finish()
+        before, self._under_way = self._under_way, []
+        started = Reduction(unit, gradients)
+        for each in before:
+            # Where a unit's weights lie on several sets of ranks, each set has a reduction.
+            if each.unit is not unit and each.unit.modules is unit.modules:
+                self._under_way.append(each)
+            else:
+                each.finish()
+        self._under_way.append(started)
 
     def finish(self) -> None:
         """Return when all gradients are there."""
@@ -225,7 +231,7 @@ class DirectGroup(FSDPParamGroup):
             SettingsError: its methods are not those that are overridden here.
         """
         checks.require_overrides(cls)
-        checks.require_names(group, ("_training_state", "_all_gather_result"))
+        checks.require_names(group, ("_training_state", "_all_gather_result", "modules"))
         for each in group.fsdp_params:
             checks.require_names(each, ("_unsharded_param", "unsharded_accumulated_grad"))
         group.__class__ = cls

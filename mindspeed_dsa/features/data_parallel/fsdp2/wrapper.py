@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -22,8 +21,8 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import pairs, shards
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options, check_sharding_size
-from mindspeed_dsa.features.data_parallel.fsdp2.shards import shard_axis
-from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.features.data_parallel.fsdp2.placements import Placements, class_of, place
+from mindspeed_dsa.parallel.local_shards import local_of, shard_axis
 from mindspeed_dsa.patches.errors import SettingsError
 
 _Function = Callable[..., Any]
@@ -67,11 +66,13 @@ def build(original: _Function, context: Context[Options]) -> _Function:
         device = torch.device(platforms.current().device)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(device)
-        placements = _placements(module, config, self.device_mesh.size(-1), megatron, options)
-        whole = {name: each for name, each in module.named_parameters() if each not in placements}
-        trains_shards = any(parameter.requires_grad for parameter in placements)
+        placements = place(module, config, self.device_mesh, context)
+        whole = {name: each for name, each in module.named_parameters() if each not in placements.dims}
+        for parameter in whole.values():
+            if not placements.counts(parameter, self.device_mesh):
+                parameter.shared = True  # type: ignore[attr-defined]
         sharded = _shard(self, placements, sub_modules_to_wrap or _usual_units(megatron), context)
-        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, trains_shards, megatron, options), sharded))
+        setattr(self, _WHOLE, _Whole(_ddp_of(whole, self, megatron, options), sharded))
 
     return __init__
 
@@ -90,50 +91,14 @@ def _mesh(group: Any, options: Options) -> Any:
     return shards.mesh_of(group, platform.device_type, size)
 
 
-def _placements(
-    module: nn.Module, config: Any, pieces: int, megatron: Megatron, options: Options
-) -> dict[nn.Parameter, int]:
-    """Return the dimension that each parameter is cut on; those left out stay whole.
-
-    These are experts, which checkpoints place by their own data parallel ranks, what has no dimension that
-    can be cut into equal pieces, as checkpoints need, and what is of another type than its layer's rest.
-    """
-    if pieces == 1:  # FSDP2 would copy every parameter whenever it is used
-        return {}
-    moe, mlp = megatron("core.transformer.moe.moe_layer").MoELayer, megatron("core.transformer.mlp").MLP
-    whole_classes = tuple(_class(name) for name in options.ignored)
-    whole, gated = set(), set()
-    for each in module.modules():
-        if isinstance(each, moe):
-            whole.update(each.experts.parameters())
-        elif isinstance(each, mlp) and each.config.gated_linear_unit:
-            gated.update(each.linear_fc1.parameters())
-        if isinstance(each, whole_classes):
-            whole.update(each.parameters())
-    placements = {}
-    for parameter in module.parameters():
-        if (
-            parameter in whole
-            or not getattr(parameter, "allreduce", True)
-            or parameter.dtype != config.params_dtype
-        ):
-            continue
-        # A piece of rows has to lie within one half of a gated projection.
-        dims = range(1, parameter.dim()) if parameter in gated and pieces % 2 else None
-        dim = shards.dimension(parameter.shape, pieces, dims)
-        if dim is not None:
-            placements[parameter] = dim
-    return placements
-
-
 def _shard(
-    self: Any, placements: dict[nn.Parameter, int], classes: Iterable[type], context: Context[Options]
+    self: Any, placements: Placements, classes: Iterable[type], context: Context[Options]
 ) -> shards.FirstGradients | None:
-    if not placements:
+    if not placements.dims:
         return None
     config, options, platform = self.config, context.options, platforms.current()
     units = list(_units(self.module, config, classes, context))
-    units = [unit for unit in units if any(parameter in placements for parameter in unit.parameters())]
+    units = [unit for unit in units if any(each in placements.dims for each in unit.parameters())]
     reshard = options.reshard
     if reshard is None:
         reshard = getattr(self.ddp_config, "reshard_after_forward", True)
@@ -145,11 +110,12 @@ def _shard(
         )
     plan = shards.Plan(
         mesh=self.device_mesh,
-        placements=placements,
+        placements=placements.dims,
         reshard=reshard,
         reduce_dtype=_reduce_dtype(config, options),
         divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
         direct=not platform.asynchronous,
+        elsewhere=placements.experts,
     )
     first_gradients = shards.shard(self.module, units, plan)
     for unit in units:
@@ -178,7 +144,7 @@ def _units(
     column = megatron("core.tensor_parallel.layers").ColumnParallelLinear
     # Parts of layers in Megatron's own modules, and the output layer, which is found by its name.
     chosen = {each for each in classes if each is not column}
-    chosen.update(_class(name) for name in context.options.wrapped)
+    chosen.update(class_of(name) for name in context.options.wrapped)
     for each in module.modules():
         chosen.update(getattr(each, "_fsdp_modules", ()))
     # Where the loss is computed together with the logits, the weight is read outside of its layer.
@@ -195,29 +161,8 @@ def _usual_units(megatron: Megatron) -> tuple[type, ...]:
     return layer, embeddings.LanguageModelEmbedding
 
 
-def _class(name: str) -> type:
-    package, _, attribute = name.rpartition(".")
-    try:
-        found: type = getattr(import_module(package), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(
-            f"fsdp2: --fsdp2-config-path names {name}, which cannot be imported: {error}"
-        ) from error
-    if not isinstance(found, type):
-        raise SettingsError(f"fsdp2: --fsdp2-config-path names {name}, which is not a class")
-    return found
-
-
-def _ddp_of(
-    whole: dict[str, nn.Parameter], self: Any, trains_shards: bool, megatron: Megatron, options: Options
-) -> Any:
+def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, options: Options) -> Any:
     """Wrap parameters that are not sharded in Megatron's DDP; None where there are none."""
-    if trains_shards and self.device_mesh.get_local_rank(self.device_mesh.ndim - 1):
-        for parameter in whole.values():
-            # Norms are summed over ranks, each of which has these: one of them counts. Experts are an
-            # optimizer's of their own, unless all ranks have the same.
-            if getattr(parameter, "allreduce", True):
-                parameter.shared = True  # type: ignore[attr-defined]
     if not any(parameter.requires_grad for parameter in whole.values()):
         return None
     holder = nn.Module()

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.grouped_experts.feature import ALIGNMENT, GAPS, LEGACY, SLICES
 from mindspeed_dsa.features.moe.grouped_experts.linear import Stack, runs, stack_of
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.optimizer import model_parameters
+from mindspeed_dsa.parallel.local_shards import cut_of, local_of
 
 # -- weights --------------------------------------------------------------------------------------
 
@@ -66,12 +68,12 @@ def _from_experts(experts: Any, state_dict: dict[str, Any], prefix: str, *unused
 
 
 def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any:
-    """Make a factory of the shards of all local experts.
+    """Make a factory of the shards of all local experts, or of those in this rank's shard of the stack.
 
     Args:
         linear: has the stack.
         shards: what Megatron makes of each expert's weight: a ``ShardedTensor``, or for a gated layer a
-            factory of two.
+            factory of two; it takes ranks with shards of a stack for replicas.
         megatron: whose.
     """
     mapping: Any = megatron("core.dist_checkpointing.mapping")
@@ -118,7 +120,11 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
         whole: Tensor = linear.stack([merged(index, each) for index, each in enumerate(loaded)])
         return whole
 
-    return mapping.ShardedTensorFactory(first.key, linear.weight, build, merge, first.replica_id)
+    replica_id, weight = first.replica_id, linear.weight
+    if isinstance(weight, DTensor):
+        replica_id = (*replica_id[:-1], cut_of(weight).replica)
+    # Optimizers know a shard by its memory.
+    return mapping.ShardedTensorFactory(first.key, local_of(weight), build, merge, replica_id)
 
 
 def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, Tensor, slice]]:
@@ -180,7 +186,7 @@ def _of_stacks(part: Any, state: Any) -> Any:
     single = [sum(len(each) if stack_of(each) else 1 for each in group) for group in groups]
     if [len(group["params"]) for group in inner["param_groups"]] != single:
         return state
-    stacked = {each.shape for each in chain(*groups) if stack_of(each)}
+    stacked = {local_of(each).shape for each in chain(*groups) if stack_of(each)}
     if any(tensor.shape in stacked for tensor in _tensors(state, inner)):
         return state  # one expert on each rank: as many stacks as matrices
     return _translate(part, state, _gather)
@@ -189,7 +195,8 @@ def _of_stacks(part: Any, state: Any) -> Any:
 def _torch_state(state: Any) -> Any:
     """Return what torch's optimizer has saved for each parameter, if that is here."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else {}
-    return inner if "state" in inner and "param_groups" in inner else None
+    numbered = all("params" in group for group in inner.get("param_groups", ()))  # else they are elsewhere
+    return inner if "state" in inner and "param_groups" in inner and numbered else None
 
 
 def _tensors(state: Any, inner: Any) -> Iterator[Tensor]:

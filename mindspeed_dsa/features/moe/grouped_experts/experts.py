@@ -173,17 +173,25 @@ def grouped_experts(context: Context[Options]) -> type:
             apart = AttributeOverride(self, **{**vars(self), "local_experts": self._experts_apart()})
             state: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
             for name in LINEARS:
+                linear = getattr(self.mlp, name)
                 shards = [state.pop(key) for key in checkpoint.expert_keys(self, prefix, name)]
-                stack = checkpoint.sharded_stack(getattr(self.mlp, name), shards, context.megatron)
-                state[f"{prefix}mlp.{name}.weight"] = stack
+                here = [shards[position] for position in linear.matrices()]
+                state[f"{prefix}mlp.{name}.weight"] = checkpoint.sharded_stack(linear, here, context.megatron)
             return state
 
         def _experts_apart(self) -> list[Any]:
-            """Return the local experts as Megatron builds them, on the memory of the stacks."""
+            """Return the local experts as Megatron builds them, on the memory of the stacks.
+
+            Experts of which another rank has all are on the meta device.
+            """
             experts = []
+            matrices = {name: getattr(self.mlp, name).matrices() for name in LINEARS}
             for position in range(self.num_local_experts):
                 expert = _shallow(self._plain_expert)
-                for name, weight in zip(LINEARS, self.tensors_of(position), strict=True):
+                for name, here in matrices.items():
+                    weight = here.get(position)
+                    if weight is None:
+                        weight = next(iter(here.values())).to("meta")
                     expert._modules[name] = _shallow(expert._modules[name])
                     expert._modules[name].weight = Parameter(weight, requires_grad=False)
                 experts.append(expert)

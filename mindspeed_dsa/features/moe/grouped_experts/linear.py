@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, WeightGradient, grouped_matmul
+from mindspeed_dsa.parallel.local_shards import cut_of, cut_on, local_of
 from mindspeed_dsa.parallel.weight_gradients import (
     DeferredGradient,
     Gradient,
@@ -94,6 +96,8 @@ class GroupedLinear(torch.nn.Module):
             of_matrix = first.partition_dim if self.layout == "nk" else 1 - first.partition_dim
             self.weight.partition_dim = 1 + of_matrix  # type: ignore[attr-defined]
         stack.mark(self.weight)
+        # Between experts, or across the input: what gated layers stack are rows of the output.
+        cut_on(self.weight, (0, 2 if self.layout == "nk" else 1))
         for matrix, linear in zip(self.by_expert(self.weight.detach()), linears, strict=True):
             matrix.copy_(linear.weight.detach())
             linear.weight = None
@@ -113,6 +117,24 @@ class GroupedLinear(torch.nn.Module):
             rows, self.weight, self.groups, layout=self.layout, take_gradient=take, edge=edge
         )
         return output, None
+
+    def matrices(self) -> dict[int, Tensor]:
+        """Return what this rank has of the experts' matrices ``[out, in]``, by local expert.
+
+        Of a stack that is cut between experts it has some; of one that is cut otherwise, a shard of each.
+        """
+        weight = self.weight.detach()
+        local = self.by_expert(local_of(weight))
+        if not isinstance(weight, DTensor):
+            return dict(enumerate(local))
+        cut = cut_of(weight)
+        if cut.dim == 0:
+            return dict(enumerate(local, start=cut.index * len(local)))
+        placements = [Shard(1) if isinstance(each, Shard) else each for each in weight.placements]
+        return {
+            number: DTensor.from_local(matrix, weight.device_mesh, placements, run_check=False)
+            for number, matrix in enumerate(local)
+        }
 
     def backward_dw(self) -> None:
         """No-op: part of the interface of Megatron's layers, whose weight gradients may be delayed."""

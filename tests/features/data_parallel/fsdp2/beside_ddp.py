@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +23,14 @@ ODD = {"num_moe_experts": 6, "kv_lora_rank": 19, "num_layers": 1, "moe_layer_fre
 JOB: dict[str, Any] = {"ep": 2, "overrides": ODD}
 
 
-def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, Any]:
+def life(
+    folder: str, sharding_size: int | None, ep: int = 2, num_experts: int = 6, **switches: Any
+) -> dict[str, Any]:
     """Steps of both, a checkpoint of DDP's into FSDP2, on from there, back into DDP, and resumed."""
-    start({"use_torch_fsdp2": True, "fsdp2_sharding_size": sharding_size, **switches}, ep=2)
-    ddp, sharded = assemble(**JOB), assemble(**JOB, fsdp2=True)
+    start({"use_torch_fsdp2": True, "fsdp2_sharding_size": sharding_size, **switches}, ep=ep)
+    job = _job(ep, switches)
+    job["overrides"]["num_moe_experts"] = num_experts
+    ddp, sharded = assemble(**job), assemble(**job, fsdp2=True)
     records = [(step(ddp, 0), step(sharded, 0))]
     from_ddp, from_fsdp2 = (_made(Path(folder, name)) for name in ("ddp", "fsdp2"))
     save_to(ddp, PLAIN, from_ddp)
@@ -38,22 +42,59 @@ def life(folder: str, sharding_size: int | None, **switches: Any) -> dict[str, A
     step(ddp, 7)
     load_from(ddp, PLAIN, from_fsdp2)
     unequal["fsdp2 to ddp"] = differing(ddp, sharded)
-    resumed = assemble(**JOB, fsdp2=True)
+    resumed = assemble(**job, fsdp2=True)
     load_from(resumed, PLAIN, from_fsdp2)
     unequal["resumed"] = [] if step(resumed, 2) == step(sharded, 2) else ["record"]
     unequal["resumed"] += differing(resumed, sharded)
     whole, pieces = zip(*pairs(ddp, sharded), strict=True)
-    dense = [piece for piece in pieces if isinstance(piece, DTensor)]
+    experts = [each for name, each in sharded.model.named_parameters() if ".experts." in name]
+    dense = [
+        piece for piece in pieces if isinstance(piece, DTensor) and not any(piece is each for each in experts)
+    ]
     return {
         "records": records,
         "unequal": unequal,
         "contents": [_contents(folder) for folder in (from_ddp, from_fsdp2)],
         "share": sum(each._local_tensor.numel() for each in dense) / sum(each.numel() for each in dense),
         "dims": {each.placements[-1].dim for each in dense},
+        "experts": {_cut(each) for each in experts},
+        "bytes of experts": sum(local_of(each).nbytes for each in experts)
+        / sum(each.nbytes for each in experts),
         "whole": sum(not isinstance(piece, DTensor) for piece in pieces),
         "of": len(whole),
         "units": [type(each).__name__ for each in sharded.model.modules() if isinstance(each, FSDPModule)],
     }
+
+
+def _cut(parameter: Any) -> tuple[int, int]:
+    """Dimension and number of pieces; of what is whole, of none."""
+    from mindspeed_dsa.parallel.local_shards import cut_of
+
+    if not isinstance(parameter, DTensor):
+        return (-1, 1)
+    cut = cut_of(parameter)
+    return cut.dim, cut.pieces
+
+
+def _job(ep: int, switches: Mapping[str, Any]) -> dict[str, Any]:
+    grouped = bool(switches.get("moe_grouped_gemm"))
+    return {"ep": ep, "overrides": {**ODD, "moe_grouped_gemm": grouped}}
+
+
+def idle_experts(**switches: Any) -> dict[str, Any]:
+    """Two steps of both, in the first of which all tokens go to the same two experts; EP2 on four ranks."""
+    start({"use_torch_fsdp2": True, **switches}, ep=2)
+    job = _job(2, switches)
+    both = assemble(**job, clip=0.1), assemble(**job, clip=0.1, fsdp2=True)
+    for each in both:
+        for name, parameter in each.model.named_parameters():
+            if "router.weight" in name:
+                local_of(parameter.detach()).zero_()
+        each.optimizer.reload_model_params()  # master weights are copies
+    first = [step(each, 0) for each in both]
+    _, experts = both[1].parts
+    moments = [local_of(each["exp_avg"]).count_nonzero().item() for each in experts.optimizer.state.values()]
+    return {"records": [first, [step(each, 1) for each in both]], "moments": moments}
 
 
 def late_gradients() -> str:
@@ -75,7 +116,7 @@ def late_gradients() -> str:
 def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     """The distributed optimizer's checkpoint in FSDP2, and that of FSDP2 in the distributed optimizer."""
     start({"use_torch_fsdp2": True, **switches}, ep=2)
-    job = {**JOB, "precision": precision}
+    job = {**_job(2, switches), "precision": precision}
     whole, sharded = assemble(**job, distributed=True), assemble(**job, fsdp2=True)
     for number in range(2):
         step(whole, number)
@@ -88,12 +129,13 @@ def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
     again = assemble(**job, distributed=True)
     load_from(again, WAY, second)
     save_to(again, WAY, third)
-    save_to(whole, "dp_reshardable", slices)
     before, refused = state(sharded), ""
-    try:
-        load_from(sharded, "dp_reshardable", slices)
-    except SettingsError as error:
-        refused = str(error)
+    if not switches.get("moe_grouped_gemm"):  # which refuses to save it
+        save_to(whole, "dp_reshardable", slices)
+        try:
+            load_from(sharded, "dp_reshardable", slices)
+        except SettingsError as error:
+            refused = str(error)
     assert state(sharded) == before, "nothing is touched by what is refused"
     return {
         "unequal": [_unequal(first, other) for other in (second, third)],
@@ -208,7 +250,7 @@ def same(whole: Tensor, piece: Tensor, parameter: Tensor | None = None) -> bool:
     parameter = piece if parameter is None else parameter
     ours, theirs = local_of(piece), local_of(whole)
     if isinstance(parameter, DTensor) and theirs.shape == parameter.shape:
-        from mindspeed_dsa.features.data_parallel.fsdp2.shards import cut_of
+        from mindspeed_dsa.parallel.local_shards import cut_of
 
         cut = cut_of(parameter)
         theirs = theirs.chunk(cut.pieces, cut.dim)[cut.index]

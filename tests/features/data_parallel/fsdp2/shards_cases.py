@@ -118,7 +118,7 @@ def train(ahead: int) -> dict[str, Any]:
         start(self, unit, *args)
 
     def finish_reduction(self: Any) -> None:
-        events.append(f"sum of {names[id(self._unit)]}")
+        events.append(f"sum of {names[id(self.unit)]}")
         finish(self)
 
     all_groups = [u._get_fsdp_state()._fsdp_param_groups[0] for u in (*units, model)]

@@ -50,6 +50,64 @@ def test_checkpoints_go_from_ddp_and_back_and_resume(pool, tmp_path, world_size,
     assert sharded == with_ddp, "the same keys and shapes"
 
 
+EXPERTS = {"fsdp2_shard_experts": True}
+GROUPED = {**EXPERTS, "moe_grouped_gemm": True}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ep", "sharding_size", "switches", "cut"),
+    [
+        (4, 2, None, EXPERTS, (0, 2)),
+        pytest.param(2, 1, None, EXPERTS, (0, 2), marks=pytest.mark.full),
+        pytest.param(4, 2, None, {**GROUPED, **SWAPPED}, (2, 2), marks=pytest.mark.full),
+        pytest.param(4, 1, 2, GROUPED, (0, 2), marks=pytest.mark.full),
+        pytest.param(4, 2, 2, EXPERTS, (-1, 1), marks=pytest.mark.full),
+        # As many stacks as matrices.
+        pytest.param(4, 2, None, {**GROUPED, "num_experts": 2}, (2, 2), marks=pytest.mark.full),
+    ],
+    ids=[
+        *("EP2 x EDP2", "DP2", "grouped, three in halves", "grouped, sharding size 2"),
+        *("no two share a copy", "grouped, one on a rank"),
+    ],
+)
+def test_experts_are_cut_over_the_ranks_with_the_same_ones(
+    pool, tmp_path, world_size, ep, sharding_size, switches, cut
+):
+    arguments = {"folder": str(tmp_path), "sharding_size": sharding_size, "ep": ep, **switches}
+    ranks = pool.run(f"{CASES}:life", world_size, **arguments)
+    for rank in ranks:
+        for with_ddp, sharded in rank["records"]:
+            assert sharded["loss"] == with_ddp["loss"], "sums of two or four numbers in fp32"
+            assert sharded["norm"] == pytest.approx(with_ddp["norm"], rel=1e-6), "each gradient counted once"
+        assert rank["unequal"] == {"ddp to fsdp2": [], "fsdp2 to ddp": [], "resumed": []}
+        assert rank["experts"] == {cut}
+        assert rank["bytes of experts"] == 1 / cut[1]
+    with_ddp, sharded = ranks[0]["contents"]
+    assert sharded == with_ddp, "the same keys and shapes"
+
+
+def test_experts_without_tokens_take_part(pool):
+    ranks = pool.run(f"{CASES}:idle_experts", 4, **EXPERTS)
+    for rank in ranks:
+        for before, after in rank["records"]:
+            assert after["loss"] == before["loss"]
+            assert after["norm"] == pytest.approx(before["norm"], rel=1e-6)
+        assert 0 in rank["moments"]
+    idle = [set(rank["moments"]) == {0} for rank in ranks]
+    assert idle in ([False, True] * 2, [True, False] * 2), "of every other rank all experts"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("switches", [EXPERTS, GROUPED])
+def test_checkpoints_of_sharded_experts_go_from_the_distributed_optimizer_and_back(pool, tmp_path, switches):
+    arguments = {"folder": str(tmp_path), "precision": "bf16", **switches}
+    for rank in pool.run(f"{CASES}:exchange", 4, **arguments):
+        assert rank["unequal"] == [[], []]
+        whole, again, sharded = rank["records"]
+        assert again == whole
+        assert sharded["norm"] == pytest.approx(whole["norm"], rel=1e-6)
+
+
 def test_a_gradient_that_would_come_a_step_late_stops_the_first_step(pool):
     for said in pool.run(f"{CASES}:late_gradients", 2):
         assert "sums of gradients are still on their way" in said

@@ -43,6 +43,33 @@ def test_so_they_do_where_weights_lie_on_fewer_ranks(pool, tmp_path, text):
         assert set(ours["late"]) == {FIRST, MIDDLE, LAST}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("grouped", [False, True])
+def test_so_they_do_with_sharded_experts(pool, grouped):
+    """Each layer's experts are gathered and reduced as often as its dense weights."""
+    switches = {"fsdp2_shard_experts": True, "moe_grouped_gemm": grouped, **WITHOUT}
+    runs = [
+        pool.run(
+            f"{CASES}:train",
+            4,
+            switches={**switches, **more},
+            overrides={"moe_grouped_gemm": grouped},
+        )
+        for more in ({}, PAIRS)
+    ]
+    rounds = STEPS * MICROBATCHES
+    for whole, ours in zip(*runs, strict=True):
+        assert_same_training(ours, whole)
+        # Of the layer with experts two groups.
+        assert ours["reductions"] == {
+            FIRST: rounds,
+            MIDDLE: 2 * rounds,
+            LAST: 2 * rounds,
+            **dict.fromkeys(ours["reductions"].keys() - {FIRST, MIDDLE, LAST}, rounds),
+        }
+        assert ours["gathers"][MIDDLE] == 2 * (MICROBATCHES + 1) * STEPS
+
+
 def assert_same_training(ours, whole):
     for before, after in zip(whole["records"], ours["records"], strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)

@@ -33,7 +33,16 @@ def problems(**arguments):
         ({"tensor_model_parallel_size": 1, "tensor_parallel_num_weight_shards": 2}, "choose one"),
         ({"fsdp2_prefetch": -1}, "it must be 0 or more"),
         ({"fsdp2_sharding_size": 3, "data_parallel_size": 4}, "divide the 4 ranks"),
-        ({"use_torch_fsdp2": False, "fsdp2_prefetch": 2}, "--fsdp2-prefetch has no effect without"),
+        ({"use_torch_fsdp2": False, "fsdp2_prefetch": 0}, "--fsdp2-prefetch has no effect without"),
+        (
+            {"use_torch_fsdp2": False, "fsdp2_shard_experts": True},
+            "--fsdp2-shard-experts has no effect without",
+        ),
+        ({"fsdp2_shard_experts": True, "num_experts": None}, "has no experts; drop the flag"),
+        (
+            {"fsdp2_shard_experts": True, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "omit it, or use --moe-tp-extend-ep",
+        ),
     ],
 )
 def test_refused_by_name(arguments, says):
@@ -49,6 +58,8 @@ def test_what_it_serves():
         context_parallel_size=2,
         data_parallel_size=2,
         fsdp2_sharding_size=2,
+        fsdp2_shard_experts=True,
+        num_experts=8,
         ckpt_format="torch_dist",
         untie_embeddings_and_output_weights=True,
         experimental_attention_variant="dsa",
@@ -107,6 +118,15 @@ def test_mindspeeds_file(tmp_path):
 def test_what_the_file_cannot_say(tmp_path, text, says):
     with pytest.raises(SettingsError, match=f"--fsdp2-config-path .*{says}"):
         options(tmp_path / "fsdp2.yaml", text)
+
+
+def test_experts_are_not_kept_on_fewer_ranks(tmp_path):
+    path = tmp_path / "fsdp2.yaml"
+    path.write_text("reshard_after_forward: 2")
+    assert not problems(fsdp2_config_path=str(path))
+    (problem,) = problems(fsdp2_config_path=str(path), fsdp2_shard_experts=True)
+    assert "reshard_after_forward: 2" in problem
+    assert "write true or false" in problem
 
 
 def test_weights_are_of_the_files_type(tmp_path):
