@@ -44,6 +44,9 @@ LAYOUTS = {
         "--global-batch-size 8 --bf16 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
         "--use-torch-fsdp2"
     ),
+    "EP2 DP4, experts sharded": (
+        "--global-batch-size 16 --bf16 --expert-model-parallel-size 2 --use-torch-fsdp2 --fsdp2-shard-experts"
+    ),
     "CP2 DP2, swapped attention": (
         "--global-batch-size 8 --bf16 --use-distributed-optimizer --context-parallel-size 2 "
         "--swap-attention --swap-attention-min-bytes 1"

@@ -38,6 +38,11 @@ FEATURES = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--expert-model-parallel-size 32",
     "--no-use-distributed-optimizer --use-torch-fsdp2",
+    "--no-use-distributed-optimizer --use-torch-fsdp2 --fsdp2-shard-experts",
+    (
+        "--no-use-distributed-optimizer --use-torch-fsdp2 --fsdp2-shard-experts "
+        "--expert-model-parallel-size 32"
+    ),
     "--context-parallel-size 1",
     "--context-parallel-size 1 --no-use-dsa-absorb",
     "--context-parallel-size 1 --no-use-fused-dsa",

@@ -117,6 +117,8 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append("--use-torch-fsdp2 needs --untie-embeddings-and-output-weights")
     if options.fsdp2_sharding_size is not None and options.fsdp2_sharding_size < 2:
         problems.append(f"--fsdp2-sharding-size {options.fsdp2_sharding_size}: give 2 or more, or omit it")
+    if options.fsdp2_shard_experts and not options.use_torch_fsdp2:
+        problems.append("--fsdp2-shard-experts needs --use-torch-fsdp2")
     if options.fsdp2_config_path:
         problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
     if options.num_experts and not options.disable_bias_linear:
@@ -369,7 +371,7 @@ def _sharding_of(options: argparse.Namespace) -> Sharding | None:
     if not options.use_torch_fsdp2:
         return None
     prefetch = 1 if options.fsdp2_prefetch is None else options.fsdp2_prefetch
-    return Sharding(options.fsdp2_sharding_size or 0, prefetch)
+    return Sharding(options.fsdp2_sharding_size or 0, prefetch, bool(options.fsdp2_shard_experts))
 
 
 def _gib(word: str) -> float:

@@ -25,9 +25,9 @@ class Transfer:
     """One kind of transfer of a pipeline rank.
 
     Attributes:
-        group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``; ``FSDP`` where fewer
-            ranks than those of DP share a copy of the weights. SP's collectives run on the tensor parallel
-            group.
+        group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``; ``FSDP`` and
+            ``EFSDP`` where fewer ranks than those of DP and of EDP share a copy of the weights. SP's
+            collectives run on the tensor parallel group.
         what: it carries.
         nbytes: that a rank receives in a step.
         when: ``forward`` or ``backward`` of every microbatch, or the ``end`` of the step.
@@ -242,23 +242,40 @@ class _Rank:
                 yield Transfer("PP", "send", "gradients", nbytes * (layout.pp > 1), "backward")
 
     def _shards(self) -> Iterator[Transfer]:
-        """Gathers of dense weights, and sums of their gradients, of one microbatch."""
-        job, size = self.job, self.job.training.grad_number
-        shards, copies = job.shards, self.layout.replicas // job.shards
+        """Gathers of sharded weights, and sums of their gradients, of one microbatch."""
+        layout = self.layout
+        yield from self._shards_of(False, ("DP", "FSDP"), self.job.shards, layout.replicas)
+        # Experts that are not dealt out travel with everything else.
+        groups = ("EDP", "EFSDP") if layout.ep > 1 else ("DP", "FSDP")
+        yield from self._shards_of(True, groups, self.job.expert_shards, layout.expert_replicas)
+
+    def _shards_of(
+        self, experts: bool, groups: tuple[str, str], shards: int, replicas: int
+    ) -> Iterator[Transfer]:
+        """Transfers of dense weights or of routed experts.
+
+        Args:
+            experts: which of the two.
+            groups: of all ranks with the same weights, and of those of them that share a copy.
+            shards: ranks that share a copy.
+            replicas: ranks with the same weights.
+        """
         if shards == 1:
             return
-        share = (shards - 1) / shards
-        group = "DP" if copies == 1 else "FSDP"
-        dense = [each for each in self.weights if each.cut != "expert"]
-        numbers = sum(each.on_rank(self.layout) for each in dense)
+        size, share, copies = self.job.training.grad_number, (shards - 1) / shards, replicas // shards
+        group = groups[0] if copies == 1 else groups[1]
+        own = [each for each in self.weights if (each.cut == "expert") == experts]
+        numbers = sum(each.on_rank(self.layout) for each in own)
         # The embedding's backward reads no weight.
-        again = numbers - sum(each.on_rank(self.layout) for each in dense if each.part == "embedding")
-        trained = sum(each.on_rank(self.layout) for each in self._trained() if each.cut != "expert")
+        again = numbers - sum(each.on_rank(self.layout) for each in own if each.part == "embedding")
+        trained = sum(
+            each.on_rank(self.layout) for each in self._trained() if (each.cut == "expert") == experts
+        )
         yield Transfer(group, "all-gather", "weights", numbers * self.e * share, "forward")
         yield Transfer(group, "all-gather", "weights", again * self.e * share, "backward")
         yield Transfer(group, "reduce-scatter", "gradients", trained * size * share, "backward")
         among = 2 * trained / shards * size * (copies - 1) / copies
-        yield Transfer("DP", "all-reduce", "gradients of copies", among, "backward")
+        yield Transfer(groups[0], "all-reduce", "gradients of copies", among, "backward")
 
     def _trained(self) -> list[Weight]:
         return [w for w in self.weights if not self.job.features.warmup_stage or w.part == "indexer"]
@@ -276,7 +293,8 @@ class _Rank:
             share = (ranks - 1) / ranks
             # Experts that are not dealt out are reduced with everything else.
             own = [w for w in trained if (w.cut == "expert" and layout.ep > 1) == experts]
-            own = [w for w in own if shards == 1 or w.cut == "expert"]
+            cut = {True: self.job.expert_shards, False: shards}
+            own = [w for w in own if cut[w.cut == "expert"] == 1]
             numbers = sum(w.on_rank(layout) for w in own) * share
             if training.distributed:
                 yield Transfer(group, "reduce-scatter", "gradients", numbers * size, "end")

@@ -221,10 +221,12 @@ class Sharding:
     Attributes:
         ranks: that share one copy; 0: all data and context parallel ranks.
         prefetch: layers gathered ahead of the one that computes.
+        experts: routed experts as well, over the ranks that have the same ones.
     """
 
     ranks: int = 0
     prefetch: int = 1
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,13 @@ class Job:
     def shards(self) -> int:
         """Ranks that share one copy of the dense weights."""
         return 1 if self.sharding is None else self.sharding.ranks or self.layout.replicas
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share one copy of the routed experts: near ones that have the same."""
+        if self.sharding is None or not self.sharding.experts:
+            return 1
+        return max(1, self.layout.expert_replicas * self.shards // self.layout.replicas)
 
     @property
     def is_short(self) -> bool:

@@ -203,7 +203,7 @@ def _held(job: Job, weights: Iterable[Weight]) -> tuple[float, float]:
     experts = dense = 0.0
     for each in weights:
         if each.cut == "expert":
-            experts += each.on_rank(job.layout)
+            experts += each.on_rank(job.layout) / job.expert_shards
         else:
             dense += each.on_rank(job.layout) / job.shards
     return dense, experts
@@ -346,7 +346,8 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
     found["gradient of a weight"] = largest * number
     if job.sharding and job.shards > 1:
         unit = max(_units(job, rank))
-        found["gathered layers"] = (1 + job.sharding.prefetch) * unit * number
+        directions = 2 if job.features.pairs else 1
+        found["gathered layers"] = directions * (1 + job.sharding.prefetch) * unit * number
         found["gradients of a layer"] = unit * (number + training.grad_number)
     if training.full:
         group = training.full_group if training.full < 0 else 1
@@ -360,10 +361,11 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
 
 
 def _units(job: Job, rank: int) -> list[float]:
-    """Dense numbers that are gathered together: of layers, embedding and output layer."""
+    """Numbers that are gathered together: of layers, embedding and output layer."""
     model, layout = job.model, job.layout
+    whole = () if job.expert_shards > 1 else ("expert",)
     found = [
-        sum(each.on_rank(layout) for each in sizes.layer(model, kind) if each.cut != "expert")
+        sum(each.on_rank(layout) for each in sizes.layer(model, kind) if each.cut not in whole)
         for kind in set(model.kinds)
     ]
     if rank in (0, layout.pp - 1):

@@ -143,6 +143,7 @@ def strides(job: Job) -> dict[str, tuple[int, int]]:
         "ETP": (layout.etp, 1),
         "EP": (layout.ep, layout.etp),
         "EDP": (layout.expert_replicas, layout.etp * layout.ep),
+        "EFSDP": (job.expert_shards, layout.etp * layout.ep),
         "embedding": (2, inner * layout.dp * max(1, layout.pp - 1)),
     }
 
@@ -288,6 +289,7 @@ class Estimate:
         for each in transfers:
             if each.when == when and each.group != "PP":
                 groups[each.group] = groups.get(each.group, 0.0) + seconds(self.job, self.device, each)
+        ahead = count * computed if self.job.sharding and self.job.sharding.prefetch else 0.0
         for group, alone in groups.items():
             behind = 0.0
             if group == "EP" and features.pairs:
@@ -299,8 +301,9 @@ class Estimate:
                 behind = by_part.get("shared experts", 0.0) + weight
             elif group == "TP" and features.coc:
                 behind = CHUNKED * min(alone, count * computed)
-            elif group in ("DP", "FSDP"):
-                behind = count * computed if self.job.sharding and self.job.sharding.prefetch else 0.0
+            elif group in ("DP", "FSDP", "EDP", "EFSDP"):
+                behind = ahead  # of weights that travel beside the computation, the later on the same links
+                ahead = max(0.0, ahead - alone)
             elif group == "CP":
                 behind = by_part.get("projections", 0.0) * (1.0 if self.job.model.sparse else 0.0)
                 behind += 0.0 if self.job.model.sparse else by_part.get("attention", 0.0)

@@ -164,6 +164,34 @@ def test_shards_divide_what_is_dense_and_travel_with_every_microbatch(sharding, 
     assert late.time.total > planned(job).time.total
 
 
+@pytest.mark.parametrize(("sharding", "shards"), [("", 8), ("--fsdp2-sharding-size 16", 4)])
+def test_experts_are_divided_among_the_ranks_that_have_the_same_ones(sharding, shards):
+    """PP16, EP4 and 32 ranks of data and context parallelism: every fourth rank has the same experts."""
+    flags = f"--no-use-distributed-optimizer --use-torch-fsdp2 --expert-model-parallel-size 4 {sharding}"
+    whole, job = (deepseek(f"{flags} {more}") for more in ("", "--fsdp2-shard-experts"))
+    experts = sum(each.on_rank(job.layout) for each in sizes.rank_weights(job)[1] if each.cut == "expert")
+    before, after = (memory.of_job(each, 0.0)[1] for each in (whole, job))
+    assert before.state - after.state == pytest.approx(18 * experts * (1 - 1 / shards))
+    assert after.temporary["gathered layers"] > before.temporary["gathered layers"]
+    received = communication.of_job(job)[1]
+    found = {(each.collective, each.when): each.nbytes for each in received if each.group in ("EDP", "EFSDP")}
+    share = (shards - 1) / shards
+    for when in ("forward", "backward"):
+        assert found["all-gather", when] == pytest.approx(job.microbatches * 2 * experts * share)
+    assert found["reduce-scatter", "backward"] == pytest.approx(job.microbatches * 4 * experts * share)
+    summed = job.microbatches * 2 * 4 * experts / shards * (8 // shards - 1) / (8 // shards)
+    assert found.get(("all-reduce", "backward"), 0.0) == pytest.approx(summed)
+    assert ("all-reduce", "end") not in found or found["all-reduce", "end"] == 0
+    assert planned(job).time.total > planned(whole).time.total
+
+
+def test_with_experts_sharded_less_is_held_than_with_the_distributed_optimizer():
+    before = planned(deepseek("--expert-model-parallel-size 4"))
+    sharded = "--no-use-distributed-optimizer --use-torch-fsdp2 --expert-model-parallel-size 4"
+    assert planned(deepseek(sharded)).worst.total > before.worst.total
+    assert planned(deepseek(f"{sharded} --fsdp2-shard-experts")).worst.total < before.worst.total
+
+
 @pytest.mark.parametrize("move", ["--swap-optimizer", "--virtual-optimizer all"])
 def test_swapped_attention_does_not_slow_the_optimizer_down(move):
     alone, both = planned(deepseek(move)), planned(deepseek(f"{move} --swap-attention"))
