@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.context_parallel.hiding import ALLOWED
 from benchmarks.linkbed import LinkBed
 from benchmarks.memory.measure import storage_bytes
+from benchmarks.model import deterministic_layers
 from benchmarks.moe.problem import minima
 from benchmarks.registry import Metrics
 from mindspeed_dsa.features.data_parallel.fsdp2 import copy_out, shards
+from mindspeed_dsa.parallel.local_shards import local_of
 
 RATE = "2gbit"
 _RECEIVED = Path("/sys/class/net/slow0/statistics/rx_bytes")
@@ -86,6 +88,9 @@ def run(device: str, quick: bool = False, link: str = RATE) -> Metrics:
     sizes = QUICK if quick else Sizes()
     with LinkBed(2, link, wide=True) as bed:
         found = bed.run("benchmarks.fsdp2:over_the_link", sizes=sizes)[0]
+    with LinkBed(4, None, cores=[0, 1, 0, 1]) as bed:  # nothing is timed
+        ratios = [bed.run("benchmarks.fsdp2:expert_bytes", grouped=grouped) for grouped in (False, True)]
+    found["expert_bytes_ratio"] = max(ratio for of_ranks in ratios for ratio in of_ranks)
     with LinkBed(2, None) as bed:
         found |= bed.run("benchmarks.fsdp2:beside_ddp", sizes=sizes)[0]
     print(f"fsdp2: {found}", file=sys.stderr, flush=True)
@@ -154,6 +159,61 @@ def bytes_at_rest(sizes: Sizes) -> float:
     held += [optimizer.state[parameter][key] for parameter in parameters for key in ("exp_avg", "exp_avg_sq")]
     whole = 4 * _FLOAT * sum(parameter.numel() for parameter in parameters)
     return storage_bytes(each._local_tensor for each in held) * dist.get_world_size() / whole
+
+
+def expert_bytes(grouped: bool) -> float:
+    """Weights, gradients and two moments of a rank's experts after a step, over its share of the whole.
+
+    A model of two layers with experts, EP2 on four ranks, of which two have the same experts.
+
+    Args:
+        grouped: experts are stacked.
+    """
+    import mindspeed_dsa
+
+    mindspeed_dsa.disable()
+    mindspeed_dsa.enable(use_torch_fsdp2=True, fsdp2_shard_experts=True, moe_grouped_gemm=grouped)
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        **deterministic_layers(
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            ffn_hidden_size=128,
+            masked_softmax_fusion=False,
+            num_moe_experts=6,
+            moe_ffn_hidden_size=96,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=grouped,
+            expert_model_parallel_size=2,
+            transformer_impl="local",
+        )
+    )
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=grouped)
+    chunk = GPTModel(
+        config, spec, vocab_size=128, max_sequence_length=32, share_embeddings_and_output_weights=False
+    )
+    whole = 4 * _FLOAT * sum(each.numel() for name, each in chunk.named_parameters() if ".experts." in name)
+    model = TorchFullyShardedDataParallel(config, TorchFullyShardedDataParallelConfig(), chunk)
+    optimizer = torch.optim.Adam(model.parameters())
+    tokens = torch.randint(0, 128, (1, 33))
+    model(tokens[:, :-1], torch.arange(32)[None], None, labels=tokens[:, 1:]).mean().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    experts = [each for name, each in chunk.named_parameters() if ".experts." in name]
+    held = [*experts, *(each.grad for each in experts)]
+    held += [optimizer.state[each][key] for each in experts for key in ("exp_avg", "exp_avg_sq")]
+    ranks = parallel_state.get_expert_data_parallel_world_size()
+    return storage_bytes(map(local_of, held)) * ranks / whole
 
 
 def bytes_received(sizes: Sizes, steps: int = 3) -> float:
