@@ -7,7 +7,8 @@ of the wait, and the moment its result is needed, by the node of the start.
 Where a graph is cut in pieces, each with a backward of its own, :func:`depart` and :meth:`InFlight.arrive`
 are the two halves, on either side of a cut: no rows pass it in the graph, and none are kept for it.
 
-Megatron's own all-to-all is one half inside of :func:`launching`, :func:`departing` and :func:`arriving`.
+Megatron's own all-to-all is one half inside of :func:`launching`, :func:`departing` and :func:`arriving`,
+and nothing but a place in the graph inside of :func:`departed`.
 """
 
 from __future__ import annotations
@@ -117,14 +118,16 @@ def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any
         ``[0]``, from which backward waits for the rows' gradient; and the rows on their way.
     """
     flight = InFlight(output_splits, input_splits, group)
+    flight.forward = flight.send(rows)
     return _Depart.apply(rows, flight), flight
 
 
 class _Depart(torch.autograd.Function):
+    """Edge of rows that are on their way, or have arrived: backward waits for their gradient."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: InFlight) -> Tensor:
         ctx.flight = flight
-        flight.forward = flight.send(rows)
         return rows.new_empty(0)
 
     @staticmethod
@@ -245,6 +248,20 @@ def departing(flights: list[InFlight]) -> AbstractContextManager[None]:
         return edge
 
     return _inside(launch)
+
+
+def departed(flights: list[InFlight]) -> AbstractContextManager[None]:
+    """Send nothing in all-to-alls of the block: their rows were sent before they were computed again.
+
+    Args:
+        flights: of those transfers, in the same order; gradients come back by them.
+    """
+
+    def rejoin(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
+        edge: Tensor = _Depart.apply(rows, flights.pop(0))
+        return edge
+
+    return _inside(rejoin)
 
 
 def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:

@@ -39,8 +39,6 @@ class Options:
 
 
 FLAG = "--moe-fb-overlap"
-_ACROSS_PIECES = {"moe": "shared_experts, moe_act and layernorm recompute parts of it"}
-"""Modules whose recomputation would send tokens again, and what to do instead."""
 _REFUSED = {
     "moe_shared_expert_overlap": "runs the shared expert inside of the dispatcher, which is taken apart",
     "delay_wgrad_compute": "computes weight gradients at other places than this does",
@@ -112,18 +110,22 @@ def _check_microbatches(args: Any) -> Iterator[str]:
 
 def _check_recompute(args: Any) -> Iterator[str]:
     granularity = argument(args, "recompute_granularity")
-    if granularity == "full":
+    whole = granularity == "full" or (
+        granularity == "selective" and "moe" in (argument(args, "recompute_modules") or ())
+    )
+    if not whole:
+        return
+    flag = "--recompute-granularity full" if granularity == "full" else "--recompute-modules moe"
+    if argument(args, "distribute_saved_activations"):
         yield (
-            f"{FLAG} takes layers apart, which --recompute-granularity full runs again as a whole; use "
-            "--recompute-granularity selective, or omit one of them"
+            f"{FLAG} with {flag} recomputes layers from whole inputs; omit --distribute-saved-activations"
         )
-    elif granularity == "selective":
-        for module in argument(args, "recompute_modules") or ():
-            if module in _ACROSS_PIECES:
-                yield (
-                    f"{FLAG} takes MoE layers apart, which --recompute-modules {module} runs again as a "
-                    f"whole; drop {module} from the modules: {_ACROSS_PIECES[module]}"
-                )
+    for name in ("fp8", "fp4"):
+        if argument(args, name):
+            yield (
+                f"{FLAG} with {flag} does not serve Transformer Engine's recomputation; omit --{name}-format "
+                "or the recomputation"
+            )
 
 
 def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mindspeed_dsa.feature import Context
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.pipeline.recompute_ahead.feature import Options
 from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron.recomputation import as_in_forward
 from mindspeed_dsa.schedule import megatron_order
 from mindspeed_dsa.schedule.events import Event, Kind
 
@@ -84,7 +85,7 @@ class Ahead(pipeline_steps.Follower):
         if self.everywhere or megatron_order.in_bubble(index, len(self._order), self._warmup):
             for segment in reversed(self.segments.get(unit, [])):
                 if segment.outputs is None and _has_inputs(segment):
-                    _recompute(segment, self._on_chunk(unit[0]))
+                    _recompute(segment, self.megatron, self._on_chunk(unit[0]))
 
     def _on_chunk(self, chunk: int) -> _Function:
         """Return what runs a chunk in Megatron-core 0.12, which has the current one in its global state."""
@@ -160,28 +161,12 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [each for each in values if torch.is_tensor(each)]
 
 
-def _recompute(ctx: Any, run_there: _Function) -> None:
+def _recompute(ctx: Any, megatron: Megatron, run_there: _Function) -> None:
     """Run a segment's forward again, with its graph, as Megatron's backward would."""
-    random = ctx.random
-    with random._fork_rng(), _checkpointing(random):
-        random._set_all_rng_states(*ctx.rng_states)
-        ctx.inputs = random.detach_variable(ctx.saved_tensors)
-        with torch.enable_grad():
-            outputs = run_there(lambda: ctx.run_function(*ctx.inputs))
+    with as_in_forward(megatron, ctx.rng_states):
+        ctx.inputs = ctx.random.detach_variable(ctx.saved_tensors)
+        outputs = run_there(lambda: ctx.run_function(*ctx.inputs))
     ctx.outputs = (outputs,) if torch.is_tensor(outputs) else outputs
-
-
-class _checkpointing:
-    """Megatron's mark that recomputation is going on, where the release has one."""
-
-    def __init__(self, random: Any) -> None:
-        self._random = random
-
-    def __enter__(self) -> None:
-        getattr(self._random, "_set_checkpointing", lambda: None)()
-
-    def __exit__(self, *_: Any) -> None:
-        getattr(self._random, "_unset_checkpointing", lambda: None)()
 
 
 class _Wait:

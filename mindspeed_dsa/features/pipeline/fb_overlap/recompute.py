@@ -1,0 +1,302 @@
+"""Layers of pairs that keep their input alone: their forward runs again beside their backward.
+
+The first forward runs in pieces like any other, without a graph up to the combine. What follows the combine has
+its graph, which holds no rows, only where they go. So in backward the reversed combine is on its way before
+anything is computed again, and the second forward ends with the experts: it sends no combine. Between the
+pieces of :mod:`layer` there are two more, here called R::
+
+    B  after the combine                    starts the reversed combine
+    R  up to the dispatch                   starts the dispatch, again
+    F  up to the dispatch                   starts the dispatch
+    R  shared expert and experts
+    B  shared expert, inputs of experts     starts the reversed dispatch; then weights of experts
+    F  shared expert and experts            starts the combine
+    B  up to the dispatch
+    F  after the combine
+
+Each piece runs again with the random numbers that it had. Megatron's routers count losses and tokens in passes
+with a graph, hence once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Pieces, WithoutGraph, precision_of
+from mindspeed_dsa.megatron.recomputation import RandomStates, as_in_forward, random_states
+from mindspeed_dsa.megatron.split_layers import transformer_layer
+
+
+class Part(Enum):
+    """What of a layer is recomputed."""
+
+    LAYER = "the whole layer"
+    EXPERTS = "all that follows attention"
+
+
+def recomputed_part(plan: Any) -> Part | None:
+    """Return what Megatron's arguments have recomputed of a plan's layer, ``None`` for nothing as a whole.
+
+    Each layer keeps its own input, where the method ``uniform`` would keep one for several.
+
+    Args:
+        plan: Megatron's ``TransformerLayerSchedulePlan``.
+    """
+    config, layer = plan.layer.config, transformer_layer(plan.layer)
+    if config.recompute_granularity == "full":
+        if config.recompute_method == "uniform":
+            return Part.LAYER
+        recomputed = list(plan.chunk_state.model.decoder.layers)[: config.recompute_num_layers]
+        return Part.LAYER if any(each is plan.layer for each in recomputed) else None
+    selective = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+    return Part.EXPERTS if selective and hasattr(layer.mlp, "token_dispatcher") else None
+
+
+class Recomputed:
+    """Pieces of which those up to the experts run twice; to be used as :class:`Pieces` are.
+
+    Args:
+        plan: Megatron's, with its nodes.
+        build: makes nodes for one forward and backward; the first ones come from here, too.
+        part: what is recomputed.
+        megatron: of the session.
+    """
+
+    def __init__(self, plan: Any, build: Callable[[], Pieces], part: Part, megatron: Megatron) -> None:
+        self._plan, self._build, self._part, self._megatron = plan, build, part, megatron
+        self._layer = transformer_layer(plan.layer)
+        self._first, self._again = build(), None  # type: Pieces, Pieces | None
+        self._random: list[RandomStates] = []
+        self._chunk: dict[str, Any] = {}
+        self._dispatcher: dict[str, Any] = {}
+        self._residual: WithoutGraph | None = None
+        self._shared: WithoutGraph | None = None
+        self._predicted: list[WithoutGraph] = []
+        self._edge: Tensor | None = None  # between the two pieces that run again
+        self._attention: _Attention | None = None
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def forward_before(self, hidden: Tensor) -> Tensor:
+        """Run :meth:`Pieces.forward_before` without a graph, or with that of attention alone."""
+        self._chunk = dict(vars(self._plan.chunk_state))
+        self._hidden = hidden.detach().requires_grad_(hidden.requires_grad)
+        self._random.append(random_states(self._megatron))
+        if self._part is Part.EXPERTS:
+            self._attention = _Attention(self._layer)
+            with self._attention.kept():
+                edge = self._first.forward_before(hidden)
+            self._attention.begins_at(self._first.before[0].inputs[0])
+        else:
+            with torch.no_grad():
+                edge = self._first.forward_before(hidden, followed=False)
+        if self._learns():
+            self._enter_before()
+        return edge
+
+    def _enter_before(self) -> None:
+        """Give what later pieces read beside the rows, and what has no graph, a place in theirs."""
+        state, chunk = self._plan.layer_state, self._plan.chunk_state
+        if getattr(state, "residual", None) is not None:
+            self._residual = WithoutGraph(state.residual)
+            state.residual = self._residual.enter(self._residual.edge)
+        if self._layer is not self._plan.layer and self._part is Part.LAYER:
+            # A layer of multi-token prediction puts the decoder's output beside its own.
+            self._predicted = [WithoutGraph(each) for each in chunk.mtp_hidden_states]
+            chunk.mtp_hidden_states = [each.enter(each.edge) for each in self._predicted]
+
+    def forward_experts(self, edge: Tensor) -> Any:
+        """Run :meth:`Pieces.forward_experts` without a graph; one begins with what it returns."""
+        self._random.append(random_states(self._megatron))
+        with torch.no_grad():
+            edges = self._first.forward_experts(edge)
+        self._combined = list(self._first.handover.combine)
+        edge, *beside = edges if isinstance(edges, tuple) else (edges,)
+        edge = edge.detach().requires_grad_(self._learns("experts"))
+        if self._first.shared is not None and self._learns("shared_experts"):
+            state = self._plan.layer_state
+            self._shared = WithoutGraph(beside[0] if beside else state.shared_expert_output)
+            if beside:
+                self._first.handover.shared, beside = self._shared, [self._shared.edge]
+            else:
+                state.shared_expert_output = self._shared.enter(self._shared.edge)
+        return (edge, *beside) if beside else edge
+
+    def forward_after(self, edges: Any) -> Tensor:
+        """Run :meth:`Pieces.forward_after`, and let go of everything but the input."""
+        output = self._first.forward_after(edges)
+        if self._runs_again():
+            self._first.before, self._first.experts, self._first.shared = [], None, None
+            for name in ("attn", "post_attn", "pre_dispatch_computation", "mlp"):
+                if hasattr(self._plan, name):
+                    setattr(self._plan, name, None)
+            vars(self._plan.layer_state).clear()
+        return output
+
+    def _learns(self, name: str = "") -> bool:
+        """Return whether a gradient reaches what is before the experts, or, with a name, a part behind it."""
+        moe = self._layer.mlp
+        apart = [getattr(moe, each, None) for each in ("experts", "shared_experts")]
+        behind = {id(each) for part in apart if part is not None for each in part.parameters()}
+        before = (each for each in self._plan.layer.parameters() if id(each) not in behind)
+        part = getattr(moe, name, None) if name else None
+        own: Iterable[Tensor] = () if part is None else part.parameters()
+        return self._hidden.requires_grad or any(each.requires_grad for each in (*before, *own))
+
+    def _runs_again(self) -> bool:
+        return self._learns("experts") or self._learns("shared_experts")
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def backward_after(self, gradient: Tensor) -> Any:
+        """Run :meth:`Pieces.backward_after`."""
+        edges = self._first.backward_after(gradient)
+        return edges[0] if isinstance(edges, tuple) else edges
+
+    def recompute_before(self) -> None:
+        """Run :meth:`Pieces.forward_before` again, with its graph, unless that is done."""
+        if self._again is not None or not self._runs_again():
+            return
+        self._plan.layer_state = type(self._plan.layer_state)()
+        self._again = again = self._build()
+        again.handover.combined = self._combined
+        if hasattr(self._layer.mlp, "token_dispatcher"):
+            self._dispatcher = dict(vars(self._layer.mlp.token_dispatcher))
+        with self._as_in_forward(), contextlib.ExitStack() as stack:
+            if self._attention is not None:
+                stack.enter_context(self._attention.passed_over())
+            self._edge = again.forward_before(self._hidden, followed=False)
+            self._leave_before(again)
+
+    def _leave_before(self, again: Pieces) -> None:
+        """Find the places of :meth:`_enter_before` in the graph that is there now."""
+        state, chunk = self._plan.layer_state, self._plan.chunk_state
+        self._leaves = [] if self._residual is None else [(state.residual, self._residual)]
+        if self._predicted:
+            node = again.before[-1]
+            leaves = [node.detach(each) for each in chunk.mtp_hidden_states]
+            self._leaves += zip(leaves, self._predicted, strict=True)
+
+    def recompute_experts(self) -> None:
+        """Run :meth:`Pieces.forward_experts` again, with its graph, unless that is done; nothing is sent."""
+        edge, self._edge = self._edge, None
+        if edge is not None and self._again is not None:
+            with self._as_in_forward():
+                self._again.forward_experts(edge)
+
+    @contextlib.contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(precision_of(self._plan))
+            stack.enter_context(as_in_forward(self._megatron, self._random.pop(0)))
+            stack.enter_context(_with_attributes(self._plan.chunk_state, self._chunk))
+            # One dispatcher serves all forwards of a layer, and another one may be half done.
+            if self._dispatcher:
+                stack.enter_context(_with_attributes(self._layer.mlp.token_dispatcher, self._dispatcher))
+            yield
+
+    def backward_experts(self, edge: Any) -> Tensor | None:
+        """Run :meth:`Pieces.backward_experts` of what was recomputed."""
+        if self._again is None:
+            return None
+        if self._again.shared is not None:
+            edge = (edge, None if self._shared is None else self._shared.gradient)
+        return self._again.backward_experts(edge)
+
+    def backward_before(self, gradient: Any) -> Tensor | None:
+        """Run :meth:`Pieces.backward_before` of what was recomputed, and of what was kept."""
+        again = self._again
+        if again is not None:
+            for leaf, entry in self._leaves:
+                leaf.grad = entry.gradient
+            gradient = again.backward_before(gradient)
+            if self._attention is not None:
+                gradient = self._attention.backward()
+        # The plan refers to this object, which ends here.
+        del self._plan, self._build, self._first, self._again, self._hidden, self._attention
+        result: Tensor | None = gradient
+        return result
+
+
+class _Attention:
+    """Attention of one forward, which keeps its graph where what follows it is recomputed.
+
+    Args:
+        layer: Megatron's transformer layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._input = layer, None
+        self._output: Any = None
+        self._leaf: Any = None
+        self._context: Any = None
+
+    def begins_at(self, leaf: Tensor) -> None:
+        """Take the leaf that the graph begins at."""
+        self._input = leaf
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the block's graph end with attention."""
+        attend = self._layer._forward_attention
+
+        def forward_attention(*args: Any, **kwargs: Any) -> Any:
+            with torch.enable_grad():
+                self._output, self._context = attend(*args, **kwargs)
+            self._leaf = self._output.detach().requires_grad_(self._output.requires_grad)
+            torch.set_grad_enabled(False)  # until the end of the block
+            self._layer.recompute_pre_mlp_layernorm = False  # it is, with everything else
+            return self._output.detach(), self._context
+
+        with self._replaced(forward_attention), torch.enable_grad():
+            yield
+
+    @contextlib.contextmanager
+    def passed_over(self) -> Iterator[None]:
+        """Have the block find attention done."""
+
+        def forward_attention(*_: Any, **__: Any) -> Any:
+            return self._leaf, self._context
+
+        with self._replaced(forward_attention):
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(self, forward_attention: Callable[..., Any]) -> Iterator[None]:
+        layer = self._layer
+        norm, layer.recompute_pre_mlp_layernorm = layer.recompute_pre_mlp_layernorm, False
+        layer._forward_attention = forward_attention
+        try:
+            yield
+        finally:
+            del layer._forward_attention
+            layer.recompute_pre_mlp_layernorm = norm
+
+    def backward(self) -> Tensor | None:
+        """Run its backward, to the gradient of the layer's input."""
+        if self._output.requires_grad:
+            torch.autograd.backward(self._output, self._leaf.grad)
+        return None if self._input is None else self._input.grad
+
+
+@contextlib.contextmanager
+def _with_attributes(of: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Run the block with other attributes of an object; ``values`` gets what has become of them."""
+    attributes = vars(of)
+    before = dict(attributes)
+    attributes.clear()
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        values.clear()
+        values.update(attributes)
+        attributes.clear()
+        attributes.update(before)

@@ -1,0 +1,48 @@
+"""A part of a forward, run again in backward with its graph, as Megatron's checkpoint runs it.
+
+Megatron's checkpoint keeps inputs and random states of a function, and calls it a second time when its
+gradient is there. What is recomputed in parts, or before that, needs the same surroundings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_dsa.feature import Megatron
+
+RandomStates = Any
+"""Of the CPU, of the device, and of Megatron's tracker of named states."""
+
+
+def random_states(megatron: Megatron) -> RandomStates:
+    """Return the states that the next random numbers come from."""
+    return megatron("core.tensor_parallel.random")._get_all_rng_states()
+
+
+@contextlib.contextmanager
+def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
+    """Run the block with a graph and the random numbers of a forward; afterwards they are what they were.
+
+    Args:
+        megatron: of the session.
+        states: what :func:`random_states` returned before that forward.
+    """
+    random = megatron("core.tensor_parallel.random")
+    with random._fork_rng(), checkpointing(megatron), torch.enable_grad():
+        random._set_all_rng_states(*states)
+        yield
+
+
+@contextlib.contextmanager
+def checkpointing(megatron: Megatron) -> Iterator[None]:
+    """Set Megatron's mark that a checkpointed function is running, where the release has one (from 0.16)."""
+    random = megatron("core.tensor_parallel.random")
+    getattr(random, "_set_checkpointing", lambda: None)()
+    try:
+        yield
+    finally:
+        getattr(random, "_unset_checkpointing", lambda: None)()
