@@ -23,6 +23,11 @@ def random_states(megatron: Megatron) -> RandomStates:
     return megatron("core.tensor_parallel.random")._get_all_rng_states()
 
 
+def set_random_states(megatron: Megatron, states: RandomStates) -> None:
+    """Have the next random numbers come from states that :func:`random_states` returned."""
+    megatron("core.tensor_parallel.random")._set_all_rng_states(*states)
+
+
 @contextlib.contextmanager
 def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
     """Run the block with a graph and the random numbers of a forward; afterwards they are what they were.
@@ -33,7 +38,7 @@ def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
     """
     random = megatron("core.tensor_parallel.random")
     with random._fork_rng(), checkpointing(megatron), torch.enable_grad():
-        random._set_all_rng_states(*states)
+        set_random_states(megatron, states)
         yield
 
 

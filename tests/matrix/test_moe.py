@@ -93,6 +93,36 @@ def test_fb_overlap_beside_stock(pool, name):
     assert sum(rank["launched"] for rank in on) > 0
 
 
+WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED = {"layers": WHOLE, "experts": RUNS["layer recomputed"]}
+
+
+@pytest.mark.releases(">=0.14")
+@pytest.mark.parametrize("recomputed", RECOMPUTED.values(), ids=list(RECOMPUTED))
+@pytest.mark.parametrize("name", ["PP1", "PP2 x VPP2"])
+def test_fb_overlap_recomputes(pool, name, recomputed):
+    """The bits of pairs that keep everything; the dispatch is sent again."""
+    ranks, layout, microbatches, overrides = STEPS[name]
+    kept, ours = (
+        pool.run(
+            f"{__name__}:whole_step",
+            ranks,
+            switches={"moe_fb_overlap": True},
+            overrides={**overrides, **what},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **layout,
+        )
+        for what in ({}, recomputed)
+    )
+    for before, after in zip(kept, ours, strict=True):
+        assert after["losses"] == before["losses"]
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=0)
+        assert after["launched"] * 6 == before["launched"] * 8
+
+
 @pytest.mark.releases(">=0.12.1")
 def test_a_step_with_fused_permutation(pool):
     (stock,) = pool.run(f"{__name__}:permutations", 1, switches={}, overrides=EXPERTS)

@@ -30,7 +30,12 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Pieces, WithoutGraph, precision_of
-from mindspeed_dsa.megatron.recomputation import RandomStates, as_in_forward, random_states
+from mindspeed_dsa.megatron.recomputation import (
+    RandomStates,
+    as_in_forward,
+    random_states,
+    set_random_states,
+)
 from mindspeed_dsa.megatron.split_layers import transformer_layer
 
 
@@ -90,13 +95,14 @@ class Recomputed:
         self._hidden = hidden.detach().requires_grad_(hidden.requires_grad)
         self._random.append(random_states(self._megatron))
         if self._part is Part.EXPERTS:
-            self._attention = _Attention(self._layer)
+            self._attention = _Attention(self._layer, self._megatron)
             with self._attention.kept():
                 edge = self._first.forward_before(hidden)
             self._attention.begins_at(self._first.before[0].inputs[0])
         else:
+            # Megatron adds the residual with a graph whatever the mode, if its input has one.
             with torch.no_grad():
-                edge = self._first.forward_before(hidden, followed=False)
+                edge = self._first.forward_before(hidden.detach(), followed=False)
         if self._learns():
             self._enter_before()
         return edge
@@ -230,10 +236,11 @@ class _Attention:
 
     Args:
         layer: Megatron's transformer layer.
+        megatron: of the session.
     """
 
-    def __init__(self, layer: Any) -> None:
-        self._layer, self._input = layer, None
+    def __init__(self, layer: Any, megatron: Megatron) -> None:
+        self._layer, self._megatron, self._input = layer, megatron, None
         self._output: Any = None
         self._leaf: Any = None
         self._context: Any = None
@@ -250,6 +257,7 @@ class _Attention:
         def forward_attention(*args: Any, **kwargs: Any) -> Any:
             with torch.enable_grad():
                 self._output, self._context = attend(*args, **kwargs)
+            self._random = random_states(self._megatron)
             self._leaf = self._output.detach().requires_grad_(self._output.requires_grad)
             torch.set_grad_enabled(False)  # until the end of the block
             self._layer.recompute_pre_mlp_layernorm = False  # it is, with everything else
@@ -263,6 +271,7 @@ class _Attention:
         """Have the block find attention done."""
 
         def forward_attention(*_: Any, **__: Any) -> Any:
+            set_random_states(self._megatron, self._random)
             return self._leaf, self._context
 
         with self._replaced(forward_attention):

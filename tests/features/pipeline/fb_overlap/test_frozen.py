@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.features.pipeline.fb_overlap import paired_steps
 from tests.support import model
@@ -50,24 +51,45 @@ FROZEN = {
 }
 
 
+FROZEN_LAYERS = {**FROZEN, "experts": ["local_experts"], "a layer's all but the norms": ["self_att", "mlp"]}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def step(pool, frozen, switches, **overrides):
+    return pool.run(
+        "tests.features.pipeline.fb_overlap.test_frozen:trained",
+        2,
+        frozen=frozen,
+        switches=switches,
+        overrides=overrides,
+        num_microbatches=2,
+        micro_batch_size=1,
+        ep=2,
+        etp=1,
+    )
+
+
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=list(FROZEN))
 def test_losses_and_gradients(pool, frozen):
-    off, on = (
-        pool.run(
-            "tests.features.pipeline.fb_overlap.test_frozen:trained",
-            2,
-            frozen=frozen,
-            switches=switches,
-            num_microbatches=2,
-            micro_batch_size=1,
-            ep=2,
-            etp=1,
-        )
-        for switches in ({}, {"moe_fb_overlap": True})
-    )
+    off, on = (step(pool, frozen, switches) for switches in ({}, {"moe_fb_overlap": True}))
     for before, after in zip(off, on, strict=True):
         assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
         assert any("local_experts" in name for name in after["gradients"])
         assert not any(part in name for name in after["gradients"] for part in frozen)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
     assert any("launch" in rank["events"] for rank in on)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputed", [AGAIN, EXPERTS], ids=["layers", "experts"])
+@pytest.mark.parametrize("frozen", FROZEN_LAYERS.values(), ids=list(FROZEN_LAYERS))
+def test_recomputed(pool, frozen, recomputed):
+    """Bit for bit what pairs learn that keep everything."""
+    kept, ours = (step(pool, frozen, {"moe_fb_overlap": True}, **what) for what in ({}, recomputed))
+    for before, after in zip(kept, ours, strict=True):
+        assert after["losses"] == before["losses"]
+        assert after["gradients"].keys() == before["gradients"].keys() != set()
+        assert all(
+            torch.equal(each, before["gradients"][name]) for name, each in after["gradients"].items()
+        )

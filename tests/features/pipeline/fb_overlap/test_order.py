@@ -29,6 +29,22 @@ LAST_BACKWARD = [
 ]
 
 
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FORWARD_AGAIN = ["shared fc1", "wait", "wait", "experts", "shared fc2"]  # and no combine
+RECOMPUTED_PAIR = [
+    *("launch", "attention", "launch", "launch"),  # combine, reversed; dispatch, again
+    *("attention", "launch", "launch", *FORWARD_AGAIN),
+    *("shared fc2 dW", "shared fc1 dW", "wait", "launch", "launch", "experts dW"),  # dispatch, reversed
+    *("shared fc1", "wait", "wait", "experts", "launch", "shared fc2"),
+    *("wait", "wait", "attention dW", "wait"),
+]
+RECOMPUTED_BACKWARD = [
+    *("launch", "attention", "launch", "launch", *FORWARD_AGAIN),
+    *("shared fc2 dW", "shared fc1 dW", "wait"),
+    *("launch", "launch", "experts dW", "wait", "wait", "attention dW"),
+]
+
+
 def without_shared(events):
     return [event for event in events if "shared" not in event]
 
@@ -41,6 +57,12 @@ def test_one_direction_runs_under_the_others_transfers(pool):
 def test_without_a_shared_expert(pool):
     for events in pool.run(f"{CASES}:order", 2, moe_shared_expert_intermediate_size=None):
         assert events == without_shared([*FIRST_FORWARD, *PAIR, *LAST_BACKWARD])
+
+
+def test_what_is_recomputed_runs_under_transfers_too(pool):
+    """The two microbatches are in one layer, whose dispatcher has state of its own for one of them."""
+    for events in pool.run(f"{CASES}:order", 2, **AGAIN):
+        assert events == [*FIRST_FORWARD, *RECOMPUTED_PAIR, *RECOMPUTED_BACKWARD]
 
 
 def test_graphs_die_with_their_backward(pool):

@@ -20,7 +20,7 @@ SERVED = {
     "mtp_num_layers": 1,
     "recompute_granularity": "selective",
     "recompute_modules": [
-        *("core_attn", "mla_up_proj", "layernorm", "mlp", "shared_experts", "moe_act"),
+        *("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"),
     ],
     "global_batch_size": 8,
     "micro_batch_size": 1,
@@ -43,8 +43,9 @@ SERVED = {
             {"pipeline_model_parallel_size": 1, "mtp_num_layers": None, "global_batch_size": 4},
             "1 microbatch,",
         ),
-        ({"recompute_granularity": "full"}, "use --recompute-granularity selective"),
-        ({"recompute_modules": ["core_attn", "moe", "layernorm"]}, "drop moe from the modules"),
+        ({"distribute_saved_activations": True}, "omit --distribute-saved-activations"),
+        ({"recompute_granularity": "full", "fp8": "hybrid"}, "omit --fp8-format"),
+        ({"fp4": "e2m1"}, "--recompute-modules moe"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
@@ -66,6 +67,13 @@ def test_two_backwards_of_the_embedding_need_a_release_that_counts_them(shared):
     assert list(check_overlap(Namespace(**arguments, overlap_grad_reduce=False), old)) == []
     args.pipeline_model_parallel_size = 2  # each has an embedding of its own
     assert list(check_overlap(args, old)) == []
+
+
+def test_recomputation_of_whole_layers_is_served():
+    for method in ("uniform", "block"):
+        full = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 2}
+        args = Namespace(**{**SERVED, **full, "recompute_modules": None})
+        assert list(check_overlap(args, Options(counts_uses=True))) == []
 
 
 def test_features_that_work_in_a_layers_forward_are_served_or_named():
