@@ -7,6 +7,7 @@ from benchmarks.cells import CellCase
 CELLS = {
     "simulated": "benchmarks.pipeline.simulated",
     "pairs": "benchmarks.pipeline.pairs",
+    "recomputed-pairs": "benchmarks.pipeline.recomputed_pairs",
     "halves": "benchmarks.pipeline.halves",
     "recompute": "benchmarks.pipeline.recompute",
 }

@@ -113,18 +113,22 @@ def _arm(name: str) -> None:
     mindspeed_dsa.enable(**(OTHER if name == "overlap in one microbatch" else SWITCH))
 
 
-def step_of(sizes: Sizes) -> Callable[..., dict[str, Tensor]]:
+def step_of(sizes: Sizes, **overrides: Any) -> Callable[..., dict[str, Tensor]]:
     """A training step without the optimizer's, by variant and microbatches; returns losses and gradients.
 
     ``pairs`` takes Megatron's schedule of pairs, ``no transfers`` a copy in place of every all-to-all, whose
     rows are then wrong. All others are Megatron's step as it is patched.
+
+    Args:
+        sizes: of the model and the step.
+        **overrides: of its configuration.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    cfg = _configuration(sizes)
+    cfg = _configuration(sizes, **overrides)
     chunk = GPTModel(
         config=cfg,
         transformer_layer_spec=get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=False),
@@ -157,7 +161,7 @@ def step_of(sizes: Sizes) -> Callable[..., dict[str, Tensor]]:
     return step
 
 
-def _configuration(sizes: Sizes) -> Any:
+def _configuration(sizes: Sizes, **overrides: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -176,6 +180,7 @@ def _configuration(sizes: Sizes) -> Any:
             expert_model_parallel_size=dist.get_world_size(),
             expert_tensor_parallel_size=1,
             transformer_impl="local",
+            **overrides,
         )
     )
 

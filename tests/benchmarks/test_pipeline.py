@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.moe.problem import Timing
-from benchmarks.pipeline import CELLS, recompute, run
+from benchmarks.pipeline import CELLS, recompute, recomputed_pairs, run
 from benchmarks.pipeline.pairs import metrics
 from benchmarks.pipeline.simulated import run as simulated
 
@@ -54,6 +54,15 @@ def test_ratios_of_measured_steps():
     assert found["fb_over_moe_overlap"] == pytest.approx(900 / 800)
     assert found["a2a_hidden_fraction"] == pytest.approx(0.8)
     assert found["edge_a2a_hidden"] == pytest.approx(0.6)
+
+
+def test_ratios_of_recomputed_steps():
+    steps = {"stock": 1200, "pairs": 1000, "no transfers": 950}
+    times = {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in steps.items()}
+    found = recomputed_pairs.metrics({"times": times, "deviation": 0.0})
+    assert found["recomputed_fb_overlap_speedup"] == pytest.approx(1.2)
+    assert found["recomputed_pairs"]["a2a_hidden_fraction"] == pytest.approx(0.8)
+    assert found["recomputed_pairs"]["exposed_over_step"] == pytest.approx(0.25 * 1000 / 1200)
 
 
 def test_what_bubbles_remove():

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
@@ -119,7 +120,10 @@ def test_fb_overlap_recomputes(pool, name, recomputed):
     )
     for before, after in zip(kept, ours, strict=True):
         assert after["losses"] == before["losses"]
-        assert_same_gradients(after["gradients"], before["gradients"], rtol=0)
+        assert after["gradients"].keys() == before["gradients"].keys()
+        assert all(
+            torch.equal(each, before["gradients"][weight]) for weight, each in after["gradients"].items()
+        )
         assert after["launched"] * 6 == before["launched"] * 8
 
 

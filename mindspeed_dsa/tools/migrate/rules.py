@@ -182,10 +182,7 @@ def _pairs(job: Job) -> None:
         "--num-virtual-stages-per-pipeline-rank",
         "--pipeline-model-parallel-layout",
     }
-    if job.text("--recompute-granularity") == "full":
-        why = "Not together with --recompute-granularity full, which is kept; use selective to have both."
-        job.is_dropped(flag, why, results=False)
-    elif (job.number("--pipeline-model-parallel-size", 1) or 1) > 1 and not virtual & set(job.given):
+    if (job.number("--pipeline-model-parallel-size", 1) or 1) > 1 and not virtual & set(job.given):
         why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
         job.is_dropped(flag, why, results=False)
 

@@ -338,7 +338,8 @@ def training_of(options: argparse.Namespace) -> Training:
     if options.recompute_granularity == "full":
         number = options.recompute_num_layers or 1
         uniform = options.recompute_method != "block"
-        full, group = (-1, number) if uniform else (number, 1)
+        pairs = options.moe_fb_overlap  # in which every layer keeps its own input
+        full, group = (-1, 1 if pairs else number) if uniform else (number, 1)
     bf16 = options.bf16 or options.fp16
     reduced_in_bf16 = (
         options.fsdp2_reduce_dtype == "bf16" if options.use_torch_fsdp2 else options.grad_reduce_in_bf16

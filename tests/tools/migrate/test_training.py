@@ -64,10 +64,7 @@ SCRIPTS = {
         --first-k-dense-replace 1 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8
         --v-head-dim 16 --num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
         --moe-router-topk 2 --moe-router-num-groups 2 --moe-router-group-topk 1""",
-        (
-            "--recompute-granularity --recompute-method --recompute-num-layers --reset-attention-mask "
-            "--sequence-parallel"
-        ),
+        "--reset-attention-mask --sequence-parallel",
         ("swap-optimizer", "moe-fb-overlap", "fused-rmsnorm", "fused-swiglu"),
     ),
     "qwen25/pretrain_qwen25_72b_4k_pack.sh": (

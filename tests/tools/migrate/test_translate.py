@@ -136,10 +136,9 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
         ("--use-ascend-coc --coc-mode 0 --coc-parallel-num 2", ""),
         ("--context-parallel-algo ulysses_cp_algo --context-parallel-size 1", "--context-parallel-size 1"),
         ("--moe-fb-overlap --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2"),
-        ("--moe-fb-overlap --recompute-granularity full", "--recompute-granularity full"),
         (
-            "--moe-fb-overlap --recompute-granularity selective",
-            "--moe-fb-overlap --recompute-granularity selective",
+            "--moe-fb-overlap --recompute-granularity full",
+            "--moe-fb-overlap --recompute-granularity full",
         ),
         (
             "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",

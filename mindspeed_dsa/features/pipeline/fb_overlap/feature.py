@@ -117,9 +117,7 @@ def _check_recompute(args: Any) -> Iterator[str]:
         return
     flag = "--recompute-granularity full" if granularity == "full" else "--recompute-modules moe"
     if argument(args, "distribute_saved_activations"):
-        yield (
-            f"{FLAG} with {flag} recomputes layers from whole inputs; omit --distribute-saved-activations"
-        )
+        yield (f"{FLAG} with {flag} recomputes layers from whole inputs; omit --distribute-saved-activations")
     for name in ("fp8", "fp4"):
         if argument(args, name):
             yield (

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -132,9 +131,7 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
     return _build_callable_nodes
 
 
-def _cut(
-    plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context: Context[Options]
-) -> Pieces:
+def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context: Context[Options]) -> Pieces:
     layer = transformer_layer(plan.layer)
     moe, shared, handover = layer.mlp, None, Handover()
     if hasattr(moe, "token_dispatcher"):

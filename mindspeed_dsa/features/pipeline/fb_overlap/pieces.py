@@ -200,7 +200,7 @@ class WithoutGraph:
         self.gradient: Tensor | None = None
 
     def enter(self, edge: Tensor) -> Tensor:
-        """Return the value, once; it depends on ``edge``, which is :attr:`edge` or a leaf that stands for it."""
+        """Return the value, once; it depends on ``edge``, :attr:`edge` or a leaf that stands for it."""
         value, self._value = self._value, None
         entered: Tensor = _Enter.apply(edge, value, self)
         return entered

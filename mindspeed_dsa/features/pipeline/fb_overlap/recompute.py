@@ -1,9 +1,9 @@
 """Layers of pairs that keep their input alone: their forward runs again beside their backward.
 
-The first forward runs in pieces like any other, without a graph up to the combine. What follows the combine has
-its graph, which holds no rows, only where they go. So in backward the reversed combine is on its way before
-anything is computed again, and the second forward ends with the experts: it sends no combine. Between the
-pieces of :mod:`layer` there are two more, here called R::
+The first forward runs in pieces like any other, without a graph up to the combine. What follows the combine
+has its graph, which holds no rows, only where they go. So in backward the reversed combine is on its way
+before anything is computed again, and the second forward ends with the experts: it sends no combine. Between
+the pieces of :mod:`layer` there are two more, here called R::
 
     B  after the combine                    starts the reversed combine
     R  up to the dispatch                   starts the dispatch, again
@@ -14,8 +14,8 @@ pieces of :mod:`layer` there are two more, here called R::
     B  up to the dispatch
     F  after the combine
 
-Each piece runs again with the random numbers that it had. Megatron's routers count losses and tokens in passes
-with a graph, hence once.
+Each piece runs again with the random numbers that it had. Megatron's routers count losses and tokens in
+passes with a graph, hence once.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ class _Attention:
     """
 
     def __init__(self, layer: Any, megatron: Megatron) -> None:
-        self._layer, self._megatron, self._input = layer, megatron, None
+        self._layer, self._megatron = layer, megatron
+        self._input: Tensor | None = None
         self._output: Any = None
         self._leaf: Any = None
         self._context: Any = None

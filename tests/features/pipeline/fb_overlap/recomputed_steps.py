@@ -1,4 +1,4 @@
-"""Training steps in pairs whose layers are recomputed: what is counted and kept; runs in the pool's workers."""
+"""Training steps in pairs that recompute: what is counted and kept; runs in the pool's workers."""
 
 from __future__ import annotations
 

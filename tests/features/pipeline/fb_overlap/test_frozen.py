@@ -90,6 +90,4 @@ def test_recomputed(pool, frozen, recomputed):
     for before, after in zip(kept, ours, strict=True):
         assert after["losses"] == before["losses"]
         assert after["gradients"].keys() == before["gradients"].keys() != set()
-        assert all(
-            torch.equal(each, before["gradients"][name]) for name, each in after["gradients"].items()
-        )
+        assert all(torch.equal(each, before["gradients"][name]) for name, each in after["gradients"].items())

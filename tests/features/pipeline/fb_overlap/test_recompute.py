@@ -17,6 +17,7 @@ INTERLEAVED = {"pp": 2, "vpp": 2}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_input_jitter_eps": 0.1}
 LAST_DENSE = {"num_layers": 3, "moe_layer_freq": [1, 1, 0], **NO_SHARED}
 MODULES = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "shared_experts"]}
+AND_MOE = {"recompute_modules": ["mlp", "shared_experts", "moe"]}
 NORMS = {"recompute_norm": True, "recompute_verify": True}
 SWAPPED = {"swap_attention": True, "swap_attention_min_bytes": 0}
 RUNS = {
@@ -73,7 +74,7 @@ RUNS = {
         {"moe_permute_fusion": True},
         [4, 4],
     ),
-    "modules inside": (2, {}, 2, MODULES, {"recompute_modules": [*MODULES["recompute_modules"], "moe"]}, {}, [2, 2]),
+    "modules inside": (2, {}, 2, MODULES, AND_MOE, {}, [2, 2]),
     "norms recomputed beside": (2, {}, 3, {"num_layers": 3}, MOE, NORMS, [6, 6]),
     "norms recomputed behind": (2, {}, 3, {"num_layers": 3}, BLOCK, NORMS, [3, 3]),
     "attention swapped": (2, {}, 3, {"num_layers": 3}, MOE, SWAPPED, [6, 6]),
@@ -151,8 +152,10 @@ def test_losses_and_tokens_count_once(pool, recomputed):
     for before, after in zip(kept, ours, strict=True):
         assert after["routers"].keys() == before["routers"].keys() == {"seq_load_balancing_loss", "z_loss"}
         for name, values in before["routers"].items():
-            assert values.any() and torch.equal(values, after["routers"][name])
-        assert before["indexers"].any() and torch.equal(before["indexers"], after["indexers"])
+            assert values.any()
+            assert torch.equal(values, after["routers"][name])
+        assert before["indexers"].any()
+        assert torch.equal(before["indexers"], after["indexers"])
         assert torch.equal(torch.stack(before["tokens"]), torch.stack(after["tokens"]))
         assert int(before["tokens"][0].sum()) == 2 * SEQUENCE * 2  # microbatches, tokens, experts of each
 
@@ -174,3 +177,18 @@ def test_a_recomputed_layer_keeps_its_input(pool):
     assert 1 <= full < 1.5
     assert full < experts < whole - 4
     assert whole > 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputed", [UNIFORM, MOE], ids=["layers", "experts"])
+def test_with_sharded_weights(pool, recomputed):
+    """Steps of FSDP2 with an optimizer, clipping, and multi-token prediction."""
+    kept, ours = (
+        pool.run(
+            "tests.features.data_parallel.fsdp2.pairs_cases:train", 2, switches=PAIRS, overrides=overrides
+        )
+        for overrides in ({}, recomputed)
+    )
+    for before, after in zip(kept, ours, strict=True):
+        assert after["records"] == before["records"]
+        assert all(torch.equal(each, before["weights"][name]) for name, each in after["weights"].items())
