@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from mindspeed_dsa.tools.migrate.fine_tuning import tune
@@ -182,8 +183,19 @@ def _pairs(job: Job) -> None:
         "--num-virtual-stages-per-pipeline-rank",
         "--pipeline-model-parallel-layout",
     }
-    if (job.number("--pipeline-model-parallel-size", 1) or 1) > 1 and not virtual & set(job.given):
+    sizes = ("pipeline-model", "tensor-model", "context", "expert-model", "expert-tensor")
+    pp, tp, cp, ep, etp = (job.number(f"--{kind}-parallel-size", 1) or 1 for kind in sizes)
+    etp = etp if "--expert-tensor-parallel-size" in job else tp
+    replicas = math.lcm(tp * cp, ep * etp) // (tp * cp)  # at least; more of them have fewer microbatches
+    batch, one = job.number("--global-batch-size"), job.number("--micro-batch-size", 1)
+    if pp > 1 and not virtual & set(job.given):
         why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
+        job.is_dropped(flag, why, results=False)
+    elif {"--fp8-format", "--fp8"} & set(job.given) and job.text("--recompute-granularity") == "full":
+        why = "Not together with full recomputation in FP8, which is kept."
+        job.is_dropped(flag, why, results=False)
+    elif batch and one and batch // (one * replicas) < max(2, pp):
+        why = "A step has too few microbatches to pair any: use a larger --global-batch-size to have it."
         job.is_dropped(flag, why, results=False)
 
 

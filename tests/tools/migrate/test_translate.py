@@ -141,6 +141,18 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
             "--moe-fb-overlap --recompute-granularity full",
         ),
         (
+            "--moe-fb-overlap --recompute-granularity full --fp8-format e4m3",
+            "--recompute-granularity full --fp8-format e4m3",
+        ),
+        (
+            "--moe-fb-overlap --expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 16",
+            "--expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 16",
+        ),
+        (
+            "--moe-fb-overlap --expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 32",
+            "--moe-fb-overlap --expert-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 32",
+        ),
+        (
             "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
             "--moe-fb-overlap --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
         ),

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import Pieces, WithoutGraph, precision_of
-from mindspeed_dsa.megatron.recomputation import (
+from mindspeed_dsa.features.pipeline.recomputation import (
     RandomStates,
     as_in_forward,
     random_states,
@@ -40,7 +40,7 @@ from mindspeed_dsa.megatron.split_layers import transformer_layer
 
 
 class Part(Enum):
-    """What of a layer is recomputed."""
+    """Extent of a layer's recomputation."""
 
     LAYER = "the whole layer"
     EXPERTS = "all that follows attention"

@@ -14,9 +14,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.pipeline.recomputation import as_in_forward
 from mindspeed_dsa.features.pipeline.recompute_ahead.feature import Options
 from mindspeed_dsa.megatron import pipeline_steps
-from mindspeed_dsa.megatron.recomputation import as_in_forward
 from mindspeed_dsa.schedule import megatron_order
 from mindspeed_dsa.schedule.events import Event, Kind
 
