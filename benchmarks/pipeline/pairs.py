@@ -68,14 +68,26 @@ def metrics(found: Mapping[str, Any]) -> Metrics:
         found: of :func:`measure`.
     """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
-    exposed = wall["stock"] - wall["no transfers"]
     edges = {name: wall[_alone(name)] for name in ENDS}
     return {
         "fb_overlap_speedup": wall["stock"] / wall["pairs"],
         "moe_overlap_speedup": wall["stock"] / wall["overlap in one microbatch"],
         "fb_over_moe_overlap": wall["overlap in one microbatch"] / wall["pairs"],
-        "a2a_hidden_fraction": (wall["stock"] - wall["pairs"]) / exposed,
         "edge_a2a_hidden": (edges["stock"] - edges["pairs"]) / (edges["stock"] - edges["no transfers"]),
+        **hidden(found),
+    }
+
+
+def hidden(found: Mapping[str, Any]) -> Metrics:
+    """Return what pairs hide of a stock step's all-to-alls, and all times.
+
+    Args:
+        found: of :func:`measure`.
+    """
+    wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
+    exposed = wall["stock"] - wall["no transfers"]
+    return {
+        "a2a_hidden_fraction": (wall["stock"] - wall["pairs"]) / exposed,
         "exposed_over_step": exposed / wall["stock"],
         "milliseconds": wall,
         "milliseconds_median": {name: 1e3 * each.median for name, each in found["times"].items()},
