@@ -171,10 +171,11 @@ class Lab:
         pool: worker processes.
         folder: for data and checkpoints.
         steps: of every run.
+        timeout_s: of a run.
     """
 
-    def __init__(self, pool: WorkerPool, folder: Path, steps: int = STEPS) -> None:
-        self._pool, self._folder, self._steps = pool, folder, steps
+    def __init__(self, pool: WorkerPool, folder: Path, steps: int = STEPS, timeout_s: float = 240.0) -> None:
+        self._pool, self._folder, self._steps, self._timeout_s = pool, folder, steps, timeout_s
         self._runs = 0
         self._initial: dict[tuple[str, bool], Path] = {}
         self._initial_tensors: dict[Path, Tensors] = {}
@@ -289,6 +290,7 @@ class Lab:
         return self._pool.run(
             "tests.support.example_job:train",
             layout.world_size,
+            timeout_s=self._timeout_s,
             argv=f"{MODEL} {layout.model} {TRAINING} {saving} {data} {flags}".split(),
             stock=layout.stock,
             switches=dict(layout.switches),

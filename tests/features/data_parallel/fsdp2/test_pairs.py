@@ -70,6 +70,36 @@ def test_so_they_do_with_sharded_experts(pool, grouped):
         assert ours["gathers"][MIDDLE] == 2 * (MICROBATCHES + 1) * STEPS
 
 
+@pytest.mark.full
+def test_so_they_do_where_all_layers_run_again(pool):
+    """A layer's forward of before its backward finds the experts gathered for the pair."""
+    recomputed = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "moe_grouped_gemm": True,
+    }
+    switches = {"fsdp2_shard_experts": True, "moe_grouped_gemm": True}
+    runs = [
+        pool.run(f"{CASES}:train", 4, switches={**switches, **more}, overrides=recomputed)
+        for more in ({}, PAIRS)
+    ]
+    for whole, ours in zip(*runs, strict=True):
+        assert_same_training(ours, whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("switches", [{}, PAIRS], ids=["layers", "pairs"])
+def test_sharded_experts_travel_by_fsdp2s_collectives_too(pool, switches):
+    """As on devices; sums of four ranks' dense gradients have another order."""
+    switches = {"fsdp2_shard_experts": True, **switches}
+    runs = [pool.run(f"{CASES}:train", 4, switches=switches, direct=direct) for direct in (True, False)]
+    for messages, collectives in zip(*runs, strict=True):
+        assert_same_training(collectives, messages)
+        assert messages["gathers"]
+        assert not collectives["gathers"]
+
+
 def assert_same_training(ours, whole):
     for before, after in zip(whole["records"], ours["records"], strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
