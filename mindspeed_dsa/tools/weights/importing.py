@@ -32,7 +32,9 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     write_part,
 )
 from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
+from mindspeed_dsa.tools.weights import rank_files
 from mindspeed_dsa.tools.weights.model import built
+from mindspeed_dsa.tools.weights.rank_files import Layout
 
 WHO = "mindspeed_dsa weights"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -53,6 +55,7 @@ class Import:
         vocabulary: padded.
         dtype: of the weights in the checkpoint.
         saved: arguments that the checkpoint remembers.
+        layout: in which files of ``--ckpt-format torch`` are written; None: ``torch_dist``.
     """
 
     files: Any
@@ -62,6 +65,7 @@ class Import:
     vocabulary: int
     dtype: torch.dtype
     saved: argparse.Namespace
+    layout: Layout | None = None
 
     @property
     def partial(self) -> Path:
@@ -85,6 +89,7 @@ class Import:
             "values": {name: str(value) for name, value in sorted(self.values.items())},
             "vocabulary": self.vocabulary,
             "dtype": str(self.dtype),
+            "layout": str(self.layout),
             "torch": torch.__version__,
         }
 
@@ -101,6 +106,9 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
     """
     shape = Shape.of(argparse.Namespace(**wanted.values))
     together(lambda: _check(wanted, shape), WHO)
+    if wanted.layout is not None:
+        _write_rank_files(wanted, wanted.layout, shape.layers, progress)
+        return
     with built(wanted.values, wanted.vocabulary, wanted.dtype) as model:
         megatron = Megatron()
         state = model.sharded_state_dict()
@@ -112,6 +120,31 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
         together(lambda: _publish(wanted) if first else None, WHO)
+
+
+def _write_rank_files(
+    wanted: Import, layout: Layout, layers: int, progress: Callable[[int], Callable[[int], None]]
+) -> None:
+    """Write the files of ``--ckpt-format torch``; each process those of some ranks of the layout."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def planned() -> tuple[int, list[rank_files.RankFile]]:
+        everything = rank_files.planned(wanted.values, wanted.vocabulary, wanted.dtype, layout)
+        pieces = (piece for each in everything for piece in each.pieces)
+        _require_none(wanted, wrong_shapes(pieces, wanted.files, layers))
+        return sum(each.bytes for each in everything), everything[rank::ranks]
+
+    total, mine = together(planned, WHO)
+    together(lambda: _begin(wanted, total) if rank == 0 else None, WHO)
+
+    def write() -> None:
+        wrote = progress(sum(each.bytes for each in mine))
+        for each in mine:
+            rank_files.write(each, wanted.partial, wanted.files, layers, wanted.saved)
+            wrote(each.bytes)
+
+    together(write, WHO)
+    together(lambda: _publish(wanted) if rank == 0 else None, WHO)
 
 
 def _check(wanted: Import, shape: Shape) -> None:
@@ -149,7 +182,7 @@ def _begin(wanted: Import, needed: int) -> None:
     goes_on = known.exists() and known.read_text(encoding="utf-8") == mark
     if wanted.partial.exists() and not goes_on:
         shutil.rmtree(wanted.partial)
-    there = sum(path.stat().st_size for path in wanted.partial.glob("*") if path.is_file())
+    there = sum(path.stat().st_size for path in wanted.partial.rglob("*") if path.is_file())
     require_disk_space(wanted.target, needed - there)
     wanted.partial.mkdir(parents=True, exist_ok=True)
     write_atomically(known, mark)

@@ -19,7 +19,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
-from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of, state_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.errors import show_without_traceback
@@ -108,7 +108,7 @@ def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | Non
         # Megatron's wrapper for half precision has rounded it; before 0.14 only a forward pass widens it.
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
-    states = [model.sharded_state_dict() for model in models]
+    states = [state_of(model, megatron) for model in models]
     pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
     with torch.no_grad():
         together(lambda: _require_none(wrong_shapes(pieces, files, shape.layers), folder), _WHO)

@@ -71,6 +71,13 @@ class Piece:
         return self.size[self.stacked :]
 
 
+def state_of(model: Any, megatron: Megatron) -> Mapping[str, Any]:
+    """Return a model's sharded state dict; a stage that repeats the embedding has to be told its replicas."""
+    replicas = megatron("core.parallel_state").get_data_parallel_group(with_context_parallel=True)
+    found: Mapping[str, Any] = model.sharded_state_dict(metadata={"dp_cp_group": replicas})
+    return found
+
+
 def pieces_of(state: Mapping[str, Any], megatron: Megatron) -> Iterator[tuple[Any, list[Piece]]]:
     """Yield the entries of a model's sharded state dict that are tensors, each with its regions.
 
