@@ -32,7 +32,7 @@ from tests.distributed.flags import (
     WITH_SWAP,
     ZERO,
 )
-from tests.distributed.layouts import FSDP2
+from tests.distributed.layouts import EXPERTS_CUT, FSDP2
 from tests.distributed.parity import MODEL, TRAINING, Lab, Layout
 from tests.support import example_job
 from tests.support.pool import WorkerPool
@@ -185,6 +185,16 @@ def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: A
         ),
         pytest.param(with_fsdp2("TP2+SP x DP2", 4, TP2, BF16), marks=pytest.mark.full),
         pytest.param(with_fsdp2("EP2 x EDP2, MTP", 4, EP2, f"{BF16} {MTP}"), marks=pytest.mark.full),
+        pytest.param(
+            with_fsdp2(
+                "EP2 x EDP2, grouped experts sharded",
+                4,
+                f"{EP2} {STACKED}",
+                BF16,
+                **{**EXPERTS_CUT, **GROUP, **WITH_SWAP},
+            ),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda layout: layout.name,
 )
@@ -201,13 +211,16 @@ def test_fsdp2_resumes_to_the_bit(lab: Lab, layout: Layout) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("model", "loss", "norm"),
-    [(f"{SHALLOW} {BF16}", 1e-3, 2e-2), (SHALLOW, 1e-5, 1e-4)],
-    ids=["bf16", "fp32"],
+    ("model", "loss", "norm", "switches"),
+    [(f"{SHALLOW} {BF16}", 1e-3, 2e-2, {}), (SHALLOW, 1e-5, 1e-4, {}), (SHALLOW, 1e-5, 1e-4, EXPERTS_CUT)],
+    ids=["bf16", "fp32", "experts sharded"],
 )
-def test_fsdp2_goes_on_from_the_distributed_optimizer(lab: Lab, model: str, loss: float, norm: float) -> None:
+def test_fsdp2_goes_on_from_the_distributed_optimizer(
+    lab: Lab, model: str, loss: float, norm: float, switches: dict[str, bool]
+) -> None:
     layout = Layout("EP2, distributed optimizer", 2, f"{EP2} {ZERO}", f"{SHALLOW} {model}", switches=FUSED)
-    into = with_fsdp2("PP2 x EP2", 4, f"{PP2} {EP2}", model)
+    # Experts are sharded where two ranks have the same ones.
+    into = with_fsdp2("into", 4, EP2 if switches else f"{PP2} {EP2}", model, **switches)
     (whole, resumed), _ = lab.resume(layout, 3, into)
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=loss)

@@ -149,8 +149,12 @@ def exchange(folder: str, precision: str, **switches: Any) -> dict[str, Any]:
 def stages(folder: str, precision: str, way: str, **switches: Any) -> dict[str, Any]:
     """Saved and resumed with two stages, of which the first has no experts; gradients are drawn."""
     start({"use_torch_fsdp2": True, **switches}, pp=2, ep=2)
-    options: dict[str, Any] = {"precision": precision, "ep": 2, "fsdp2": True}
-    unbroken, resumed = (assemble(**options, overrides={"pipeline_model_parallel_size": 2}) for _ in range(2))
+    overrides = {
+        "pipeline_model_parallel_size": 2,
+        "moe_grouped_gemm": bool(switches.get("moe_grouped_gemm")),
+    }
+    options: dict[str, Any] = {"precision": precision, "ep": 2, "fsdp2": True, "overrides": overrides}
+    unbroken, resumed = (assemble(**options) for _ in range(2))
     for number in range(2):
         _step_with_drawn_gradients(unbroken, number)
     save_to(unbroken, way, folder)
