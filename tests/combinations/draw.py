@@ -87,7 +87,7 @@ FEATURES: dict[str, str] = {
     "--two-streams": "fused",
     "--compile-regions": "",
     "--use-torch-fsdp2": "DP",
-    "--use-torch-fsdp2 --fsdp2-prefetch": "DP",
+    "--use-torch-fsdp2 --fsdp2-prefetch 2": "DP",
     "--use-distributed-optimizer": "",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "DP",
     "--overlap-grad-reduce": "DP",
@@ -95,6 +95,20 @@ FEATURES: dict[str, str] = {
     "--cp-block-rows 8": "CP",
 }
 """What must not change them -> where it can act: a part of a layout's name, a dtype, or a kind of model."""
+
+MORE_FEATURES: dict[str, str] = {
+    "--context-parallel-algo kvallgather_cp_algo": "CP",
+    "--fused-linear-cross-entropy": "",
+    "--gemm-weight-layout nk --moe-grouped-gemm": "experts",
+    "--host-profile FOLDER/profile.json --host-profile-step 2": "",
+    "--init-norm-weight-in-fp32": "bf16",
+    "--moe-router-load-report FOLDER": "experts",
+    "--no-fused-adam": "",
+    "--no-gemm-gradient-accumulation-fusion": "",
+    "--recompute-verify --recompute-norm": "",
+    "--trace-schedule FOLDER/schedule.json": "PP",
+}
+"""Those that are only paired: they change where nothing else does, or only watch, in a FOLDER."""
 
 
 @dataclass(frozen=True)

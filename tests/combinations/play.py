@@ -54,19 +54,21 @@ def play(draw: Draw, folder: Path) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     stage = "plain"
     try:
-        train(draw.start(), "1", folder / "start", ["--save", str(folder / "start" / "checkpoints")])
+        train(draw.start(), 1, folder / "start", ["--save", str(folder / "start" / "checkpoints")])
         start = ["--load", str(folder / "start" / "checkpoints"), "--finetune"]
         argv = draw.argv(draw.layout, features=False)
-        plain = train(argv, draw.layout, folder / "plain", [*start, "--no-save"])
+        ranks = LAYOUTS[draw.layout][0]
+        plain = train(argv, ranks, folder / "plain", [*start, "--no-save"])
         stage = "features"
         run = folder / "features"
-        featured = train(draw.argv(draw.layout, features=True), draw.layout, run, start)
+        featured = train(draw.argv(draw.layout, features=True), ranks, run, start)
         first = deviation(plain, featured, draw.dtype)
         if first > 1:
             return Outcome("different", stage, f"{first:.3g} of what is allowed")
         stage = "resumed"
         load = ["--load", str(run / "checkpoints"), "--ckpt-step", "2", "--no-save"]
-        resumed = train(draw.argv(draw.resumed, features=True), draw.resumed, folder / "resumed", load)
+        ranks = LAYOUTS[draw.resumed][0]
+        resumed = train(draw.argv(draw.resumed, features=True), ranks, folder / "resumed", load)
         second = deviation([record for record in featured if record["step"] > 2], resumed, draw.dtype)
         if second > 1:
             return Outcome("different", stage, f"{second:.3g} of what is allowed")
@@ -77,13 +79,12 @@ def play(draw: Draw, folder: Path) -> Outcome:
     return Outcome("same", stage, f"{max(first, second):.2g} of what is allowed")
 
 
-def train(argv: Sequence[str], layout: str, output: Path, more: Sequence[str]) -> list[dict[str, Any]]:
-    """Run one job on the ranks of its layout and return its records of steps.
+def train(argv: Sequence[str], ranks: int, output: Path, more: Sequence[str]) -> list[dict[str, Any]]:
+    """Run one job on so many ranks and return its records of steps.
 
     Raises:
         Ended: it was refused, failed, or did not end in time.
     """
-    ranks = LAYOUTS[layout][0]
     cache = str(output.parent / "data-cache")
     command = [sys.executable, SCRIPT, *argv, "--output-dir", str(output), "--data-cache-path", cache, *more]
     port = str(free_port())

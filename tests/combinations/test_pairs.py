@@ -1,0 +1,99 @@
+"""The table of pairs of features: none is unaccounted for, and those that are together train like neither."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mindspeed_dsa import features
+from tests.combinations.pairs import PAGE, ROWS, Job, Table, flags_of, pairs, shortened
+from tests.combinations.play import deviation, train
+
+TABLE = Table.kept()
+NOT_PAIRED = {
+    "ascend-mc2": "an operator of NPUs",
+    "cpu-optimizer-resume": "a platform",
+    "cpu-p2p-ordering": "a platform",
+    "cpu-platform": "a platform",
+    "accept-mindspeed-flags": "reads other flags",
+    "initial-weights": "before the first step",
+    "latent-yarn": "part of the model",
+    "load-hf": "before the first step",
+    "moe-expert-placement": "a file, made of a job's own experts",
+    "save-hf": "after a checkpoint",
+    "sft-prompts": "data of Megatron-LM's own loop",
+    "step-metrics": "Megatron-LM's own loop",
+}
+"""Features whose flags no row has, and what they are instead; DSA's own are part of the model."""
+
+
+def test_every_feature_that_one_switches_on_has_a_row():
+    known = {flag for row in ROWS for flag in flags_of(row)}
+    lacking = {
+        feature.name
+        for feature in features.all_features()
+        if any(not flag.megatron for flag in feature.flags)
+        and not feature.name.startswith(("dsa-", "mtp-"))
+        and not any({flag.name, f"--no-{flag.name[2:]}"} & known for flag in feature.flags)
+    }
+    assert lacking == NOT_PAIRED.keys()
+
+
+def test_no_pair_is_unaccounted_for():
+    together = {frozenset(pair) for job in TABLE.jobs for pair in itertools.combinations(job.rows, 2)}
+    refused = {frozenset(pair) for pair in TABLE.refused}
+    assert not together & refused
+    assert {frozenset(pair) for pair in pairs()} == together | refused
+
+
+def test_what_is_refused_is_refused_for_the_reason_on_the_page():
+    said = {pair: Job(pair).refusal() for pair in TABLE.refused}
+    assert {pair: shortened(why) if why else None for pair, why in said.items()} == TABLE.refused
+    assert PAGE.read_text(encoding="utf-8") == TABLE.page()
+
+
+def test_no_job_is_refused():
+    assert {job.rows: why for job in TABLE.jobs if (why := job.refusal())} == {}
+
+
+def test_each_refusal_names_what_to_do():
+    for pair in TABLE.refused:
+        why = Job(pair).refusal() or ""
+        assert any(word in why for word in ("omit", "drop", "use ", "add ", "choose")), why
+
+
+@pytest.fixture(scope="module")
+def jobs_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Records of jobs without features, and weights to start from, by their flags."""
+    return {"folder": tmp_path_factory.mktemp("plain")}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("number", range(1, len(TABLE.jobs) + 1))
+def test_features_train_together_as_without(number: int, tmp_path: Path, jobs_without: dict[str, object]):
+    job = TABLE.jobs[number - 1]
+    ranks, layout = job.layout
+    folder = jobs_without["folder"]
+    assert isinstance(folder, Path)
+    start, plain = (f"start {' '.join(job.model)}", f"plain {layout} {' '.join(job.model)}")
+    if start not in jobs_without:
+        weights = folder / f"start{len(jobs_without)}"
+        train([*job.model, "--train-iters", "0"], 1, weights, ["--save", str(weights / "checkpoints")])
+        jobs_without[start] = weights / "checkpoints"
+    load = ["--load", str(jobs_without[start]), "--finetune", "--no-save"]
+    if plain not in jobs_without:
+        argv = [*job.model, *layout.split()]
+        jobs_without[plain] = train(argv, ranks, folder / f"plain{len(jobs_without)}", load)
+    own = [word.replace("FOLDER", str(tmp_path)) for word in job.argv()]
+    featured = train(own, ranks, tmp_path / "job", load)
+    without = jobs_without[plain]
+    assert isinstance(without, list)
+    assert deviation(without, featured, job.dtype) <= 1, json.dumps([job.rows, without, featured])
+    for file in ("profile.json", "schedule.json", "expert_load.jsonl"):
+        if any(f"FOLDER/{file}" in row for row in job.rows):
+            assert os.path.getsize(tmp_path / file)
