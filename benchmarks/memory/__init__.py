@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.memory import copy_engine
 from benchmarks.memory.child import Child
 from benchmarks.memory.job import FULL, Sizes
 from benchmarks.registry import Metrics
@@ -53,6 +54,7 @@ def run(device: str, quick: bool = False, timed: str | None = None) -> Metrics:
             )
         return {**compare(names, sizes, rounds, device, bytes_too=False), **told}
     found = compare(list(FEATURES), sizes, rounds, device)
+    found.update(swap_auto(sizes, rounds["step"], device))
     rest, peak = found["device_bytes_per_param"], found["device_peak_bytes_per_param"]
     return {
         **found,
@@ -104,6 +106,70 @@ def compare(
             found.update(step_ratios(list(jobs.values()), command, count))
         _require_same_weights(list(jobs.values()))
     return found
+
+
+AUTO: dict[str, dict[str, Any]] = {
+    "off": {},
+    "all": {"swap_attention": True},
+    "auto": {"swap_attention": "auto"},
+}
+_UNDECIDED_STEPS = 2
+"""Of ``--swap-attention auto``."""
+_LINK = 0.75
+"""Rate of the link, by the bytes that all swaps of a step move over the seconds of a step: a forward, a third
+of the step, then hides half of the copies to the host, which are half of these bytes."""
+
+
+def swap_auto(sizes: Sizes, rounds: int, device: str) -> dict[str, dict[str, float]]:
+    """Swap everything, and what is hidden, beside a job without; on a CPU with copy engines of a chosen rate.
+
+    Args:
+        sizes: of model and steps.
+        rounds: how often each job makes a step.
+        device: where; only a CPU's link is chosen.
+
+    Returns:
+        Ratios of time, MiB that a step copies, and MiB of activations at their peak, by job; and the rate.
+
+    Raises:
+        RuntimeError: they do not train to the same weights.
+    """
+    environment, rate = {}, 0.0
+    if device == "cpu":
+        rate = _rate_of_link(sizes)
+        environment = {copy_engine.VARIABLE: str(rate)}
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(Child(name, sizes, switches, device, environment=environment))
+            for name, switches in AUTO.items()
+        ]
+        require_same_training(jobs)
+        for job in jobs:
+            job.ask("step")
+        before = {job.name: job.ask("copied")["bytes"] for job in jobs}
+        for job in jobs:
+            job.ask("step")
+        copied = {job.name: job.ask("copied")["bytes"] - before[job.name] for job in jobs}
+        times = step_ratios(jobs, "step", rounds)
+        peaks = {job.name: job.ask("activation peak")["bytes"] / 2**20 for job in jobs}
+        _require_same_weights(jobs)
+    return {
+        "swap_auto_step_ratio": times["step_time_ratio"],
+        "swap_auto_step_cpu_ratio": times["step_cpu_time_ratio"],
+        "swap_auto_copied_mib": {name: value / 2**20 for name, value in copied.items()},
+        "swap_auto_peak_mib": peaks,
+        "swap_auto_link": {"bytes_per_second": rate},
+    }
+
+
+def _rate_of_link(sizes: Sizes) -> float:
+    unhurried = {copy_engine.VARIABLE: "1e15"}
+    with Child("all", sizes, AUTO["all"], "cpu", environment=unhurried) as job:
+        job.ask("step")
+        before = job.ask("copied")["bytes"]
+        seconds = min(job.ask("step")["seconds"] for _ in range(_UNDECIDED_STEPS))
+        moved = (job.ask("copied")["bytes"] - before) / _UNDECIDED_STEPS
+    return float(_LINK * moved / seconds)
 
 
 def _bytes(jobs: Mapping[str, Child]) -> dict[str, dict[str, float]]:

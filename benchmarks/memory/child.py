@@ -97,6 +97,7 @@ COMMANDS = {
     "rest": lambda job: {"bytes": job.state_bytes()},
     "update peak": lambda job: {"bytes": job.update_peak()},
     "activation peak": lambda job: {"bytes": job.activation_peak()},
+    "copied": lambda job: {"bytes": job.copied()},
     "digest": lambda job: {"sha256": job.digest()},
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.memory import copy_engine
 from benchmarks.memory.measure import live_bytes, peak_bytes, storage_bytes
 from benchmarks.model import ModelSizes, deterministic_layers
 from mindspeed_dsa import platforms
@@ -120,6 +121,10 @@ class Job:
         self.update()
         return peak
 
+    def copied(self) -> int:
+        """Bytes that side streams have copied so far, on a platform that counts them."""
+        return int(getattr(platforms.current(), "copied", 0))
+
     def digest(self) -> str:
         """SHA-256 over all weights."""
         found = hashlib.sha256()
@@ -139,6 +144,8 @@ def _start(switches: Mapping[str, Any]) -> None:
     """Features on, and process groups of one rank."""
     import mindspeed_dsa
 
+    if rate := os.environ.get(copy_engine.VARIABLE):
+        platforms._PLATFORMS["cpu"] = copy_engine.CopyEnginePlatform(float(rate))
     # Without a feature only the platform is enabled, which Megatron needs.
     mindspeed_dsa.enable(**switches)
     from megatron.core import parallel_state, tensor_parallel

@@ -10,7 +10,7 @@ parallel ranks too, ``e`` bytes of a number, ``t`` tensor parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindspeed_dsa.features.operators.linear_cross_entropy.feature import forms_in_forward
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
@@ -253,7 +253,7 @@ def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept
     yield Kept("norms", FLOAT * rows * (1 + job.model.layer_norm), frozenset(tags))
 
 
-def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) -> list[Kept]:
+def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: float) -> list[Kept]:
     """Return what is left where a layer recomputes or swaps.
 
     Args:
@@ -261,7 +261,7 @@ def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) ->
         job: planned.
         norm: the layer is one of those with ``--recompute-norm``; likewise the next two.
         act: of ``--recompute-activation-function``.
-        swap: of ``--swap-attention``.
+        swap: of ``--swap-attention``, and the share of what it may move that it does.
     """
     gone = set(job.training.modules) | ({"norm"} if norm else set()) | ({"act"} if act else set())
     modules = {"self_attention": "attention"}
@@ -269,8 +269,11 @@ def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: bool) ->
     left = []
     for item in items:
         small = item.nbytes / item.storages < job.features.swap_least
-        if not (item.tags & gone or (item.tags & swapped and not small)):
-            left.append(item)
+        if item.tags & gone:
+            continue
+        stays = 1 - swap if item.tags & swapped and not small else 1.0
+        if stays > 0:
+            left.append(replace(item, nbytes=stays * item.nbytes))
     return left
 
 

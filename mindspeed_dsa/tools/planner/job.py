@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -237,6 +238,9 @@ class Features:
         by_length: sequences no longer than ``topk`` attend by head all the same.
         virtual: GiB of moments in mapped host memory, per pipeline rank or one for all; inf: all.
         norm_layers: of a stage; None: all of them. Likewise the other two.
+        swap_auto: only what computation hides is swapped.
+        swap_bytes: of a rank, on the host at one time, at most.
+        swap_shares: of what each pipeline rank may swap, once it is known; empty: all.
         pairs: forward and backward of two microbatches share a block (``--moe-fb-overlap``).
         chunked_loss: ``auto``, ``forward`` or ``backward``, when the gradient of the output projection is
             formed where its logits are never whole; empty where they are.
@@ -258,6 +262,9 @@ class Features:
     recompute_act: bool = False
     act_layers: int | None = None
     swap_attention: bool = False
+    swap_auto: bool = False
+    swap_bytes: float = math.inf
+    swap_shares: tuple[float, ...] = ()
     swap_layers: int | None = None
     swap_modules: tuple[str, ...] = ("self_attention",)
     swap_least: int = 2**20

@@ -84,7 +84,8 @@ class Chosen:
 
     norm: bool
     act: bool
-    swap: bool
+    swap: float
+    """Share of what may be swapped."""
 
 
 def of_job(job: Job, allocator: float) -> list[RankMemory]:
@@ -188,13 +189,13 @@ def _rank(
         moments=moments,
         updated=share,
         host_state=host,
-        host=host + _host_activations(job, held, flights, kinds),
+        host=host + _host_activations(job, rank, held, flights, kinds),
         activations=kept,
         in_flight=flights,
         temporary=temporary,
         step=staging,
         allocator=allocator * (state + beside),
-        **_traffic(job, held, kinds),
+        **_traffic(job, rank, held, kinds),
     )
 
 
@@ -209,10 +210,10 @@ def _held(job: Job, weights: Iterable[Weight]) -> tuple[float, float]:
     return dense, experts
 
 
-def _traffic(job: Job, held: Sequence[tuple[int, ...]], kinds: _Kinds) -> dict[str, float]:
+def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds) -> dict[str, float]:
     """Count what the layers of a rank write, move and compute again, for one microbatch."""
     found = {"written": 0.0, "swapped": 0.0, "repeated": 0.0}
-    choice = chosen_layers(job, held)
+    choice = chosen_layers(job, rank, held)
     for chunk, layers in enumerate(held):
         for place, number in enumerate(layers):
             kind, which = job.model.kinds[number], choice[chunk, place]
@@ -231,7 +232,7 @@ def _share(job: Job, dense: float, experts: float) -> float:
     return dense / job.layout.replicas + experts / job.layout.expert_replicas
 
 
-def chosen_layers(job: Job, held: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], Chosen]:
+def chosen_layers(job: Job, rank: int, held: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], Chosen]:
     """By chunk and position: layers are taken by position inside their chunk, then by chunk."""
     features, full = job.features, job.training.full
     places = sorted(
@@ -246,7 +247,8 @@ def chosen_layers(job: Job, held: Sequence[tuple[int, ...]]) -> dict[tuple[int, 
     norm = first(features.recompute_norm, features.norm_layers)
     act = first(features.recompute_act, features.act_layers)
     swap = first(features.swap_attention, features.swap_layers)
-    return {each: Chosen(each in norm, each in act, each in swap) for each in places}
+    share = features.swap_shares[rank] if features.swap_shares else 1.0
+    return {each: Chosen(each in norm, each in act, share * (each in swap)) for each in places}
 
 
 def _is_full(job: Job, place: int) -> bool:
@@ -262,7 +264,7 @@ def _chunk(
     stream = rows * model.hidden * training.number
     items: list[Kept] = []
     found: dict[str, float] = {}
-    choice = chosen_layers(job, held)
+    choice = chosen_layers(job, rank, held)
     for place, number in enumerate(held[chunk]):
         if _is_full(job, place):
             first = training.full >= 0 or place % training.full_group == 0
@@ -314,16 +316,15 @@ def _end(job: Job) -> list[Kept]:
 
 
 def _host_activations(
-    job: Job, held: Sequence[tuple[int, ...]], flights: Iterable[int], kinds: _Kinds
+    job: Job, rank: int, held: Sequence[tuple[int, ...]], flights: Iterable[int], kinds: _Kinds
 ) -> float:
     """Saved tensors of attention on the host, of all microbatches in flight."""
     found = 0.0
-    choice = chosen_layers(job, held)
+    choice = chosen_layers(job, rank, held)
     for chunk, count in enumerate(flights):
         found += count * sum(
-            kinds.attention(job.model.kinds[number])
+            kinds.attention(job.model.kinds[number]) * choice[chunk, place].swap
             for place, number in enumerate(held[chunk])
-            if choice[chunk, place].swap
         )
     return found
 

@@ -10,7 +10,7 @@ from mindspeed_dsa.tools.planner import communication, layouts, memory, sizes, w
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
-from mindspeed_dsa.tools.planner.timing import Device, Estimate, StepTime
+from mindspeed_dsa.tools.planner.timing import Device, Estimate, StepTime, hidden_swaps
 
 ALLOCATOR = 0.05
 """Share that the allocator is assumed to add: blocks that nothing fits into."""
@@ -100,6 +100,10 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
             fitting devices.
     """
     ranks = memory.of_job(job, allocator)
+    if job.features.swap_auto:
+        shares = hidden_swaps(job, device, ranks)
+        job = replace(job, features=replace(job.features, swap_shares=shares))
+        ranks = memory.of_job(job, allocator)
     transfers = communication.of_job(job)
     return Plan(
         job=job,

@@ -15,6 +15,9 @@ from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import RankMemory
 
+SWAP_MARGIN = 1.1
+"""Copies to and from the host are taken to last so many times as long: links are shared."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -170,6 +173,28 @@ def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, 
         forward[each.part] = forward.get(each.part, 0.0) + max(each.forward / rate, moving)
         backward[each.part] = backward.get(each.part, 0.0) + max(each.backward / rate, 2 * moving)
     return forward, backward
+
+
+def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tuple[float, ...]:
+    """Return, for each pipeline rank, the share of attention that ``--swap-attention auto`` moves.
+
+    As much as goes and comes back while the rank computes, and no more than ``--swap-attention-bytes`` allow
+    of all microbatches in flight.
+
+    Args:
+        job: planned.
+        device: its rates.
+        memory: of all pipeline ranks, with all of it swapped.
+    """
+    shares = []
+    for each in memory:
+        chunks = [compute(job, device, each.rank, chunk) for chunk in range(job.layout.vpp)]
+        # A forward hides the copies to the host, a backward those back.
+        seconds = min(sum(sum(both[way].values()) for both in chunks) for way in (0, 1))
+        moved, on_host = SWAP_MARGIN * each.swapped / (device.host * 1e9), each.host - each.host_state
+        within = job.features.swap_bytes / on_host if on_host else 1.0
+        shares.append(min(1.0, seconds / moved if moved else 1.0, within))
+    return tuple(shares)
 
 
 class Estimate:

@@ -192,6 +192,20 @@ def test_with_experts_sharded_less_is_held_than_with_the_distributed_optimizer()
     assert planned(deepseek(f"{sharded} --fsdp2-shard-experts")).worst.total < before.worst.total
 
 
+def test_only_what_computation_hides_is_swapped_with_auto():
+    words = {"off": "", "all": "--swap-attention", "auto": "--swap-attention auto"}
+    plans = {name: planned(deepseek(more)) for name, more in words.items()}
+    worst = {name: max(rank.total for rank in each.ranks) for name, each in plans.items()}
+    on_host = {name: max(rank.host for rank in each.ranks) for name, each in plans.items()}
+    assert "swapped attention" in plans["all"].time.parts
+    assert "swapped attention" not in plans["auto"].time.parts
+    assert plans["auto"].time.total < plans["all"].time.total
+    assert worst["all"] < worst["auto"] < worst["off"]
+    assert on_host["off"] == 0 < on_host["auto"] < on_host["all"]
+    bounded = planned(deepseek("--swap-attention auto --swap-attention-bytes 1000000000"))
+    assert max(rank.host for rank in bounded.ranks) == pytest.approx(1e9)
+
+
 @pytest.mark.parametrize("move", ["--swap-optimizer", "--virtual-optimizer all"])
 def test_swapped_attention_does_not_slow_the_optimizer_down(move):
     alone, both = planned(deepseek(move)), planned(deepseek(f"{move} --swap-attention"))

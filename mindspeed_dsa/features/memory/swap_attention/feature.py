@@ -34,10 +34,14 @@ class Options(LayerOptions):
     Attributes:
         modules: names with commas between them; ``None`` if unset.
         min_bytes: smaller storages stay on the device; ``None`` if unset.
+        most_bytes: on the host at one time; ``None`` for all that there are.
+        measures: the first steps decide how much each layer swaps.
     """
 
     modules: str | None
     min_bytes: int | None
+    most_bytes: int | None = None
+    measures: bool = False
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -47,6 +51,8 @@ class Options(LayerOptions):
             "swap_attention",
             modules=getattr(settings, "swap_modules", None),
             min_bytes=getattr(settings, "swap_attention_min_bytes", None),
+            most_bytes=getattr(settings, "swap_attention_bytes", None),
+            measures=getattr(settings, "swap_attention", False) == "auto",
         )
 
     @property
@@ -76,6 +82,7 @@ def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
         _FLAG,
         swap_modules=options.modules,
         swap_attention_min_bytes=options.min_bytes,
+        swap_attention_bytes=options.most_bytes,
     )
     yield from _check_values(options)
     yield from _check_other_movers(args)
@@ -92,6 +99,11 @@ def _check_values(options: Options) -> Iterator[str]:
         )
     if options.min_bytes is not None and options.min_bytes < 0:
         yield f"--swap-attention-min-bytes {options.min_bytes}: use a number of bytes, at least 0"
+    if options.most_bytes is not None and options.most_bytes <= 0:
+        yield (
+            f"--swap-attention-bytes {options.most_bytes}: use a number of bytes above 0, or omit "
+            "--swap-attention"
+        )
 
 
 def _check_other_movers(args: Any) -> Iterator[str]:
@@ -204,14 +216,27 @@ def _microbatches(args: Any) -> int:
 
 _IMPL = "mindspeed_dsa.features.memory.swap_attention.layer_pass"
 _PARALLEL = "megatron.core.tensor_parallel"
-_wanted = wanted("swap_attention", "swap_modules", "swap_attention_num_layers", "swap_attention_min_bytes")
+_wanted = wanted(
+    "swap_attention",
+    "swap_modules",
+    "swap_attention_num_layers",
+    "swap_attention_bytes",
+    "swap_attention_min_bytes",
+)
 
 FEATURE = Feature(
     name="swap-attention",
     summary="Moves what attention saves for backward to host memory, and fetches it before its backward; "
     "both copies run behind the MLPs.",
     flags=(
-        Flag("--swap-attention", "Keep saved tensors of attention in host memory until their backward."),
+        Flag(
+            "--swap-attention",
+            "Keep saved tensors of attention in host memory until their backward; auto: as many of them as "
+            "the copies of the first steps show to be hidden behind computation.",
+            kind="auto",
+            default=False,
+            choices=("auto",),
+        ),
         Flag(
             "--swap-modules",
             f"Swap what these modules save: names out of {', '.join(MODULES)}, with commas between them; "
@@ -225,6 +250,13 @@ FEATURE = Feature(
             kind="value",
             type=int,
             metavar="N",
+        ),
+        Flag(
+            "--swap-attention-bytes",
+            "Keep at most so many bytes of a process in host memory at one time; default: no limit.",
+            kind="value",
+            type=int,
+            metavar="BYTES",
         ),
         Flag(
             "--swap-attention-min-bytes",
@@ -243,6 +275,12 @@ FEATURE = Feature(
             versions=releases.SERVED,
         ),
         *chosen_layers.rows(_IMPL, releases.SERVED),
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            "wrap",
+            "mindspeed_dsa.features.memory.swap_attention.hidden_copies:follow_steps",
+            "the copies of the second step are measured, and later steps swap what is hidden",
+        ),
         Patch(
             f"{_PARALLEL}.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
             "wrap",

@@ -22,6 +22,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.swap_attention.feature import Options, check_swapped_attention
+from mindspeed_dsa.features.memory.swap_attention.hidden_copies import Choice, Copies, now
 from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
 from mindspeed_dsa.megatron import releases, split_layers
 from mindspeed_dsa.parallel import saved_tensors
@@ -74,6 +75,8 @@ class _Swapping(split_layers.Pass):
             _pass_of_output.get(hidden_states.untyped_storage()),
             # Transformer Engine computes every other part of the sequence on a stream of its own.
             of_any_stream=layer.config.context_parallel_size > 1,
+            choice=context.state(Choice),
+            layer=layer,
         )
 
     def piece(self) -> contextlib.AbstractContextManager[None]:
@@ -193,6 +196,8 @@ class LayerPass:
         stays: tensors whose memory stays on the device: others use it too.
         previous: the pass of the layer below, whose backward comes next.
         of_any_stream: the layer may allocate what it saves on more than one stream.
+        choice: how much may be swapped; None: everything.
+        layer: Megatron's, of which this is a forward.
 
     Attributes:
         name: as given.
@@ -206,6 +211,8 @@ class LayerPass:
         stays: Iterator[Tensor],
         previous: LayerPass | None = None,
         of_any_stream: bool = False,
+        choice: Choice | None = None,
+        layer: Any = None,
     ) -> None:
         self.name, self._min_bytes = name, min_bytes
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
@@ -215,6 +222,8 @@ class LayerPass:
         self._saved: dict[int, _Swapped] = {}
         self._gone: list[ref[SwappedStorage]] = []
         self.largest_too_small = 0
+        self._choice = choice
+        self._limit, self._clock = (None, None) if choice is None else choice.starts(layer, self)
 
     @contextlib.contextmanager
     def whole_layer(self) -> Iterator[None]:
@@ -236,6 +245,8 @@ class LayerPass:
         """Let the device's memory go at the end of the layer's forward."""
         if self._leaving:
             self.largest_too_small = 0
+        if self._clock is not None:
+            self._clock.end = now()
         for swapped in self._leaving:
             swapped.leave()
         self._gone = [ref(swapped) for swapped in self._leaving]
@@ -251,10 +262,18 @@ class LayerPass:
         The fetch runs a whole layer ahead: this layer has been fetched already, unless it is the last.
         """
         for layer_pass in (self, self._previous):
-            for former in () if layer_pass is None else layer_pass._gone:
-                swapped = former()
-                if swapped is not None:
-                    swapped.come_back()
+            if layer_pass is not None:
+                layer_pass._come_back(self)
+
+    def _come_back(self, above: LayerPass) -> None:
+        """Fetch what has been swapped; backward reads what was saved last first."""
+        if self._clock is not None and self._clock.asked is None:
+            self._clock.asked = now()
+            self._clock.above = above._clock if above is not self else None
+        for former in reversed(self._gone):
+            swapped = former()
+            if swapped is not None:
+                swapped.come_back()
 
     def _pack(self, tensor: Tensor) -> _Saved:
         if not self._may_leave(tensor):
@@ -265,10 +284,23 @@ class LayerPass:
         former = self._saved.get(storage.data_ptr())
         if former is not None and former.is_as_saved(tensor):
             return _Swapped(tensor, self.name, former.swapped)
-        swapped = SwappedStorage(storage, tensor.dtype, self._of_any_stream)
+        if self._is_full(storage.nbytes()):
+            return _Kept(tensor, self.name)
+        copies = None if self._clock is None else Copies(storage.nbytes())
+        swapped = SwappedStorage(storage, tensor.dtype, self._of_any_stream, copies)
+        if copies is not None and self._clock is not None:
+            self._clock.save(copies)
+        if self._choice is not None:
+            self._choice.takes(swapped)
         self._leaving.append(swapped)
         saved = self._saved[storage.data_ptr()] = _Swapped(tensor, self.name, swapped)
         return saved
+
+    def _is_full(self, nbytes: int) -> bool:
+        """Return whether no storage of this size may go any more."""
+        if self._limit is not None and len(self._leaving) >= self._limit:
+            return True
+        return self._choice is not None and not self._choice.may_take(nbytes)
 
     def _may_leave(self, tensor: Tensor) -> bool:
         if (

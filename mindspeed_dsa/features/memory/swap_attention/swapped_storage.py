@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa import platforms
+from mindspeed_dsa.features.memory.swap_attention.hidden_copies import Copies, now
 from mindspeed_dsa.parallel.saved_tensors import bytes_of
 from mindspeed_dsa.platforms.base import Event, Platform, Stream
 from mindspeed_dsa.platforms.host_pool import shared
@@ -44,13 +45,17 @@ class SwappedStorage:
         of_any_stream: it may have been allocated while another stream than the current one was, whose later
             work does not wait for the copy. The allocator then keeps the memory until it sees the copy done,
             which is later than the current stream needs where the host runs ahead of the device.
+        copies: events of its copies are noted here.
 
     Raises:
         SettingsError: the host has no memory left.
     """
 
-    def __init__(self, storage: Any, dtype: torch.dtype, of_any_stream: bool = False) -> None:
+    def __init__(
+        self, storage: Any, dtype: torch.dtype, of_any_stream: bool = False, copies: Copies | None = None
+    ) -> None:
         self.nbytes: int = storage.nbytes()
+        self._copies = copies
         self._device = storage.device
         # A storage may have a few bytes more than whole numbers.
         self._dtype = dtype if self.nbytes % dtype.itemsize == 0 else torch.uint8
@@ -63,7 +68,11 @@ class SwappedStorage:
         platform = platforms.current()
         stream, _ = _streams(platform)
         source = bytes_of(storage)
-        self._last_copy = _copy_behind_current(platform, stream, self._buffer.tensor, source)
+        self._last_copy, times = _copy_behind_current(
+            platform, stream, self._buffer.tensor, source, timed=copies is not None
+        )
+        if copies is not None:
+            copies.out = times
         if of_any_stream:
             platform.record_stream(source, stream)
 
@@ -94,7 +103,10 @@ class SwappedStorage:
         numbers = self.nbytes // self._dtype.itemsize
         place = torch.empty(numbers, dtype=self._dtype, device=self._device)
         source = self._buffer.tensor.view(self._dtype)
-        self._last_copy = _copy_behind_current(platform, stream, place, source)
+        timed = self._copies is not None
+        self._last_copy, times = _copy_behind_current(platform, stream, place, source, timed)
+        if self._copies is not None:
+            self._copies.back = times
         self._back, self._consumer = self._last_copy, platform.current_stream()
         self._storage = place.untyped_storage()
 
@@ -104,6 +116,8 @@ class SwappedStorage:
         if self._back is not None:
             platform = platforms.current()
             stream = platform.current_stream()
+            if self._copies is not None and self._copies.read is None:
+                self._copies.read = now()
             self._back.wait(stream)
             if stream != self._consumer:  # the memory is the consumer's: this one reads it as a guest
                 platform.record_stream(bytes_of(self._storage), stream)
@@ -119,9 +133,14 @@ class SwappedStorage:
         buffer.give_back(after=self._last_copy)
 
 
-def _copy_behind_current(platform: Platform, stream: Stream, destination: Tensor, source: Tensor) -> Event:
+def _copy_behind_current(
+    platform: Platform, stream: Stream, destination: Tensor, source: Tensor, timed: bool
+) -> tuple[Event, tuple[Event, Event] | None]:
+    """Copy on a stream what the current one has computed; return the copy's event, and its times if asked."""
     ready = platform.new_event()
     ready.record(platform.current_stream())
     with platform.use_stream(stream):
         ready.wait(stream)
-        return platform.copy_async(destination, source)
+        begin = now(stream) if timed else None
+        event = platform.copy_async(destination, source)
+        return event, None if begin is None else (begin, now(stream))

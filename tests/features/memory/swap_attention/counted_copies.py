@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -186,13 +188,13 @@ def timeline(switches: Mapping[str, Any], num_layers: int) -> list[str]:
 
         return hook
 
-    def noting_copy(platform: Any, stream: Any, destination: Tensor, source: Tensor) -> Any:
+    def noting_copy(platform: Any, stream: Any, destination: Tensor, source: Tensor, timed: bool) -> Any:
         if source.data_ptr() in layer_of:
             note(f"back {layer_of[source.data_ptr()]}")()
         else:
             layer_of[destination.data_ptr()] = events.count("gone")
             note(f"out {events.count('gone')}")()
-        return start(platform, stream, destination, source)
+        return start(platform, stream, destination, source, timed)
 
     def noting_leave(self: Any) -> None:
         note("gone")()
@@ -249,6 +251,53 @@ def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> di
     with mock.patch.object(transformer_engine, "cpu_offload", engine):
         job.per_token_loss(model, job.samples(2))
     return {**found, "left": vars(engine)}
+
+
+def steps(
+    switches: Mapping[str, Any], count: int, asynchronous: bool = True, room: float = 2.0**40
+) -> list[dict[str, Any]]:
+    """Steps of two microbatches on Megatron's schedule: loss, gradients, bytes copied, most on the host.
+
+    Every event is a tick later than the one before, so the time that anything takes is a number of events.
+    """
+    from mindspeed_dsa.features.memory.swap_attention import hidden_copies
+    from mindspeed_dsa.platforms import cpu
+    from mindspeed_dsa.platforms.host_pool import HostPool
+
+    job.start(switches)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cfg, (model,) = built(PLAIN)
+    clock, take = itertools.count(0.0), HostPool.take
+    most = [0]
+
+    def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        buffer = take(self, *args, **kwargs)
+        most.append(max(most.pop(), in_use()))
+        return buffer
+
+    found = []
+    with (
+        mock.patch.object(cpu.time, "perf_counter", side_effect=clock.__next__),
+        mock.patch.object(cpu.CpuPlatform, "asynchronous", asynchronous),
+        mock.patch.object(hidden_copies, "_room", return_value=room),
+        mock.patch.object(HostPool, "take", taking),
+    ):
+        for step in range(count):
+            most[:] = [0]
+            with copies() as seen:
+                losses = get_forward_backward_func()(
+                    forward_step_func=partial(job.forward_step, cfg),
+                    data_iterator=iter(job.samples(4, seed=step).split(2)),
+                    model=model,
+                    num_microbatches=2,
+                    seq_length=job.SEQUENCE,
+                    micro_batch_size=2,
+                    forward_only=False,
+                )
+            result = {"losses": losses, "gradients": gradients(model), "most": most[0]}
+            found.append({**result, "out": sum(seen.out), "back": sum(seen.back)})
+    return found
 
 
 def chosen_layers(switches: Mapping[str, Any], num_layers: int, **layout: Any) -> dict[int, tuple[str, ...]]:

@@ -297,7 +297,7 @@ def test_every_row_is_applied_and_undone(pool, beside):
     switches = {**ON, **beside}
     (result,) = pool.run("tests.features.dsa.parts_of_dsa:arm_and_undo", 1, switches=switches)
     ours = [site for site in result["sites"] if any("swap-attention" in name for name in site["features"])]
-    assert len(ours) == (4 if beside else 5)
+    assert len(ours) == (5 if beside else 6)
     assert {site["state"] for site in ours} == {"applied"}
     assert "foreign" not in {site["state"] for site in result["sites"]}
     assert result["still changed after disable"] == []
