@@ -88,6 +88,7 @@ FEATURES: dict[str, str] = {
     "--compile-regions": "",
     "--use-torch-fsdp2": "DP",
     "--use-torch-fsdp2 --fsdp2-prefetch 2": "DP",
+    "--use-torch-fsdp2 --fsdp2-shard-experts": "DP",
     "--use-distributed-optimizer": "",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "DP",
     "--overlap-grad-reduce": "DP",
@@ -106,7 +107,7 @@ MORE_FEATURES: dict[str, str] = {
     "--no-fused-adam": "",
     "--no-gemm-gradient-accumulation-fusion": "",
     "--recompute-verify --recompute-norm": "",
-    "--trace-schedule FOLDER/schedule.json": "PP",
+    "--trace-schedule FOLDER/schedule.json": "VPP",
 }
 """Those that are only paired: they change where nothing else does, or only watch, in a FOLDER."""
 
