@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -61,3 +62,52 @@ def transformer_layer(layer: Any) -> Any:
         if hasattr(layer, name):
             return getattr(layer, name)
     return layer
+
+
+# -- what passes between the pieces of a MoE layer beside its rows ------------------------------------
+
+Cut = Callable[[Tensor], Tensor]
+"""Ends a tensor's graph at the border of a piece, and returns what stands for it behind that."""
+
+
+class Companion:
+    """State of one forward that a feature carries through a dispatcher's steps, tensors included."""
+
+    def leave_router(self, cut: Cut) -> None:
+        """Cut what the experts' piece reads; the dispatch is on its way."""
+
+    def enter_experts(self) -> None:
+        """Stand before all that the experts' piece computes, and in its backward behind it."""
+
+    def leave_experts(self, cut: Cut) -> None:
+        """Cut what is read behind the combine, which is on its way."""
+
+
+_COMPANION = "_mindspeed_dsa_companion"
+_in_pieces: ContextVar[bool] = ContextVar("layer in pieces", default=False)
+
+
+def accompany(dispatcher: Any, companion: Companion | None) -> None:
+    """Have a dispatcher, which serves one forward at a time, carry a companion through its steps, or none."""
+    setattr(dispatcher, _COMPANION, companion)
+
+
+def companion_of(dispatcher: Any) -> Companion | None:
+    """Return what a dispatcher carries."""
+    companion: Companion | None = getattr(dispatcher, _COMPANION, None)
+    return companion
+
+
+def in_pieces() -> bool:
+    """Return whether a schedule runs the layer in pieces, and calls its companion."""
+    return _in_pieces.get()
+
+
+@contextlib.contextmanager
+def running_in_pieces() -> Iterator[None]:
+    """Surround the piece before the experts."""
+    token = _in_pieces.set(True)
+    try:
+        yield
+    finally:
+        _in_pieces.reset(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
@@ -29,12 +29,14 @@ class Options:
         hot_experts: most experts of a layer to move, ``None`` if not given.
         matmul_rate: TFLOP/s of a rank, ``None``: measured.
         link_rate: GB/s of a rank's link in one direction, ``None``: measured.
+        follows_pieces: our own schedule runs layers in pieces, and has companions cross their borders.
     """
 
     switched_on: bool
     hot_experts: int | None
     matmul_rate: float | None
     link_rate: float | None
+    follows_pieces: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -44,6 +46,7 @@ class Options:
             hot_experts=getattr(settings, "balanced_moe_hot_expert_num", None),
             matmul_rate=getattr(settings, "balanced_moe_matmul_rate", None),
             link_rate=getattr(settings, "balanced_moe_link_rate", None),
+            follows_pieces=bool(getattr(settings, "moe_fb_overlap", False)),
         )
 
     @property
@@ -65,7 +68,6 @@ _REFUSED = {
     ),
     "moe_latent_size": "has projections between the router and the experts, which moved tokens would miss",
     "moe_apply_probs_on_input": "scales rows before the experts, which moved tokens would miss",
-    "overlap_moe_expert_parallel_comm": "takes the layer apart into pieces with a backward of their own",
     "delay_wgrad_compute": "computes weight gradients when those of moved experts have returned already",
     "overlap_dispatch_backward_with_experts_wgrad": (
         "computes weight gradients beside the transfer behind which those of moved experts return"
@@ -98,6 +100,11 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
     yield from _check_options(args, options)
     yield from _check_parallelism(args)
     yield from check_refused(args, _FLAG, _REFUSED)
+    if argument(args, "overlap_moe_expert_parallel_comm") and not options.follows_pieces:
+        yield (
+            f"{_FLAG} cannot be used with --overlap-moe-expert-parallel-comm, which takes the layer apart; use "
+            "--moe-fb-overlap in place of that, or omit one of them"
+        )
     for name in ("fp8", "fp4"):
         if argument(args, name):
             yield f"{_FLAG} moves weights in the model's dtype, not in {name}; omit --{name}-format or this"

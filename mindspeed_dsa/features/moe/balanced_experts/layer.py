@@ -2,7 +2,9 @@
 
 Tokens of moved experts are cut from the routing map before the dispatcher sees it, so everything that it
 does is done for the rest. Between its steps a forward is carried as Megatron carries its own, by the
-dispatcher, and taken from there in the last step; what backward needs is in that forward's graph.
+dispatcher, and taken from there in the last step; what backward needs is in that forward's graph. Where a
+schedule runs the layer in pieces, each with a graph of its own, what it carries crosses their borders, as
+:class:`~mindspeed_dsa.megatron.split_layers.Companion` says.
 
 Every rank builds the same nodes in every forward, whatever the plan, also for an empty one: a weight's
 gradient is complete after the same number of events each time, which overlapped gradient reduction relies on.
@@ -24,9 +26,10 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.balanced_experts.feature import Options, check_balanced
 from mindspeed_dsa.features.moe.balanced_experts.planning import Plan, choose, rates_of
-from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExpert, WeightTransfer, announce
+from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExpert, WeightTransfer
 from mindspeed_dsa.features.moe.experts import SingleExperts, single_experts
 from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.split_layers import Companion, Cut, accompany, companion_of, in_pieces
 
 Call = Callable[..., Any]
 
@@ -39,7 +42,6 @@ class _Layer:
         self.count: int = dispatcher.num_local_experts
         self.group = dispatcher.ep_group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.forward: _Forward | None = None
 
     @cached_property
     def parameters(self) -> list[Tensor]:
@@ -77,7 +79,7 @@ class _Layer:
 
 
 @dataclass
-class _Forward:
+class _Forward(Companion):
     """One forward of one layer, between the dispatcher's steps.
 
     Attributes:
@@ -95,6 +97,21 @@ class _Forward:
     indices: Tensor
     rows: Tensor
     probs: Tensor
+
+    def leave_router(self, cut: Cut) -> None:
+        """Hand on tokens, and send the weights, while other pieces compute."""
+        self.rows = cut(self.rows)
+        if self.counts:  # else nothing gives them a gradient
+            self.probs = cut(self.probs)
+        self.transfer.launch()
+
+    def enter_experts(self) -> None:
+        """Stand before the experts' own weights, whose gradients end with those that return."""
+        self.transfer.announce()
+
+    def leave_experts(self, cut: Cut) -> None:
+        """Hand on outputs."""
+        self.rows = cut(self.rows)
 
 
 _layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
@@ -127,7 +144,10 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
         plan = choose(counts, costs, context.options.limit)
-        layer.forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
+        forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
+        if not in_pieces():
+            forward.transfer.announce()  # in backward the last of all, which has had most time
+        accompany(self, forward)
         return original(self, hidden_states, cold_map, probs, *args, **kwargs)
 
     return dispatch_preprocess
@@ -138,11 +158,11 @@ def count_cold_tokens(original: Call) -> Call:
 
     def preprocess(self: Any, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, routing_map, *args, **kwargs)
-        layer = _layers.get(self)
-        if layer is not None and layer.forward is not None:
+        forward = companion_of(self)
+        if isinstance(forward, _Forward):
             # A tensor, as Megatron has it where experts have a capacity: a number would say that every token
             # goes to equally many experts, and kernels choose by that.
-            self.num_out_tokens = torch.tensor(layer.forward.cold)
+            self.num_out_tokens = torch.tensor(forward.cold)
         return result
 
     return preprocess
@@ -153,9 +173,9 @@ def send_weights(original: Call) -> Call:
 
     def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        layer = _layers.get(self)
-        if layer is not None and layer.forward is not None:
-            layer.forward.transfer.launch()
+        forward = companion_of(self)
+        if isinstance(forward, _Forward):
+            forward.transfer.launch()
         return result
 
     return dispatch_postprocess
@@ -169,9 +189,9 @@ def run_hot_experts(original: Call) -> Call:
     """
 
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = _layers.get(self)
-        if layer is not None and layer.forward is not None:
-            _run(layer.experts, layer.forward)
+        forward = companion_of(self)
+        if isinstance(forward, _Forward):
+            _run(_layers[self].experts, forward)
         return original(self, *args, **kwargs)
 
     return combine_preprocess
@@ -182,10 +202,10 @@ def add_hot_outputs(original: Call) -> Call:
 
     def combine_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
-        layer = _layers.get(self)
-        if layer is None or layer.forward is None:
+        forward = companion_of(self)
+        if not isinstance(forward, _Forward):
             return output
-        forward, layer.forward = layer.forward, None
+        accompany(self, None)
         # [tokens, hidden]; without rows, too: their node is what calls the gradients' transfer. Not in place:
         # the dispatcher's output may be a view of what another function made, on whose gradient others hook.
         total = output.view(-1, output.size(-1)).index_add(0, forward.indices, forward.rows.to(output.dtype))
@@ -227,8 +247,7 @@ def _split(
             columns, torch.tensor(rows, device=columns.device), output_size=sum(rows)
         )
     forward = _Forward(
-        # The first node of all: in backward it is the last one, and waits for what has had most time.
-        transfer=announce(moved, layer.parameters, layer.shapes, layer.group),
+        transfer=WeightTransfer(moved, layer.parameters, layer.shapes, layer.group),
         counts=rows,
         cold=int(counts[layer.rank].sum()) - sum(rows),
         indices=indices,

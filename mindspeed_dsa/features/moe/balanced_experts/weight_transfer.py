@@ -2,7 +2,7 @@
 
 Plain autograd, in halves as in :mod:`mindspeed_dsa.parallel.all_to_all`: what runs between
 :meth:`WeightTransfer.launch` and :meth:`WeightTransfer.wait` in forward hides the weights' transfer, and what
-was created between :func:`announce` and the wait hides the gradients' transfer in backward. The first half is
+was created between :meth:`WeightTransfer.announce` and the wait hides the gradients' transfer in backward. The first half is
 a user of all weights that may ever be sent, whether they are or not: a weight's own gradient is complete only
 when those of its receivers are in it, and hooks that wait for the gradient wait for them.
 """
@@ -40,19 +40,39 @@ class MovedExpert:
 
 
 class WeightTransfer:
-    """Moved experts of one forward; made by :func:`announce`."""
+    """Moved experts of one forward.
+
+    Args:
+        experts: the same on all ranks of the group but for their weights.
+        parameters: everything that this rank may ever send, at least one.
+        shapes: of the weights of one expert.
+        group: process group.
+    """
 
     def __init__(
-        self, experts: Sequence[MovedExpert], shapes: Sequence[torch.Size], like: Tensor, group: Any
+        self,
+        experts: Sequence[MovedExpert],
+        parameters: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        group: Any,
     ) -> None:
-        self.experts, self._shapes, self._like, self._group = experts, shapes, like, group
+        self.experts, self._parameters, self._shapes, self._group = experts, parameters, shapes, group
+        self._like = parameters[0]
         self.rank = dist.get_rank(group)
         self.received = [expert for expert in experts if self.rank in expert.receivers]
         self.token: Tensor | None = None
+        self._launched = False
         self._weights = _Messages(group)
         self._gradients = _Messages(group)
         self._buffers: list[Tensor] = []
         self._returned: dict[int, list[list[Tensor]]] = {}
+
+    def announce(self) -> None:
+        """In backward, wait for the gradients where this stands; every rank does so at the same point."""
+        # A rank whose own weights do not learn may receive some that do.
+        learns = any(expert.learns for expert in self.experts)
+        anchor = torch.empty((), device=self._like.device, requires_grad=learns)
+        self.token = _Announce.apply(self, anchor, *self._parameters)
 
     def wait(self, rows: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         """Wait for what this rank receives; gradients start on their way back where this stands.
@@ -70,7 +90,10 @@ class WeightTransfer:
         return rows, [weights[start : start + size] for start in range(0, len(weights), size)]
 
     def launch(self) -> None:
-        """Send the weights; every rank of the group does so at the same point."""
+        """Send the weights, once; every rank of the group does so at the same point."""
+        if self._launched:
+            return
+        self._launched = True
         for expert in self.experts:
             if self.rank == expert.owner:
                 for receiver in expert.receivers:
@@ -153,30 +176,6 @@ class _Messages:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-
-
-def announce(
-    experts: Sequence[MovedExpert],
-    parameters: Sequence[Tensor],
-    shapes: Sequence[torch.Size],
-    group: Any,
-) -> WeightTransfer:
-    """Announce moved experts: in backward, their gradients are waited for where this stands.
-
-    Every rank of the group does so at the same point, also those without a part in the transfer.
-
-    Args:
-        experts: the same on all ranks but for their weights.
-        parameters: everything that this rank may ever send, at least one.
-        shapes: of the weights of one expert.
-        group: process group.
-    """
-    transfer = WeightTransfer(experts, shapes, parameters[0], group)
-    # A rank whose own weights do not learn may receive some that do.
-    learns = any(expert.learns for expert in experts)
-    anchor = torch.empty((), device=parameters[0].device, requires_grad=learns)
-    transfer.token = _Announce.apply(transfer, anchor, *parameters)
-    return transfer
 
 
 class _Announce(torch.autograd.Function):

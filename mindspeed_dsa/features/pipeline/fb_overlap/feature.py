@@ -234,11 +234,6 @@ FEATURE = Feature(
             "moe-alltoall-overlap-comm",
             "both hide the same transfers, --moe-fb-overlap behind another microbatch; omit one of them",
         ),
-        Conflict(
-            "balanced-moe-experts",
-            "the weights that it moves need one backward for the whole layer, which this takes apart; omit "
-            "one of them",
-        ),
         Conflict("recompute-ahead", _WHOLE_LAYERS),
         Conflict("dsa-warmup", _WHOLE_LAYERS),
     ),

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +36,12 @@ from mindspeed_dsa.features.pipeline.fb_overlap.pieces import (
 )
 from mindspeed_dsa.features.pipeline.fb_overlap.recompute import Recomputed, recomputed_part
 from mindspeed_dsa.megatron.shared_expert import shared_expert_of
-from mindspeed_dsa.megatron.split_layers import transformer_layer
+from mindspeed_dsa.megatron.split_layers import (
+    companion_of,
+    in_pieces,
+    running_in_pieces,
+    transformer_layer,
+)
 from mindspeed_dsa.parallel.all_to_all import arriving, departed, departing
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
@@ -112,7 +116,6 @@ def run_what_learns(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _Step = Callable[..., Any]
 """A node's forward: it gets the node and its inputs."""
-_postponing: ContextVar[bool] = ContextVar("shared expert postponed", default=False)
 
 
 def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -159,12 +162,14 @@ def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context
 
 def _before_experts(router: _Step, dispatch: _Step, layer: Any, handover: Handover) -> _Step:
     def step(node: Any, hidden: Tensor) -> Tensor:
-        with _postponed():
+        with running_in_pieces():
             tokens, probs = router(node, hidden)
         if layer.recompute_pre_mlp_layernorm:
             handover.norm = layer.pre_mlp_norm_checkpoint
         with departing(handover.dispatch):
             edge: Tensor = dispatch(node, tokens, probs)
+        if (companion := companion_of(layer.mlp.token_dispatcher)) is not None:
+            companion.leave_router(node.detach)
         return edge
 
     return step
@@ -174,7 +179,9 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
     moe = layer.mlp
 
     def step(node: Any, edge: Tensor) -> Tensor:
-        state = node.layer_state
+        state, companion = node.layer_state, companion_of(moe.token_dispatcher)
+        if companion is not None:
+            companion.enter_experts()
         # The shared expert is a node of its own, and reads the norm's output when the experts have run:
         # neither may Megatron's step run the one nor free the other.
         with defer_gradients(
@@ -191,6 +198,8 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
         state.dispatched_probs = None
         with departed(handover.combined) if handover.combined else departing(handover.combine):
             sent: Tensor = moe.token_dispatcher.token_combine(output)
+        if companion is not None:
+            companion.leave_experts(node.detach)
         return sent
 
     return step
@@ -237,20 +246,11 @@ def _normalised_at_end(mlp: _Step) -> _Step:
     return step
 
 
-@contextlib.contextmanager
-def _postponed() -> Iterator[None]:
-    token = _postponing.set(True)
-    try:
-        yield
-    finally:
-        _postponing.reset(token)
-
-
 def postpone_shared_expert(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``MoELayer.shared_experts_compute``: its input takes the place of its output for a while."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
-        if _postponing.get() and self.use_shared_expert:
+        if in_pieces() and self.use_shared_expert:
             return hidden_states
         return original(self, hidden_states)
 

@@ -36,7 +36,7 @@ from mindspeed_dsa.features.pipeline.recomputation import (
     random_states,
     set_random_states,
 )
-from mindspeed_dsa.megatron.split_layers import transformer_layer
+from mindspeed_dsa.megatron.split_layers import Companion, companion_of, transformer_layer
 
 
 class Part(Enum):
@@ -84,7 +84,9 @@ class Recomputed:
         self._residual: WithoutGraph | None = None
         self._shared: WithoutGraph | None = None
         self._predicted: list[WithoutGraph] = []
+        self._behind: list[WithoutGraph] = []
         self._edge: Tensor | None = None  # between the two pieces that run again
+        self._leaves_behind: list[Tensor] = []
         self._attention: _Attention | None = None
 
     # -- forward ----------------------------------------------------------------------------------
@@ -124,6 +126,9 @@ class Recomputed:
         with torch.no_grad():
             edges = self._first.forward_experts(edge)
         self._combined = list(self._first.handover.combine)
+        companion = self._companion()
+        if companion is not None and self._runs_again():
+            companion.leave_experts(self._enter_behind)
         edge, *beside = edges if isinstance(edges, tuple) else (edges,)
         edge = edge.detach().requires_grad_(self._learns("experts"))
         if self._first.shared is not None and self._learns("shared_experts"):
@@ -134,6 +139,14 @@ class Recomputed:
             else:
                 state.shared_expert_output = self._shared.enter(self._shared.edge)
         return (edge, *beside) if beside else edge
+
+    def _companion(self) -> Companion | None:
+        dispatcher = getattr(self._layer.mlp, "token_dispatcher", None)
+        return None if dispatcher is None else companion_of(dispatcher)
+
+    def _enter_behind(self, value: Tensor) -> Tensor:
+        self._behind.append(WithoutGraph(value))
+        return self._behind[-1].enter(self._behind[-1].edge)
 
     def forward_after(self, edges: Any) -> Tensor:
         """Run :meth:`Pieces.forward_after`, and let go of everything but the input."""
@@ -196,6 +209,10 @@ class Recomputed:
         if edge is not None and self._again is not None:
             with self._as_in_forward():
                 self._again.forward_experts(edge)
+                if self._behind:
+                    # Of the nodes behind the router this one alone cuts tensors.
+                    self._leaves_behind = list(self._again.experts.detached)
+            self._dispatcher = {}
 
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[None]:
@@ -212,6 +229,8 @@ class Recomputed:
         """Run :meth:`Pieces.backward_experts` of what was recomputed."""
         if self._again is None:
             return None
+        for leaf, entry in zip(self._leaves_behind, self._behind, strict=True):
+            leaf.grad = entry.gradient
         if self._again.shared is not None:
             edge = (edge, None if self._shared is None else self._shared.gradient)
         return self._again.backward_experts(edge)

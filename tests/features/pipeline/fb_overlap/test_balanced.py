@@ -1,0 +1,59 @@
+"""Hot experts' weights that travel in pairs: the sums of pairs without them, and the bits when recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS
+from tests.features.pipeline.fb_overlap.test_recompute import INTERLEAVED, MOE, PAIRS, UNIFORM
+from tests.support.memory_events import MOVED
+from tests.support.model import assert_same_gradients, losses_of
+
+CASES = "tests.features.pipeline.fb_overlap.recomputed_steps"
+GROUPED = {"moe_grouped_gemm": True}
+RUNS = {
+    # name: ranks, layout, microbatches, model, other switches
+    "one stage": (2, {}, 3, {"num_layers": 3}, {}),
+    "no shared expert": (2, {}, 2, {"moe_shared_expert_intermediate_size": None}, {}),
+    "one expert per rank": (2, {}, 2, {"num_moe_experts": 2}, {}),
+    "EP4": (4, {"ep": 4}, 3, {"num_layers": 3, "num_moe_experts": 8}, {}),
+    "TP2+SP": (2, {"tp": 2}, 3, {"num_layers": 3}, {}),
+    "PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 4}, {}),
+    "multi-token prediction": (2, {}, 3, {"mtp_num_layers": 1}, {}),
+    "grouped experts": (2, {}, 3, {"num_layers": 3, **GROUPED}, GROUPED),
+}
+QUICK = ("one stage",)
+
+
+def step(pool, name, switches, **recomputed):
+    ranks, layout, microbatches, overrides, others = RUNS[name]
+    return pool.run(
+        f"{CASES}:trained",
+        ranks,
+        switches={**others, **switches},
+        overrides={**overrides, **recomputed},
+        num_microbatches=microbatches,
+        micro_batch_size=1,
+        **{"ep": 2, "etp": 1, **layout},
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
+)
+def test_losses_and_gradients(pool, name):
+    """Those of pairs without; weights travel a second time where the experts are recomputed."""
+    without, balanced = (step(pool, name, {**PAIRS, **more}) for more in ({}, ALWAYS))
+    for before, after in zip(without, balanced, strict=True):
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert before["counts"].get(MOVED, 0) == 0
+    assert all(rank["counts"][MOVED] > 0 for rank in balanced)
+    for recomputed in (UNIFORM, MOE):
+        for once, twice in zip(balanced, step(pool, name, {**PAIRS, **ALWAYS}, **recomputed), strict=True):
+            assert twice["losses"] == once["losses"]
+            assert all(
+                torch.equal(each, once["gradients"][weight]) for weight, each in twice["gradients"].items()
+            )
+            assert twice["counts"][MOVED] == 2 * once["counts"][MOVED]
