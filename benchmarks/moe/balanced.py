@@ -103,14 +103,25 @@ def balance(sizes: Sizes, zipf: float) -> dict[str, Any]:
 def _problem(sizes: Sizes, zipf: float) -> tuple[Any, Callable[[], dict[str, Tensor]]]:
     """A layer whose router is as skewed as asked for, on tokens of its own in each rank."""
     built = layer(sizes)
+    skew(built.router, sizes, zipf)
+    return built, step_of(built, sizes)
+
+
+def skew(router: Any, sizes: Sizes, zipf: float) -> None:
+    """Have a router of Megatron's prefer experts by Zipf's law, which it still learns from.
+
+    Args:
+        router: gets ``sizes.tokens`` tokens of each rank at once.
+        sizes: of the layer.
+        zipf: exponent; 0 spreads tokens evenly.
+    """
     noise = torch.Generator().manual_seed(100 + dist.get_rank())
     popularity = -zipf * torch.arange(1, sizes.experts + 1).log()
     # The top k of logits with Gumbel noise are k draws without replacement.
     uniform = torch.rand(sizes.tokens, sizes.experts, generator=noise).clamp_min(1e-12)
     logits = (popularity - (-uniform.log()).log()).view(sizes.tokens, 1, -1)
-    gating = built.router.gating
-    built.router.gating = MethodType(lambda self, rows: logits + 1e-3 * gating(rows), built.router)
-    return built, step_of(built, sizes)
+    gating = router.gating
+    router.gating = MethodType(lambda self, rows: logits + 1e-3 * gating(rows), router)
 
 
 def _beside_stock(built: Any, step: Callable[[], dict[str, Tensor]], ways: tuple[str, ...]) -> dict[str, Any]:

@@ -125,14 +125,17 @@ def _arm(name: str) -> None:
     mindspeed_dsa.enable(**(OTHER if name == "overlap in one microbatch" else SWITCH))
 
 
-def step_of(sizes: Sizes, **overrides: Any) -> Callable[..., dict[str, Tensor]]:
+def step_of(
+    sizes: Sizes, prepare: Callable[[Any], None] | None = None, **overrides: Any
+) -> Callable[..., dict[str, Tensor]]:
     """A training step without the optimizer's, by variant and microbatches; returns losses and gradients.
 
-    ``pairs`` takes Megatron's schedule of pairs, ``no transfers`` a copy in place of every all-to-all, whose
-    rows are then wrong. All others are Megatron's step as it is patched.
+    Names that begin with ``pairs`` take Megatron's schedule of pairs, ``no transfers`` a copy in place of
+    every all-to-all, whose rows are then wrong. All others are Megatron's step as it is patched.
 
     Args:
         sizes: of the model and the step.
+        prepare: gets the model.
         **overrides: of its configuration.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -148,6 +151,8 @@ def step_of(sizes: Sizes, **overrides: Any) -> Callable[..., dict[str, Tensor]]:
         max_sequence_length=sizes.tokens,
         position_embedding_type="rope",
     )
+    if prepare is not None:
+        prepare(chunk)
     model = DistributedDataParallel(cfg, DistributedDataParallelConfig(), chunk)
     cfg.no_sync_func = model.no_sync
     noise = torch.Generator().manual_seed(dist.get_rank())
@@ -155,7 +160,7 @@ def step_of(sizes: Sizes, **overrides: Any) -> Callable[..., dict[str, Tensor]]:
     batch = torch.randint(0, VOCABULARY, shape, generator=noise)
 
     def step(name: str, microbatches: int = sizes.microbatches) -> dict[str, Tensor]:
-        cfg.overlap_moe_expert_parallel_comm = name == "pairs"
+        cfg.overlap_moe_expert_parallel_comm = name.startswith("pairs")
         model.zero_grad_buffer()
         with _copies() if name == "no transfers" else contextlib.nullcontext():
             losses = get_forward_backward_func()(

@@ -58,8 +58,18 @@ def test_ratios_of_measured_steps():
 
 def test_ratios_of_recomputed_steps():
     steps = {"stock": 1200, "pairs": 1000, "no transfers": 950}
-    times = {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in steps.items()}
-    found = recomputed_pairs.metrics({"times": times, "deviation": 0.0})
+    popular = {"stock": 1500, "pairs": 1250, "pairs, balanced": 1000}
+    even, skewed = (
+        {
+            "times": {name: Timing(value / 1e3, 0.1, value / 1e3) for name, value in each.items()},
+            "deviation": 0.0,
+            "experts_moved": [1],
+        }
+        for each in (steps, popular)
+    )
+    found = recomputed_pairs.metrics(even, skewed)
+    assert found["stack_speedup"] == pytest.approx(1.5)
+    assert found["stack"]["speedup_without_balance"] == pytest.approx(1.2)
     assert found["recomputed_fb_overlap_speedup"] == pytest.approx(1.2)
     assert found["recomputed_pairs"]["a2a_hidden_fraction"] == pytest.approx(0.8)
     assert found["recomputed_pairs"]["exposed_over_step"] == pytest.approx(0.25 * 1000 / 1200)

@@ -127,6 +127,31 @@ def test_fb_overlap_recomputes(pool, name, recomputed):
         assert after["launched"] * 6 == before["launched"] * 8
 
 
+@pytest.mark.releases(">=0.14")
+@pytest.mark.parametrize("recomputed", [{}, WHOLE], ids=["", "recomputed"])
+def test_fb_overlap_moves_experts(pool, recomputed):
+    """The sums of pairs without."""
+    ranks, layout, microbatches, overrides = STEPS["PP2 x VPP2"]
+    without, moved = (
+        pool.run(
+            f"{__name__}:whole_step",
+            ranks,
+            switches={"moe_fb_overlap": True, **switches},
+            overrides={**overrides, **recomputed},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **layout,
+        )
+        for switches in ({}, ALWAYS)
+    )
+    for before, after in zip(without, moved, strict=True):
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert after["planned"]
+
+
 @pytest.mark.releases(">=0.12.1")
 def test_a_step_with_fused_permutation(pool):
     (stock,) = pool.run(f"{__name__}:permutations", 1, switches={}, overrides=EXPERTS)
@@ -237,13 +262,13 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, and how many parted transfers were started."""
-    with moe.transfers() as events:
+    with moe.transfers() as events, _planned() as found:
         if Version("0.16") > RELEASE:
             overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
             result = one_step(overrides=overrides, **arguments)
         else:
             result = model.run(overrides=overrides, **arguments)
-    return {**result, "launched": events.count("launch")}
+    return {**result, "launched": events.count("launch"), "planned": any(found["plans"])}
 
 
 def permutations(overrides: Mapping[str, Any], **step: Any) -> dict[str, Any]:

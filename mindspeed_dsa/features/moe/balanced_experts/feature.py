@@ -102,8 +102,8 @@ def check_balanced(args: Any, options: Options) -> Iterator[str]:
     yield from check_refused(args, _FLAG, _REFUSED)
     if argument(args, "overlap_moe_expert_parallel_comm") and not options.follows_pieces:
         yield (
-            f"{_FLAG} cannot be used with --overlap-moe-expert-parallel-comm, which takes the layer apart; use "
-            "--moe-fb-overlap in place of that, or omit one of them"
+            f"{_FLAG} cannot be used with --overlap-moe-expert-parallel-comm, which takes the layer apart; "
+            "use --moe-fb-overlap in place of that, or omit one of them"
         )
     for name in ("fp8", "fp4"):
         if argument(args, name):

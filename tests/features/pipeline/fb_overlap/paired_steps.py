@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -113,17 +113,19 @@ def optimized(**arguments: Any) -> dict[str, Any]:
     return {**result, "counts": dict(counts)}
 
 
-def three_steps(distributed: bool, **overrides: Any) -> dict[str, Any]:
+def three_steps(
+    distributed: bool, switches: Mapping[str, Any] | None = None, **overrides: Any
+) -> dict[str, Any]:
     """Overlapped reduction, stock and ours, and an evaluation at the end."""
     import mindspeed_dsa
 
     model.start(ep=2, etp=1)
     theirs = _steps(distributed, **overrides)
     mindspeed_dsa.disable()
-    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH)
-    with moe.transfers() as events:
+    mindspeed_dsa.enable(**model.DSA_ON, **SWITCH, **(switches or {}))
+    with moe.transfers() as events, memory_events.counted() as counts:
         ours = _steps(distributed, **overrides)
-    return {"ours": ours, "theirs": theirs, "launched": events.count("launch")}
+    return {"counts": dict(counts), "ours": ours, "theirs": theirs, "launched": events.count("launch")}
 
 
 def evaluated() -> dict[str, Any]:

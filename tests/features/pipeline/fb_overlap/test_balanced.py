@@ -16,9 +16,15 @@ RUNS = {
     # name: ranks, layout, microbatches, model, other switches
     "one stage": (2, {}, 3, {"num_layers": 3}, {}),
     "no shared expert": (2, {}, 2, {"moe_shared_expert_intermediate_size": None}, {}),
-    "one expert per rank": (2, {}, 2, {"num_moe_experts": 2}, {}),
+    "one expert per rank": (
+        2,
+        {},
+        2,
+        {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {},
+    ),
     "EP4": (4, {"ep": 4}, 3, {"num_layers": 3, "num_moe_experts": 8}, {}),
-    "TP2+SP": (2, {"tp": 2}, 3, {"num_layers": 3}, {}),
+    "TP2+SP": (2, {"tp": 2}, 3, {"num_layers": 3, "expert_tensor_parallel_size": 1}, {}),
     "PP2 x VPP2": (4, INTERLEAVED, 4, {"num_layers": 4}, {}),
     "multi-token prediction": (2, {}, 3, {"mtp_num_layers": 1}, {}),
     "grouped experts": (2, {}, 3, {"num_layers": 3, **GROUPED}, GROUPED),
@@ -44,16 +50,36 @@ def step(pool, name, switches, **recomputed):
 )
 def test_losses_and_gradients(pool, name):
     """Those of pairs without; weights travel a second time where the experts are recomputed."""
-    without, balanced = (step(pool, name, {**PAIRS, **more}) for more in ({}, ALWAYS))
+    moving = {**ALWAYS, "balanced_moe_hot_expert_num": 2}
+    without, balanced = (step(pool, name, {**PAIRS, **more}) for more in ({}, moving))
     for before, after in zip(without, balanced, strict=True):
         assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
         assert before["counts"].get(MOVED, 0) == 0
     assert all(rank["counts"][MOVED] > 0 for rank in balanced)
     for recomputed in (UNIFORM, MOE):
-        for once, twice in zip(balanced, step(pool, name, {**PAIRS, **ALWAYS}, **recomputed), strict=True):
+        for once, twice in zip(balanced, step(pool, name, {**PAIRS, **moving}, **recomputed), strict=True):
             assert twice["losses"] == once["losses"]
             assert all(
                 torch.equal(each, once["gradients"][weight]) for weight, each in twice["gradients"].items()
             )
             assert twice["counts"][MOVED] == 2 * once["counts"][MOVED]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputed", [{}, UNIFORM], ids=["", "recomputed"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_three_steps_of_overlapped_reduction(pool, distributed, recomputed):
+    """No bucket leaves before what receivers return is in it: weights are ready as often as in stock."""
+    for found in pool.run(
+        "tests.features.pipeline.fb_overlap.paired_steps:three_steps",
+        2,
+        distributed=distributed,
+        switches={**ALWAYS, "balanced_moe_hot_expert_num": 2},
+        **recomputed,
+    ):
+        ours, theirs = found["ours"], found["theirs"]
+        assert found["counts"][MOVED] > 0
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert_same_gradients(ours["gradients"], theirs["gradients"], rtol=1e-5)
+        assert ours["golden"] == theirs["golden"]

@@ -180,12 +180,16 @@ def test_a_recomputed_layer_keeps_its_input(pool):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sharded", [{}, {"fsdp2_shard_experts": True}], ids=["dense", "experts too"])
 @pytest.mark.parametrize("recomputed", [UNIFORM, MOE], ids=["layers", "experts"])
-def test_with_sharded_weights(pool, recomputed):
+def test_with_sharded_weights(pool, recomputed, sharded):
     """Steps of FSDP2 with an optimizer, clipping, and multi-token prediction."""
     kept, ours = (
         pool.run(
-            "tests.features.data_parallel.fsdp2.pairs_cases:train", 2, switches=PAIRS, overrides=overrides
+            "tests.features.data_parallel.fsdp2.pairs_cases:train",
+            4 if sharded else 2,
+            switches={**PAIRS, **sharded},
+            overrides=overrides,
         )
         for overrides in ({}, recomputed)
     )
