@@ -2,9 +2,10 @@
 
 Plain autograd, in halves as in :mod:`mindspeed_dsa.parallel.all_to_all`: what runs between
 :meth:`WeightTransfer.launch` and :meth:`WeightTransfer.wait` in forward hides the weights' transfer, and what
-was created between :meth:`WeightTransfer.announce` and the wait hides the gradients' transfer in backward. The
-first half is a user of all weights that may ever be sent, whether they are or not: a weight's own gradient is
-complete only when those of its receivers are in it, and hooks that wait for the gradient wait for them.
+was created between :meth:`WeightTransfer.announce` and the wait hides the gradients' transfer in backward.
+The first half is a user of all weights that may ever be sent, whether they are or not: a weight's own
+gradient is complete only when those of its receivers are in it, and hooks that wait for the gradient wait for
+them.
 """
 
 from __future__ import annotations
