@@ -15,12 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 
+from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 from tests.features.moe.alltoall_overlap.overlapped_layer import SWITCH
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS, watched
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
 from tests.features.moe.batch_overlap.layer_in_halves import MEASURED
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
+from tests.support.contexts import running
 from tests.support.counting import counted
 from tests.support.model import assert_same_gradients, losses_of
 
@@ -125,6 +127,33 @@ def test_fb_overlap_recomputes(pool, name, recomputed):
             torch.equal(each, before["gradients"][weight]) for weight, each in after["gradients"].items()
         )
         assert after["launched"] * 6 == before["launched"] * 8
+
+
+@pytest.mark.releases(">=0.14")
+def test_fb_overlap_recomputes_in_bubbles(pool):
+    """The same bits, and the same transfers at other times."""
+    ranks, layout, microbatches, overrides = STEPS["PP2 x VPP2"]
+    in_place, ahead = (
+        pool.run(
+            f"{__name__}:whole_step",
+            ranks,
+            switches={"moe_fb_overlap": True, **switches},
+            overrides={**overrides, **WHOLE},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **layout,
+        )
+        for switches in ({}, {"recompute_in_bubble": True})
+    )
+    for before, after in zip(in_place, ahead, strict=True):
+        assert after["losses"] == before["losses"]
+        assert all(
+            torch.equal(each, before["gradients"][weight]) for weight, each in after["gradients"].items()
+        )
+        assert after["launched"] == before["launched"]
+        assert after["ahead"] > 0 == before["ahead"]
 
 
 @pytest.mark.releases(">=0.14")
@@ -268,7 +297,14 @@ def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]
             result = one_step(overrides=overrides, **arguments)
         else:
             result = model.run(overrides=overrides, **arguments)
-    return {**result, "launched": events.count("launch"), "planned": any(found["plans"])}
+    context = running("recompute-ahead")
+    ahead = context.state(Ahead).recomputed["ahead"] if context else 0
+    return {
+        **result,
+        "launched": events.count("launch"),
+        "planned": any(found["plans"]),
+        "ahead": ahead,
+    }
 
 
 def permutations(overrides: Mapping[str, Any], **step: Any) -> dict[str, Any]:

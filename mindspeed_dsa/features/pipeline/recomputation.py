@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from mindspeed_dsa.feature import Megatron
+
+
+@runtime_checkable
+class RunsAgain(Protocol):
+    """Layer of one forward that a schedule of pairs recomputes, in two parts and each once."""
+
+    runs_again: bool
+
+    def recompute_before(self) -> None:
+        """Recompute what is before the experts; their tokens are on their way then."""
+
+    def recompute_experts(self) -> None:
+        """Recompute the rest."""
+
 
 RandomStates = Any
 """Of the CPU, of the device, and of Megatron's tracker of named states."""

@@ -139,6 +139,15 @@ def test_the_same_bits_at_other_times(pool, name, tmp_path):
         ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "moe"]}, ()),
         ({"distribute_saved_activations": True}, ("--distribute-saved-activations",)),
         ({"overlap_moe_expert_parallel_comm": True}, ("takes apart",)),
+        ({"overlap_moe_expert_parallel_comm": True, "moe_fb_overlap": True}, ()),
+        (
+            {
+                "moe_fb_overlap": True,
+                "recompute_granularity": "selective",
+                "recompute_modules": ["core_attn"],
+            },
+            ("add moe",),
+        ),
         ({"fp8": "hybrid"}, ("--fp8-format",)),
     ],
 )

@@ -234,7 +234,6 @@ FEATURE = Feature(
             "moe-alltoall-overlap-comm",
             "both hide the same transfers, --moe-fb-overlap behind another microbatch; omit one of them",
         ),
-        Conflict("recompute-ahead", _WHOLE_LAYERS),
         Conflict("dsa-warmup", _WHOLE_LAYERS),
     ),
     options=Options.of,

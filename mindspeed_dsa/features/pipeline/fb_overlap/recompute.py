@@ -67,12 +67,16 @@ def recomputed_part(plan: Any) -> Part | None:
 class Recomputed:
     """Pieces of which those up to the experts run twice; to be used as :class:`Pieces` are.
 
+    The second time may come any time before backward needs it.
+
     Args:
         plan: Megatron's, with its nodes.
         build: makes nodes for one forward and backward; the first ones come from here, too.
         part: what is recomputed.
         megatron: of the session.
     """
+
+    runs_again = True
 
     def __init__(self, plan: Any, build: Callable[[], Pieces], part: Part, megatron: Megatron) -> None:
         self._plan, self._build, self._part, self._megatron = plan, build, part, megatron

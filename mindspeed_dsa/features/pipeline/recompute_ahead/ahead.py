@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.pipeline.recomputation import as_in_forward
+from mindspeed_dsa.features.pipeline.recomputation import RunsAgain, as_in_forward
 from mindspeed_dsa.features.pipeline.recompute_ahead.feature import Options
 from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.schedule import megatron_order
@@ -34,6 +34,9 @@ class Ahead(pipeline_steps.Follower):
         self.unit: Unit | None = None
         """Unit of the forward that is running."""
         self.segments: dict[Unit, list[Any]] = {}
+        self.layers: dict[Unit, list[RunsAgain]] = {}
+        """In a schedule of pairs, whose layers have no such segments."""
+        self.pairs = False
         self._order: list[Unit] = []
         self._done, self._warmup = 0, 0
         self.recomputed = {"ahead": 0, "in place": 0}
@@ -48,8 +51,10 @@ class Ahead(pipeline_steps.Follower):
         layout = (self.megatron, ranks, len(chunks), step["num_microbatches"], group)
         self._order = megatron_order.backward_order(*layout)
         rank = self.megatron("core.parallel_state").get_pipeline_model_parallel_rank()
-        self._warmup = megatron_order.warmup_of(*layout[:2], rank, *layout[2:])
-        self._done, self.segments, self.unit = 0, {}, None
+        self.pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+        extra = {"extra_warmup": self.pairs}
+        self._warmup = megatron_order.warmup_of(*layout[:2], rank, *layout[2:], **extra)
+        self._done, self.segments, self.layers, self.unit = 0, {}, {}, None
         self.recomputed = {"ahead": 0, "in place": 0}
         return True
 
@@ -64,18 +69,23 @@ class Ahead(pipeline_steps.Follower):
 
     def before(self, events: Sequence[Event]) -> None:
         """Begin to collect a forward's segments; leave a backward's to its graph."""
-        event = events[0]
-        if event.kind is Kind.FORWARD:
-            self.unit = (event.chunk, event.microbatch)
-            self.segments[self.unit] = []
-        else:
-            for segment in self.segments.pop((event.chunk, event.microbatch)):
-                self.recomputed["in place" if segment.outputs is None else "ahead"] += 1
-            self._done += 1
+        for event in events:
+            unit = (event.chunk, event.microbatch)
+            if event.kind is Kind.FORWARD:
+                self.unit = unit
+                self.segments[unit], self.layers[unit] = [], []
+            elif not self.pairs:
+                for segment in self.segments.pop(unit):
+                    self.recomputed["in place" if segment.outputs is None else "ahead"] += 1
+                self._done += 1
 
     def after(self, events: Sequence[Event]) -> None:
-        """End a forward: nothing belongs to it from here on."""
+        """End a forward: nothing belongs to it from here on; and a pair's backward, which waits inside."""
         self.unit = None
+        for event in events:
+            if self.pairs and event.kind is Kind.BACKWARD:
+                self.recomputed["in place"] += len(self.layers.pop((event.chunk, event.microbatch)))
+                self._done += 1
 
     def recompute(self) -> None:
         """Recompute the segments of the next backward, last first, as it needs them."""
@@ -86,6 +96,11 @@ class Ahead(pipeline_steps.Follower):
             for segment in reversed(self.segments.get(unit, [])):
                 if segment.outputs is None and _has_inputs(segment):
                     _recompute(segment, self.megatron, self._on_chunk(unit[0]))
+            layers, self.layers[unit] = self.layers.get(unit, []), []
+            for layer in reversed(layers):
+                layer.recompute_before()
+                layer.recompute_experts()
+            self.recomputed["ahead"] += len(layers)
 
     def _on_chunk(self, chunk: int) -> _Function:
         """Return what runs a chunk in Megatron-core 0.12, which has the current one in its global state."""
@@ -107,6 +122,24 @@ class Ahead(pipeline_steps.Follower):
 follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Ahead)
 
 
+def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``combined_forward_backward_step``."""
+    return pipeline_steps.follow_pairs(original, context.state(Ahead))
+
+
+def collect_layers(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``TransformerLayerSchedulePlan._build_callable_nodes``: of layers that run again in backward."""
+    ahead = context.state(Ahead)
+
+    def _build_callable_nodes(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        pieces = getattr(self, "pieces", None)
+        if ahead.unit is not None and isinstance(pieces, RunsAgain):
+            ahead.layers[ahead.unit].append(pieces)
+
+    return _build_callable_nodes
+
+
 def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``tensor_parallel.random.checkpoint``."""
     ahead = context.state(Ahead)
@@ -115,7 +148,7 @@ def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Functio
         # Inside a segment there is no graph, and while one is recomputed there is no forward. What needs no
         # gradient of its inputs, as behind a frozen embedding, has no backward.
         has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors(args))
-        if ahead.unit is None or distribute_saved_activations or not has_backward:
+        if ahead.unit is None or ahead.pairs or distribute_saved_activations or not has_backward:
             return original(function, distribute_saved_activations, *args)
         random = context.megatron("core.tensor_parallel.random")
         return _Segment.apply(ahead.segments[ahead.unit], random, function, *args)

@@ -67,10 +67,16 @@ def _problems(args: Any) -> Iterator[str]:
         yield f"{flag} recomputes from whole inputs; omit --distribute-saved-activations"
     if argument(args, "fp8"):
         yield f"{flag} does not serve Transformer Engine's recomputation; omit it or --fp8-format"
-    if argument(args, "overlap_moe_expert_parallel_comm"):
+    pairs = argument(args, "moe_fb_overlap")
+    if argument(args, "overlap_moe_expert_parallel_comm") and not pairs:
         yield (
-            f"{flag} recomputes whole forwards, which --overlap-moe-expert-parallel-comm takes apart; omit "
-            "one of them"
+            f"{flag} recomputes whole forwards, which --overlap-moe-expert-parallel-comm takes apart; use "
+            "--moe-fb-overlap in place of that, or omit one of them"
+        )
+    if pairs and selective and "moe" not in modules:
+        yield (
+            f"{flag} with --moe-fb-overlap recomputes layers, or what follows attention, ahead; use "
+            "--recompute-granularity full, add moe to --recompute-modules, or omit it"
         )
 
 
@@ -86,6 +92,8 @@ def _ahead(args: Any, modules: set[str]) -> set[str]:
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_OUTERMOST = 10
+"""After the feature that has layers run again."""
 _HERE = "mindspeed_dsa.features.pipeline.recompute_ahead.ahead"
 
 FEATURE = Feature(
@@ -117,6 +125,23 @@ FEATURE = Feature(
             f"{_HERE}:follow_backwards",
             "advances to the schedule's next backward",
             params=("output_tensor",),
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+            "wrap",
+            f"{_HERE}:follow_pairs",
+            "follows a schedule of pairs",
+            params=("f_model", "b_model", "b_output_tensor"),
+            versions=">=0.14,<0.21",
+        ),
+        Patch(
+            "megatron.core.models.common.model_chunk_schedule_plan:"
+            "TransformerLayerSchedulePlan._build_callable_nodes",
+            "wrap",
+            f"{_HERE}:collect_layers",
+            "collects the layers that a schedule of pairs recomputes",
+            versions=">=0.14,<0.21",
+            priority=_OUTERMOST,
         ),
         Patch(
             "megatron.core.tensor_parallel.random:checkpoint",

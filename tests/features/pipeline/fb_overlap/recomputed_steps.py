@@ -14,15 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_dsa.features.pipeline.fb_overlap.recompute import Recomputed
+from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 from tests.features.pipeline.fb_overlap import paired_steps
 from tests.support import model
+from tests.support.contexts import running
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
     """A training step as ``paired_steps.trained``, and how often each piece was run again."""
     with _run_again() as pieces:
         result = paired_steps.trained(**arguments)
-    return {**result, "pieces": pieces}
+    context = running("recompute-ahead")
+    return {**result, "pieces": pieces, "when": context.state(Ahead).recomputed if context else None}
 
 
 @contextmanager

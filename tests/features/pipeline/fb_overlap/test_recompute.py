@@ -196,3 +196,43 @@ def test_with_sharded_weights(pool, recomputed, sharded):
     for before, after in zip(kept, ours, strict=True):
         assert after["records"] == before["records"]
         assert all(torch.equal(each, before["weights"][name]) for name, each in after["weights"].items())
+
+
+AHEAD = {
+    # name: ranks, layout, layers, microbatches, what is recomputed, layers ahead by rank: bubbles, in advance.
+    # One layer per chunk, 8 backwards. The first stage has 5 warmups and waits for 6 gradients, its first one
+    # and those of its cooldown; the last one has 3 warmups and waits for 2, the others being its own.
+    "PP2 x VPP2": (4, INTERLEAVED, 4, 4, UNIFORM, (6, 6, 2, 2), (8, 8, 4, 4)),
+    "experts alone": (4, INTERLEAVED, 4, 4, MOE, (3, 3, 2, 2), (4, 4, 4, 4)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", AHEAD)
+def test_ahead_of_the_gradient(pool, name):
+    """The same bits; what is recomputed in a bubble follows from the schedule's list."""
+    ranks, layout, layers, microbatches, recomputed, bubbles, advance = AHEAD[name]
+    in_place, *ahead = (
+        pool.run(
+            f"{CASES}:trained",
+            ranks,
+            switches={**PAIRS, **switches},
+            overrides={"num_layers": layers, **recomputed},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            ep=2,
+            etp=1,
+            **layout,
+        )
+        for switches in ({}, {"recompute_in_bubble": True}, {"recompute_in_advance": True})
+    )
+    for ours, expected in zip(ahead, (bubbles, advance), strict=True):
+        assert tuple(rank["when"]["ahead"] for rank in ours) == expected
+        for before, after in zip(in_place, ours, strict=True):
+            assert after["losses"] == before["losses"]
+            assert all(
+                torch.equal(each, before["gradients"][weight]) for weight, each in after["gradients"].items()
+            )
+            total = sum(after["when"].values())
+            assert total == before["pieces"]["recompute_experts"]
+            assert after["events"].count("launch") == before["events"].count("launch")

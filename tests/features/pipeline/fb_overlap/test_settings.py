@@ -87,7 +87,7 @@ def test_features_that_work_in_a_layers_forward_are_served_or_named():
     refused = {conflict.feature for conflict in FEATURE.conflicts}
     assert served <= whole
     assert whole - served <= refused
-    assert {"moe-alltoall-overlap-comm", "recompute-ahead"} <= refused
+    assert "moe-alltoall-overlap-comm" in refused
     assert refused <= {feature.name for feature in all_features()} - served
 
 
