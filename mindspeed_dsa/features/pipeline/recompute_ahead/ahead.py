@@ -128,7 +128,7 @@ def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
 
 
 def collect_layers(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``TransformerLayerSchedulePlan._build_callable_nodes``: of layers that run again in backward."""
+    """Decorate ``TransformerLayerSchedulePlan._build_callable_nodes``: of layers that backward runs again."""
     ahead = context.state(Ahead)
 
     def _build_callable_nodes(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -199,7 +199,7 @@ def test_with_sharded_weights(pool, recomputed, sharded):
 
 
 AHEAD = {
-    # name: ranks, layout, layers, microbatches, what is recomputed, layers ahead by rank: bubbles, in advance.
+    # name: ranks, layout, layers, microbatches, what is recomputed, ahead by rank: bubbles, in advance.
     # One layer per chunk, 8 backwards. The first stage has 5 warmups and waits for 6 gradients, its first one
     # and those of its cooldown; the last one has 3 warmups and waits for 2, the others being its own.
     "PP2 x VPP2": (4, INTERLEAVED, 4, 4, UNIFORM, (6, 6, 2, 2), (8, 8, 4, 4)),
