@@ -52,8 +52,7 @@ class Ahead(pipeline_steps.Follower):
         self._order = megatron_order.backward_order(*layout)
         rank = self.megatron("core.parallel_state").get_pipeline_model_parallel_rank()
         self.pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-        extra = {"extra_warmup": self.pairs}
-        self._warmup = megatron_order.warmup_of(*layout[:2], rank, *layout[2:], **extra)
+        self._warmup = megatron_order.warmup_of(*layout[:2], rank, *layout[2:], extra_warmup=self.pairs)
         self._done, self.segments, self.layers, self.unit = 0, {}, {}, None
         self.recomputed = {"ahead": 0, "in place": 0}
         return True
