@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS
-from tests.features.pipeline.fb_overlap.test_recompute import INTERLEAVED, MOE, PAIRS, UNIFORM
+from tests.features.pipeline.fb_overlap.test_recompute import INTERLEAVED, MOE, PAIRS, UNIFORM, step
 from tests.support.memory_events import MOVED
 from tests.support.model import assert_same_gradients, losses_of
 
-CASES = "tests.features.pipeline.fb_overlap.recomputed_steps"
 GROUPED = {"moe_grouped_gemm": True}
 RUNS = {
     # name: ranks, layout, microbatches, model, other switches
@@ -32,33 +31,22 @@ RUNS = {
 QUICK = ("one stage",)
 
 
-def step(pool, name, switches, **recomputed):
-    ranks, layout, microbatches, overrides, others = RUNS[name]
-    return pool.run(
-        f"{CASES}:trained",
-        ranks,
-        switches={**others, **switches},
-        overrides={**overrides, **recomputed},
-        num_microbatches=microbatches,
-        micro_batch_size=1,
-        **{"ep": 2, "etp": 1, **layout},
-    )
-
-
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )
 def test_losses_and_gradients(pool, name):
     """Those of pairs without; weights travel a second time where the experts are recomputed."""
     moving = {**ALWAYS, "balanced_moe_hot_expert_num": 2}
-    without, balanced = (step(pool, name, {**PAIRS, **more}) for more in ({}, moving))
+    without, balanced = (step(pool, RUNS[name], {**PAIRS, **more}, {}) for more in ({}, moving))
     for before, after in zip(without, balanced, strict=True):
         assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
         assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
         assert before["counts"].get(MOVED, 0) == 0
     assert all(rank["counts"][MOVED] > 0 for rank in balanced)
     for recomputed in (UNIFORM, MOE):
-        for once, twice in zip(balanced, step(pool, name, {**PAIRS, **moving}, **recomputed), strict=True):
+        for once, twice in zip(
+            balanced, step(pool, RUNS[name], {**PAIRS, **moving}, recomputed), strict=True
+        ):
             assert twice["losses"] == once["losses"]
             assert all(
                 torch.equal(each, once["gradients"][weight]) for weight, each in twice["gradients"].items()

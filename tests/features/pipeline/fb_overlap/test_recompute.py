@@ -83,8 +83,9 @@ RUNS = {
 QUICK = ("first layer dense", "experts alone, dropout and jitter")
 
 
-def step(pool, name, recomputed, switches):
-    ranks, layout, microbatches, overrides, _, others, _ = RUNS[name]
+def step(pool, run, switches, recomputed):
+    """A step of a run, whose last entry are switches of its own."""
+    ranks, layout, microbatches, overrides, others = run
     return pool.run(
         f"{CASES}:trained",
         ranks,
@@ -92,9 +93,7 @@ def step(pool, name, recomputed, switches):
         overrides={**overrides, **recomputed},
         num_microbatches=microbatches,
         micro_batch_size=1,
-        ep=2,
-        etp=1,
-        **layout,
+        **{"ep": 2, "etp": 1, **layout},
     )
 
 
@@ -106,8 +105,8 @@ def test_losses_and_gradients(pool, name):
 
     Of what an expert's tokens need, the dispatch alone is sent again: two transfers.
     """
-    *_, recomputed, _, again = RUNS[name]
-    kept, ours = (step(pool, name, what, PAIRS) for what in ({}, recomputed))
+    *run, recomputed, others, again = RUNS[name]
+    kept, ours = (step(pool, (*run, others), PAIRS, what) for what in ({}, recomputed))
     for before, after, layers in zip(kept, ours, again, strict=True):
         assert after["losses"] == before["losses"]
         assert after["gradients"].keys() == before["gradients"].keys()
@@ -120,7 +119,7 @@ def test_losses_and_gradients(pool, name):
         launched, dispatches = (each["events"].count("launch") for each in (after, before))
         assert dispatches < launched <= dispatches + 2 * layers or "block" in name or "behind" in name
     if "dropout" not in name and "TP2" not in name:
-        stock = step(pool, name, recomputed, {})
+        stock = step(pool, (*run, others), {}, recomputed)
         for theirs, after in zip(stock, ours, strict=True):
             assert losses_of(after) == pytest.approx(losses_of(theirs), rel=1e-6)
             assert_same_gradients(after["gradients"], theirs["gradients"], rtol=1e-5)
@@ -213,16 +212,11 @@ def test_ahead_of_the_gradient(pool, name):
     """The same bits; what is recomputed in a bubble follows from the schedule's list."""
     ranks, layout, layers, microbatches, recomputed, bubbles, advance = AHEAD[name]
     in_place, *ahead = (
-        pool.run(
-            f"{CASES}:trained",
-            ranks,
-            switches={**PAIRS, **switches},
-            overrides={"num_layers": layers, **recomputed},
-            num_microbatches=microbatches,
-            micro_batch_size=1,
-            ep=2,
-            etp=1,
-            **layout,
+        step(
+            pool,
+            (ranks, layout, microbatches, {"num_layers": layers}, switches),
+            PAIRS,
+            recomputed,
         )
         for switches in ({}, {"recompute_in_bubble": True}, {"recompute_in_advance": True})
     )
