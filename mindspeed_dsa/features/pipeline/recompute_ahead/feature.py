@@ -73,7 +73,8 @@ def _problems(args: Any) -> Iterator[str]:
             f"{flag} recomputes whole forwards, which --overlap-moe-expert-parallel-comm takes apart; use "
             "--moe-fb-overlap in place of that, or omit one of them"
         )
-    if pairs and selective and "moe" not in modules:
+    whole = argument(args, "recompute_granularity") == "full" or "moe" in (modules or ())
+    if pairs and argument(args, "recompute_granularity") and not whole:
         yield (
             f"{flag} with --moe-fb-overlap recomputes layers, or what follows attention, ahead; use "
             "--recompute-granularity full, add moe to --recompute-modules, or omit it"
