@@ -66,7 +66,13 @@ def _happened(events: list[str], name: str, *_: Any) -> None:
     events.append(name)
 
 
-def buffers_alive(microbatches: int, layers: int = 2, **layout: int) -> dict[str, int]:
+def buffers_alive(
+    microbatches: int,
+    layers: int = 2,
+    switches: Mapping[str, Any] | None = None,
+    recomputed: Mapping[str, Any] | None = None,
+    **layout: int,
+) -> dict[str, int]:
     """How many of the buffers that rows arrived in were alive at once in a step, and are after it.
 
     With one expert per rank a forward's buffers are kept for backward, as long as its graph is.
@@ -76,8 +82,8 @@ def buffers_alive(microbatches: int, layers: int = 2, **layout: int) -> dict[str
     try:
         with _buffers() as (alive, counts):
             model.run(
-                SWITCH,
-                {"num_moe_experts": 2, "num_layers": layers},
+                {**SWITCH, **(switches or {})},
+                {"num_moe_experts": 2, "num_layers": layers, **(recomputed or {})},
                 num_microbatches=microbatches,
                 micro_batch_size=1,
                 ep=2,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS
+
 CASES = "tests.features.pipeline.fb_overlap.paired_steps"
 FIRST_FORWARD = [
     *("attention", "launch", "launch", "shared fc1", "wait", "wait"),  # dispatch of tokens and probabilities
@@ -30,6 +32,8 @@ LAST_BACKWARD = [
 
 
 AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+MOVING = {**ALWAYS, "balanced_moe_hot_expert_num": 2}
 FORWARD_AGAIN = ["shared fc1", "wait", "wait", "experts", "shared fc2"]  # and no combine
 RECOMPUTED_PAIR = [
     *("launch", "attention", "launch", "launch"),  # combine, reversed; dispatch, again
@@ -70,6 +74,18 @@ def test_graphs_die_with_their_backward(pool):
     few, many = (pool.run(f"{CASES}:buffers_alive", 2, microbatches=count) for count in (3, 6))
     assert few == many
     assert all(rank["left"] == 0 and rank["most"] >= 4 for rank in few)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputed", [AGAIN, EXPERTS], ids=["layers", "experts"])
+@pytest.mark.parametrize("moving", [{}, MOVING], ids=["", "hot experts"])
+def test_graphs_die_where_they_are_computed_twice(pool, recomputed, moving):
+    few, many = (
+        pool.run(f"{CASES}:buffers_alive", 2, microbatches=count, switches=moving, recomputed=recomputed)
+        for count in (3, 6)
+    )
+    assert few == many
+    assert all(rank["left"] == 0 for rank in few)
 
 
 @pytest.mark.full
