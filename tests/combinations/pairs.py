@@ -33,6 +33,9 @@ ROWS: dict[str, str] = {row: at for row, at in {**FEATURES, **MORE_FEATURES}.ite
 """Flags of a feature -> where it can act, as in ``draw``."""
 DENSE = ("--mla-sp-tp-sp",)
 """Rows for a model without sparse attention."""
+PAIRED = "--moe-fb-overlap"
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+"""Stands for ``--recompute-activations``, which is to be recomputed ahead, where pairs run layers whole."""
 _DENSE_MODEL = "--experimental-attention-variant none"
 FILE = Path(__file__).with_name("pairs.json")
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
@@ -104,6 +107,8 @@ class Job:
     def layout(self) -> tuple[int, str]:
         """Return ranks and flags of the smallest layout in which all of its features act."""
         needs = self.needs
+        if PAIRED in self.rows and "PP" in needs:  # such a schedule needs interleaved stages
+            needs |= {"VPP"}
         axes = [axis for axis in _AXES if axis in needs and not (axis == "PP" and "VPP" in needs)]
         ranks = 2 ** len([axis for axis in axes if axis != "EP"])
         shares = {"TP", "CP"} & set(axes)  # experts, and what is sharded, are spread over these ranks
@@ -128,7 +133,8 @@ class Job:
         """Return its flags."""
         granularity = any("--recompute-granularity" in row for row in self.rows)
         given = dict.fromkeys(flag for row in self.rows for flag in re.split(r" (?=--)", row))
-        own = [flag for flag in given if not (granularity and flag == "--recompute-activations")]
+        alone = "" if granularity else _FULL if PAIRED in self.rows else "--recompute-activations"
+        own = [alone if flag == "--recompute-activations" else flag for flag in given]
         return [*self.model, *self.layout[1].split(), *" ".join(own).split()]
 
     def refusal(self) -> str | None:

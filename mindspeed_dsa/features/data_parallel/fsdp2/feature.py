@@ -154,6 +154,11 @@ def _check_experts(args: Any, options: Options) -> Iterator[str]:
         return
     if getattr(args, "num_experts", 1) in (None, 0):
         yield f"{EXPERTS}: this model has no experts; drop the flag"
+    if argument(args, "transformer_impl") not in (None, "local"):
+        yield (
+            f"{EXPERTS}: Transformer Engine's experts have their places in checkpoints by rank alone; use "
+            f"--transformer-impl local, or drop {EXPERTS}"
+        )
     if options.reshard not in (None, True, False):
         yield (
             f"{EXPERTS}: --fsdp2-config-path says reshard_after_forward: {options.reshard}, a number of "
@@ -196,8 +201,8 @@ _OWN_ORDER = "recompute-ahead runs layers again when their weights are not gathe
 
 FEATURE = Feature(
     name="fsdp2",
-    summary="Shards dense weights, gradients and optimizer state with FSDP2, beside experts and pipelines, "
-    "and repairs Megatron's own --use-torch-fsdp2.",
+    summary="Shards weights, gradients and optimizer state with FSDP2, of experts where they are asked for, "
+    "beside pipelines, and repairs Megatron's own --use-torch-fsdp2.",
     flags=(
         Flag("--use-torch-fsdp2", "Megatron's own flag.", megatron=True),
         Flag(

@@ -1,7 +1,7 @@
 """Megatron's wrapper for FSDP2, its helpers for sharded tensors, and its check of arguments.
 
-Dense weights are sharded, everything else is left to Megatron's own DDP. Helpers make no copies, and know
-meshes with replicas.
+Dense weights are sharded, and experts' where asked for; everything else is left to Megatron's own DDP.
+Helpers make no copies, and know meshes with replicas.
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ class Clock:
         self.asked: Event | None = None
         self.saved: list[Event] = []
         self.copies: list[Copies] = []
+        self.denied: list[int] = []
+        """Bytes of storages that ``--swap-attention-bytes`` has kept on the device."""
         self.above: Clock | None = None
         """Of the layer above, whose backward asks for this one's storages."""
 
@@ -175,6 +177,19 @@ class OfLayer:
     limit: int | None = None
     nbytes: list[int] = field(default_factory=list)
 
+    def decide(self, asynchronous: bool) -> None:
+        """Set the limit by the passes that were measured whole; None where there are none.
+
+        Args:
+            asynchronous: copies run beside computation; if not, each is waited for.
+        """
+        clocks, self.clocks = self.clocks, []
+        whole = [each.times() for each in clocks if not each.denied]
+        counts = [hidden(*times) if asynchronous else 0 for times in whole if times is not None]
+        self.limit = min(counts) if counts else None
+        sizes = [[*(copies.nbytes for copies in each.copies), *each.denied] for each in clocks]
+        self.nbytes = max(sizes, key=sum, default=[])
+
     def stays(self) -> int:
         """Return the bytes on the device that the limit leaves there, of all open passes."""
         return self.most * sum(self.nbytes[self.limit :]) if self.limit is not None else 0
@@ -230,14 +245,11 @@ class Choice(pipeline_steps.Follower):
         platform.synchronize()
         layers = [layer for layer in self._layers.values() if layer.clocks]
         for layer in layers:
-            measured = [times for clock in layer.clocks if (times := clock.times()) is not None]
-            layer.nbytes = [each.nbytes for each in measured[0][0]] if measured else []
-            layer.limit = None
-            if measured:
-                # Without copies beside computation, each is waited for.
-                counts = [hidden(*times) for times in measured] if platform.asynchronous else [0]
-                layer.limit = min(counts)
-            layer.clocks = []
+            layer.decide(platform.asynchronous)
+        known = [layer.limit for layer in layers if layer.limit is not None]
+        for layer in layers:
+            if layer.limit is None:  # the bound left no whole pass of it to measure
+                layer.limit = min(known, default=0)
         beyond = keep_within(layers, _room(platform))
         swapped = sum(sum(layer.nbytes[: layer.limit]) for layer in layers)
         self._log.info(
@@ -258,9 +270,10 @@ def _closed(layer: OfLayer) -> None:
 
 
 def _room(platform: Any) -> float:
-    """Return the bytes that the device could hold beyond the peak of the steps so far."""
+    """Return the bytes that the device can certainly hold beyond the peak of the steps so far."""
     memory = platform.memory()
-    return float(memory.total * (1 - _SPARE) - memory.peak)
+    # Beside what the allocator counts there are contexts, communication buffers and other processes.
+    return float(min(memory.total * (1 - _SPARE) - memory.peak, memory.free))
 
 
 def keep_within(layers: Sequence[OfLayer], room: float) -> int:

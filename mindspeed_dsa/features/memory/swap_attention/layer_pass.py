@@ -300,7 +300,11 @@ class LayerPass:
         """Return whether no storage of this size may go any more."""
         if self._limit is not None and len(self._leaving) >= self._limit:
             return True
-        return self._choice is not None and not self._choice.may_take(nbytes)
+        if self._choice is None or self._choice.may_take(nbytes):
+            return False
+        if self._clock is not None:
+            self._clock.denied.append(nbytes)
+        return True
 
     def _may_leave(self, tensor: Tensor) -> bool:
         if (

@@ -92,6 +92,7 @@ class Recomputed:
         self._edge: Tensor | None = None  # between the two pieces that run again
         self._leaves_behind: list[Tensor] = []
         self._attention: _Attention | None = None
+        self._routing: Tensor | None = None
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -109,6 +110,8 @@ class Recomputed:
             # Megatron adds the residual with a graph whatever the mode, if its input has one.
             with torch.no_grad():
                 edge = self._first.forward_before(hidden.detach(), followed=False)
+        if hasattr(self._layer.mlp, "token_dispatcher"):
+            self._routing = self._layer.mlp.token_dispatcher.routing_map
         if self._learns():
             self._enter_before()
         return edge
@@ -197,6 +200,18 @@ class Recomputed:
                 stack.enter_context(self._attention.passed_over())
             self._edge = again.forward_before(self._hidden, followed=False)
             self._leave_before(again)
+        self._require_same_routing()
+
+    def _require_same_routing(self) -> None:
+        """Refuse rows that go elsewhere than in forward: the combine is not sent again, and lacks them."""
+        first, self._routing = self._routing, None
+        if first is not None and not torch.equal(first, self._dispatcher["routing_map"]):
+            raise RuntimeError(
+                f"mindspeed_dsa: --moe-fb-overlap: layer {self._layer.layer_number}: "
+                "tokens have other experts when the layer is recomputed than they had in forward, so "
+                "gradients would be those of other rows; some operator before the router does not repeat "
+                "its bits: train with --deterministic-mode, or omit --moe-fb-overlap or the recomputation"
+            )
 
     def _leave_before(self, again: Pieces) -> None:
         """Find the places of :meth:`_enter_before` in the graph that is there now."""
@@ -248,8 +263,8 @@ class Recomputed:
             gradient = again.backward_before(gradient)
             if self._attention is not None:
                 gradient = self._attention.backward()
-        # The plan refers to this object, which ends here.
-        del self._plan, self._build, self._first, self._again, self._hidden, self._attention
+        # The plan, and the order of recomputation, refer to this object, which ends here.
+        vars(self).clear()
         result: Tensor | None = gradient
         return result
 

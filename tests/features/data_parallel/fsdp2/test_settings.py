@@ -40,6 +40,10 @@ def problems(**arguments):
         ),
         ({"fsdp2_shard_experts": True, "num_experts": None}, "has no experts; drop the flag"),
         (
+            {"fsdp2_shard_experts": True, "transformer_impl": "transformer_engine"},
+            "use --transformer-impl local",
+        ),
+        (
             {"fsdp2_shard_experts": True, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
             "omit it, or use --moe-tp-extend-ep",
         ),

@@ -100,6 +100,18 @@ def test_what_stays_fits_the_device():
     assert [layer.limit for layer in layers] == [None, None]
 
 
+def test_passes_that_the_bound_cut_short_decide_nothing():
+    whole, cut = clock(10, [19], [11]), clock(10, [19], [11])
+    cut.denied = [16]
+    layer = OfLayer("layer 1", clocks=[whole, cut])
+    layer.decide(asynchronous=True)
+    assert layer.limit == 1
+    assert layer.nbytes == [8, 16]
+    layer = OfLayer("layer 2", clocks=[cut])
+    layer.decide(asynchronous=True)
+    assert layer.limit is None
+
+
 def steps(pool: Any, switches: dict[str, Any], **arguments: Any) -> list[dict[str, Any]]:
     (found,) = run(pool, "steps", switches=switches, count=4, **arguments)
     return found
@@ -130,6 +142,13 @@ def test_nothing_is_hidden_where_copies_take_the_computations_time(pool, without
 def test_everything_is_swapped_where_the_device_has_no_room(pool):
     auto = steps(pool, AUTO, asynchronous=False, room=0.0)
     assert auto[3]["out"] == auto[1]["out"] > 0
+
+
+def test_what_the_bound_left_unmeasured_is_not_swapped_without_limit(pool, without):
+    everything = steps(pool, ON)
+    bounded = steps(pool, {**AUTO, "swap_attention_bytes": everything[0]["most"] // 2}, asynchronous=False)
+    assert [step["out"] > 0 for step in bounded] == [True, True, False, False]
+    assert_same_gradients(without[3]["gradients"], bounded[3]["gradients"])
 
 
 def test_no_more_bytes_are_on_the_host_than_are_allowed(pool, without):

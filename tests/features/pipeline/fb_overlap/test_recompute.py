@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from mindspeed_dsa.features.pipeline.fb_overlap.recompute import Recomputed
 from tests.support.model import SEQUENCE, assert_same_gradients, losses_of
 
 CASES = "tests.features.pipeline.fb_overlap.recomputed_steps"
@@ -230,3 +233,15 @@ def test_ahead_of_the_gradient(pool, name):
             total = sum(after["when"].values())
             assert total == before["pieces"]["recompute_experts"]
             assert after["events"].count("launch") == before["events"].count("launch")
+
+
+def test_rows_that_go_elsewhere_than_in_forward_are_an_error():
+    """The reversed combine has the order of the first forward: other rows would be taken for its own."""
+    routing = torch.tensor([[True, False], [False, True]])
+    again = Recomputed.__new__(Recomputed)
+    again._layer = SimpleNamespace(layer_number=3)
+    again._routing, again._dispatcher = routing, {"routing_map": routing.clone()}
+    again._require_same_routing()
+    again._routing, again._dispatcher = routing, {"routing_map": routing.flip(0)}
+    with pytest.raises(RuntimeError, match=r"layer 3: tokens have other experts.*--deterministic-mode"):
+        again._require_same_routing()
