@@ -22,7 +22,8 @@ NOT_TORCHS = {
     # named tuples, import specs
     *("_asdict", "_replace", "_initializing"),
     # Megatron and Transformer Engine
-    *("_BaseDataParallel", "_buffer", "_compute_index_scores", "_forward_impl", "_fork_rng", "_fsdp_modules"),
+    *("_BaseDataParallel", "_buffer", "_compute_index_scores", "_fork_rng", "_fsdp_modules"),
+    *("_forward_attention", "_forward_impl"),
     *("_get_all_rng_states", "_get_kv_up_weights", "_get_model_param_range_map"),
     "_maintain_float32_expert_bias",
     *("_proj_and_transformer_layer", "_prompt_config", "_prompt_format", "_tokenizer"),

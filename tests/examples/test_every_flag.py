@@ -57,6 +57,7 @@ USED = {
     "first pipeline rank": (2, f"--decoder-first-pipeline-num-layers 1 --num-layers 3 {PP}"),
     "last pipeline rank": (2, f"--decoder-last-pipeline-num-layers 1 --num-layers 3 {PP}"),
     "FSDP2": (2, "--use-torch-fsdp2 --fsdp2-prefetch 2 --fsdp2-reduce-dtype bf16 --fsdp2-sharding-size 2"),
+    "FSDP2, experts": (2, "--use-torch-fsdp2 --fsdp2-shard-experts"),
     "host profile": (1, "--host-profile {folder}/profile.json --host-profile-step 2 --train-iters 9"),
     "indexer": (1, "--dsa-indexer-head-dim 16 --dsa-backend cpu"),
     "indexer's rotary": (1, "--dsa-indexer-rope-first --dsa-indexer-rope-interleaved"),
@@ -74,6 +75,7 @@ USED = {
     "recompute modules": (1, f"{RECOMPUTE} --recompute-modules moe_act --moe-grouped-gemm"),
     "reuse": (1, "--reuse-fp32-param --bf16"),
     "swapped attention": (1, f"{SWAP} --swap-attention-num-layers 1 --swap-attention-min-bytes 1"),
+    "swapped attention, bounded": (1, f"{SWAP} --swap-attention-bytes 100000000"),
     "stretched rotary embeddings": (
         1,
         "--rope-type yarn --yarn-beta-fast 16 --yarn-beta-slow 2 --yarn-original-max-position-embeddings 64",
