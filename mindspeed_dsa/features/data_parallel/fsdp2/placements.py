@@ -109,7 +109,10 @@ def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Op
         context.log.warning(
             "%s: experts stay whole: %s",
             EXPERTS,
-            "no two ranks have the same ones" if mesh is None else "their sizes have no equal pieces",
+            "no two ranks, or no two within --fsdp2-sharding-size, have the same ones; use fewer expert "
+            "parallel ranks, or more of the others"
+            if mesh is None
+            else "their sizes have no equal pieces",
             once=True,
         )
     return found

@@ -120,7 +120,9 @@ def test_losses_and_gradients(pool, name):
         assert before["pieces"] == {"recompute_before": 0, "recompute_experts": 0}
         assert after["pieces"] == {"recompute_before": layers, "recompute_experts": layers}
         launched, dispatches = (each["events"].count("launch") for each in (after, before))
-        assert dispatches < launched <= dispatches + 2 * layers or "block" in name or "behind" in name
+        assert dispatches <= launched <= dispatches + 2 * layers
+        # Of a block's layers the first one is dense here: it sends nothing.
+        assert launched > dispatches or "block" in name or "behind" in name
     if "dropout" not in name and "TP2" not in name:
         stock = step(pool, (*run, others), {}, recomputed)
         for theirs, after in zip(stock, ours, strict=True):
