@@ -114,7 +114,7 @@ AUTO: dict[str, dict[str, Any]] = {
     "auto": {"swap_attention": "auto"},
 }
 _UNDECIDED_STEPS = 2
-"""Of ``--swap-attention auto``."""
+"""Steps before ``--swap-attention auto`` decides."""
 _LINK = 0.75
 """Rate of the link, by the bytes that all swaps of a step move over the seconds of a step: a forward, a third
 of the step, then hides half of the copies to the host, which are half of these bytes."""

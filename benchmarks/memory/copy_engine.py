@@ -1,7 +1,7 @@
 """A CPU whose side streams copy beside its computation, over a link of a chosen rate.
 
-It stands for a device with copy engines: each side stream has a thread, which makes its copies in order and
-then sleeps for as long as the link would have taken. Megatron, kernels and memory are the CPU's own.
+The platform stands for a device with copy engines: each side stream has a thread, which makes its copies in
+order and then sleeps for as long as the link would have taken. Megatron, kernels and memory are the CPU's.
 """
 
 from __future__ import annotations

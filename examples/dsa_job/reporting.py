@@ -213,7 +213,7 @@ class Account:
         return lines
 
     def _attention(self, settings: Any) -> str:
-        """What attention was, and which parts of what the stage has of it were fused."""
+        """Say what attention was, and which parts of what the stage has of it were fused."""
         options, everything = Options.of(settings), settings.use_fused_dsa
         chosen = [(name, getattr(settings, name)) for name in FUSED_PARTS]
         without = {"dense": {*FUSED_PARTS}, "warmup": {*FUSED_PARTS} - {LOSS}, "frozen": {LOSS}}

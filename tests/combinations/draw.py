@@ -109,7 +109,7 @@ MORE_FEATURES: dict[str, str] = {
     "--recompute-verify --recompute-norm": "",
     "--trace-schedule FOLDER/schedule.json": "VPP",
 }
-"""Those that are only paired: they change where nothing else does, or only watch, in a FOLDER."""
+"""Features that are only paired: they change where nothing else does, or only watch, in a FOLDER."""
 
 
 @dataclass(frozen=True)

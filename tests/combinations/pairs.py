@@ -1,6 +1,6 @@
 """Every feature beside every other: refused, alternatives, or together in a job that is trained.
 
-What is refused is asked of the library's own checks, in a layout in which both features can act. All pairs
+The library's own checks are asked what is refused, in a layout in which both features can act. All pairs
 that are left are dealt out to jobs: each has as many features at once as go together, until every pair is in
 one. ``pairs.json`` keeps both, and ``docs/pairs.md`` shows them; ``python -m tests.combinations.pairs``
 writes them anew.
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.combinations.draw import FEATURES, MODEL, MORE_FEATURES
 
@@ -25,6 +26,7 @@ from dsa_job.errors import UsageError
 from dsa_job.validation import World, check
 
 from mindspeed_dsa import MindSpeedDSAError, session
+from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.session.session import Session
 
 _SAME = ("--use-torch-fsdp2", "--use-distributed-optimizer")
@@ -135,28 +137,41 @@ class Job:
         given = dict.fromkeys(flag for row in self.rows for flag in re.split(r" (?=--)", row))
         alone = "" if granularity else _FULL if PAIRED in self.rows else "--recompute-activations"
         own = [alone if flag == "--recompute-activations" else flag for flag in given]
-        return [*self.model, *self.layout[1].split(), *" ".join(own).split()]
+        return [*self.plain, *" ".join(own).split()]
+
+    @property
+    def plain(self) -> list[str]:
+        """Return the flags of the job without its features."""
+        return [*self.model, *self.layout[1].split()]
+
+    def features(self) -> list[Feature]:
+        """Return the library's features that are on in this job, and not in the one without its features."""
+        known = {feature.name for feature in self._resolved(self.plain)[1].features}
+        return [feature for feature in self._resolved(self.argv())[1].features if feature.name not in known]
 
     def refusal(self) -> str | None:
         """Return why the library or the job refuses it before there is a process group; None: it does not."""
-        argv = [*self.argv(), "--no-save"]
         try:
-            args = build_parser().parse_args(argv)
-            derive(args)
-            check(args, World(size=self.layout[0]))
-            api = {
-                "experimental_attention_variant": args.experimental_attention_variant or "none",
-                "multi_latent_attention": True,
-                "transformer_impl": args.transformer_impl,
-                "use_fused_dsa": args.use_fused_dsa,
-            }
-            resolved, active = session.resolve(api, argv)
-            job = Session(resolved, active)
+            args, job = self._resolved(self.argv())
             job.rewrite(args)
             problems = job.problems(args)
         except (UsageError, MindSpeedDSAError) as error:
             return str(error)
         return "\n".join(problems) or None
+
+    def _resolved(self, flags: list[str]) -> tuple[Any, Session]:
+        """Return a job's arguments, and the session that they would start."""
+        argv = [*flags, "--no-save"]
+        args = build_parser().parse_args(argv)
+        derive(args)
+        check(args, World(size=self.layout[0]))
+        api = {
+            "experimental_attention_variant": args.experimental_attention_variant or "none",
+            "multi_latent_attention": True,
+            "transformer_impl": args.transformer_impl,
+            "use_fused_dsa": args.use_fused_dsa,
+        }
+        return args, Session(*session.resolve(api, argv))
 
 
 def alternatives(one: str, other: str) -> str | None:

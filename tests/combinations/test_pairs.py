@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_dsa import features
+from mindspeed_dsa.session.start_report import REPORT_FILE
 from tests.combinations.pairs import PAGE, ROWS, Job, Table, flags_of, pairs, shortened
 from tests.combinations.play import deviation, train
 
@@ -88,13 +89,15 @@ def test_features_train_together_as_without(number: int, tmp_path: Path, jobs_wi
         jobs_without[start] = weights / "checkpoints"
     load = ["--load", str(jobs_without[start]), "--finetune", "--no-save"]
     if plain not in jobs_without:
-        argv = [*job.model, *layout.split()]
-        jobs_without[plain] = train(argv, ranks, folder / f"plain{len(jobs_without)}", load)
+        jobs_without[plain] = train(job.plain, ranks, folder / f"plain{len(jobs_without)}", load)
     own = [word.replace("FOLDER", str(tmp_path)) for word in job.argv()]
     featured = train(own, ranks, tmp_path / "job", load)
     without = jobs_without[plain]
     assert isinstance(without, list)
     assert deviation(without, featured, job.dtype) <= 1, json.dumps([job.rows, without, featured])
+    sites = json.loads((tmp_path / "job" / REPORT_FILE).read_text())["sites"]
+    applied = {name for site in sites if site["state"] == "applied" for name in site["features"]}
+    assert {each.name for each in job.features() if each.patches} <= applied
     for file in ("profile.json", "schedule.json", "expert_load.jsonl"):
         if any(f"FOLDER/{file}" in row for row in job.rows):
             assert os.path.getsize(tmp_path / file)

@@ -29,7 +29,7 @@ class RunsAgain(Protocol):
 
 
 RandomStates = Any
-"""Of the CPU, of the device, and of Megatron's tracker of named states."""
+"""States of the CPU, of the device, and of Megatron's tracker of named states."""
 
 
 def random_states(megatron: Megatron) -> RandomStates:

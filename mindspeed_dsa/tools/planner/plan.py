@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -101,9 +102,13 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
     """
     ranks = memory.of_job(job, allocator)
     if job.features.swap_auto:
-        shares = hidden_swaps(job, device, ranks)
-        job = replace(job, features=replace(job.features, swap_shares=shares))
+        job = with_shares(job, hidden_swaps(job, device, ranks))
         ranks = memory.of_job(job, allocator)
+        if too_large := {each.rank for each in ranks if each.total > device.memory * GIB}:
+            # What stays has no room there, so the job goes on swapping everything.
+            shares = job.features.swap_shares
+            job = with_shares(job, [1.0 if rank in too_large else each for rank, each in enumerate(shares)])
+            ranks = memory.of_job(job, allocator)
     transfers = communication.of_job(job)
     return Plan(
         job=job,
@@ -115,6 +120,11 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
         least=layouts.least_devices(job.layout),
         fitting=None if quick else _fitting(job, device, allocator),
     )
+
+
+def with_shares(job: Job, shares: Sequence[float]) -> Job:
+    """Return a job of whose attention each pipeline rank swaps such a share."""
+    return replace(job, features=replace(job.features, swap_shares=tuple(shares)))
 
 
 def _fitting(job: Job, device: Device, allocator: float) -> int | None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mindspeed_dsa.features.memory.swap_attention.feature import MARGIN
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Costs, Kind
 from mindspeed_dsa.schedule.simulate import simulate
@@ -14,9 +15,6 @@ from mindspeed_dsa.tools.planner import activations, work
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import RankMemory
-
-SWAP_MARGIN = 1.1
-"""Copies to and from the host are taken to last so many times as long: links are shared."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tupl
         chunks = [compute(job, device, each.rank, chunk) for chunk in range(job.layout.vpp)]
         # A forward hides the copies to the host, a backward those back.
         seconds = min(sum(sum(both[way].values()) for both in chunks) for way in (0, 1))
-        moved, on_host = SWAP_MARGIN * each.swapped / (device.host * 1e9), each.host - each.host_state
+        moved, on_host = MARGIN * each.swapped / (device.host * 1e9), each.host - each.host_state
         within = job.features.swap_bytes / on_host if on_host else 1.0
         shares.append(min(1.0, seconds / moved if moved else 1.0, within))
     return tuple(shares)

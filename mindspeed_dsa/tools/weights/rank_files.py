@@ -1,6 +1,6 @@
 """Checkpoints of ``--ckpt-format torch``: a file for each rank of a layout, with its parameters by module.
 
-What a rank holds, only Megatron's own model of that rank tells. It is built without memory, in a process of
+Only Megatron's own model of a rank tells what that rank holds. It is built without memory, in a process of
 its own, where groups of ranks that do not exist stand for those of the job.
 """
 

@@ -194,7 +194,8 @@ def test_with_experts_sharded_less_is_held_than_with_the_distributed_optimizer()
 
 def test_only_what_computation_hides_is_swapped_with_auto():
     words = {"off": "", "all": "--swap-attention", "auto": "--swap-attention auto"}
-    plans = {name: planned(deepseek(more)) for name, more in words.items()}
+    roomy = device("h200", memory=1000)
+    plans = {name: plan.make(deepseek(more), roomy) for name, more in words.items()}
     worst = {name: max(rank.total for rank in each.ranks) for name, each in plans.items()}
     on_host = {name: max(rank.host for rank in each.ranks) for name, each in plans.items()}
     assert "swapped attention" in plans["all"].time.parts
@@ -202,7 +203,11 @@ def test_only_what_computation_hides_is_swapped_with_auto():
     assert plans["auto"].time.total < plans["all"].time.total
     assert worst["all"] < worst["auto"] < worst["off"]
     assert on_host["off"] == 0 < on_host["auto"] < on_host["all"]
-    bounded = planned(deepseek("--swap-attention auto --swap-attention-bytes 1000000000"))
+    small = plan.make(deepseek(words["auto"]), device("h200", memory=worst["auto"] / GIB / 1.001))
+    assert max(rank.total for rank in small.ranks) < worst["auto"]
+    largest = max(plans["auto"].ranks, key=lambda rank: rank.total).rank
+    assert small.ranks[largest].host == pytest.approx(plans["all"].ranks[largest].host)
+    bounded = plan.make(deepseek("--swap-attention auto --swap-attention-bytes 1000000000"), roomy)
     assert max(rank.host for rank in bounded.ranks) == pytest.approx(1e9)
 
 

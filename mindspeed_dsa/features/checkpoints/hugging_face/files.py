@@ -137,7 +137,7 @@ class WeightFiles:
     def factors(self, name: str) -> Tensor | None:
         """Return a weight's factors ``[..., ceil(rows / 128), ceil(columns / 128)]``; none unless FP8.
 
-        They are in fp32, whatever they are in the file.
+        Factors come in fp32, whatever they are in the file.
 
         Raises:
             RunError: one of them is no positive number.

@@ -55,8 +55,8 @@ class Placements:
 def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Options]) -> Placements:
     """Place the parameters of a model.
 
-    What has no dimension that can be cut into equal pieces, as checkpoints need, and what is of another type
-    than its layer's rest, stays whole.
+    Parameters stay whole that have no dimension to be cut into equal pieces, as checkpoints need, and those
+    of another type than the rest of their layer.
 
     Args:
         module: the model.

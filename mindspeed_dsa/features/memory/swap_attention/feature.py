@@ -25,6 +25,8 @@ MODULES = {
 """Names for ``--swap-modules``, and what they are called in Megatron's layers."""
 DEFAULT_MODULES = "self_attention"
 DEFAULT_MIN_BYTES = 1 << 20
+MARGIN = 1.1
+"""Copies are taken to last so many times as long as measured, or as the link's rate says: it is shared."""
 
 
 @dataclass(frozen=True)

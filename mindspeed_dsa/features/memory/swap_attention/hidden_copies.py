@@ -18,13 +18,11 @@ from weakref import WeakKeyDictionary
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.memory.swap_attention.feature import Options
+from mindspeed_dsa.features.memory.swap_attention.feature import MARGIN, Options
 from mindspeed_dsa.megatron import pipeline_steps
 from mindspeed_dsa.platforms.base import Event
 from mindspeed_dsa.platforms.host_pool import size_class
 
-_MARGIN = 1.1
-"""Copies are taken to last so many times as long as they did: links are shared."""
 _SPARE = 0.05
 """Share of the device's memory that is left free."""
 _MEASURED_STEP = 2
@@ -64,10 +62,10 @@ def hidden(storages: Sequence[Times], end: float) -> int:
         first = storages[:count]
         gone = back = 0.0
         for each in first:
-            gone = max(gone, each.saved) + _MARGIN * each.out
+            gone = max(gone, each.saved) + MARGIN * each.out
         in_time = gone <= end
         for each in reversed(first):
-            back += _MARGIN * each.back
+            back += MARGIN * each.back
             in_time = in_time and back <= each.read
         if in_time:
             return count
@@ -85,7 +83,7 @@ class Clock:
         self.denied: list[int] = []
         """Bytes of storages that ``--swap-attention-bytes`` has kept on the device."""
         self.above: Clock | None = None
-        """Of the layer above, whose backward asks for this one's storages."""
+        """Clock of the layer above, whose backward asks for this one's storages."""
 
     def save(self, copies: Copies) -> None:
         """Note that a storage has been saved, and its copy to the host begun."""

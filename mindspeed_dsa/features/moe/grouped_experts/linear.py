@@ -121,7 +121,8 @@ class GroupedLinear(torch.nn.Module):
     def matrices(self) -> dict[int, Tensor]:
         """Return what this rank has of the experts' matrices ``[out, in]``, by local expert.
 
-        Of a stack that is cut between experts it has some; of one that is cut otherwise, a shard of each.
+        A rank has some matrices of a stack that is cut between experts, and shards of all where it is cut
+        otherwise.
         """
         weight = self.weight.detach()
         local = self.by_expert(local_of(weight))
