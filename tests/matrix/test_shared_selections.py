@@ -170,13 +170,32 @@ def test_second_stream_and_compiled_regions(pool, overrides):
     assert result["counts"][events.BESIDE] == 4 * (4 + 4)
 
 
+BUBBLES = {"recompute_in_bubble": True}
+
+
 @pytest.mark.releases(">=0.14", quick=True)
-def test_pairs_of_forward_and_backward(pool):
+@pytest.mark.parametrize(
+    ("recompute", "sharing", "switches", "sizes"),
+    [
+        (CORE, HALF, {}, {}),
+        (FULL, QUARTER, {}, {}),
+        pytest.param(BLOCK, GLM, {}, {}, marks=pytest.mark.full),
+        pytest.param(FULL, HALF, BUBBLES, {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
+        pytest.param(BLOCK, HALF, {}, {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
+        pytest.param(FULL, {**GLM, "mtp_num_layers": 1}, {}, {}, marks=pytest.mark.full),
+    ],
+    ids=["core", "full", "block, GLM-5.2", "PP2 x VPP2, full in bubbles", "PP2 x VPP2, block", "full, MTP"],
+)
+def test_pairs_of_forward_and_backward(pool, recompute, sharing, switches, sizes):
     """The plan of pairs runs layers without the block's forward, beside another microbatch's backward."""
-    expected = layout(pool, 2, HALF, FUSED, ep=2)
-    result = layout(pool, 2, {**HALF, **CORE}, {**FUSED, "moe_fb_overlap": True}, ep=2)
+    ranks = 2 * sizes.get("pp", 1)
+    paired = {**FUSED, "moe_fb_overlap": True, **switches}
+    expected = layout(pool, ranks, sharing, FUSED, ep=2, **sizes)
+    result = layout(pool, ranks, {**sharing, **recompute}, paired, ep=2, **sizes)
     same(result, expected)
     assert result["counts"][events.STARTED] > expected["counts"].get(events.STARTED, 0)
+    assert result["selected"] > expected["selected"], "nothing was recomputed"
+    assert bool(result["ahead"]) == bool(switches)
 
 
 @pytest.mark.releases(">=0.19")

@@ -365,5 +365,11 @@ def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
 
 
 def _recomputing() -> bool:
-    """Whether this runs inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether this runs inside a backward pass, or as a pair's second forward, beside one.
+
+    The first forward of what Megatron checkpoints has its mark, too, but no graph.
+    """
+    from megatron.core.tensor_parallel.random import is_checkpointing
+
+    inside = torch._C._current_graph_task_id() != -1
+    return inside or bool(is_checkpointing() and torch.is_grad_enabled())

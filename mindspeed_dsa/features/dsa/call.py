@@ -18,7 +18,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.problem import Groups, LossOptions
-from mindspeed_dsa.features.dsa.shared_selections import selection
+from mindspeed_dsa.megatron import shared_selections
 from mindspeed_dsa.megatron.dsa import Options
 
 
@@ -75,9 +75,9 @@ class Call:
         return topk
 
     @cached_property
-    def shared(self) -> selection.Selected | None:
+    def shared(self) -> shared_selections.Selected | None:
         """Selection of a layer below that this one attends to; None if it computes its own."""
-        place, holder = selection.place_of(self.layer), selection.current()
+        place, holder = shared_selections.place_of(self.layer), shared_selections.current()
         if place is None or not holder.is_shared_by(place):
             return None
         latest = holder.read(place)
@@ -86,9 +86,9 @@ class Call:
 
     def hand_on(self, topk_indices: tuple[Tensor | None, ...]) -> None:
         """Keep a selection for layers above that share it: ``[batch, rows, topk]`` for each run of rows."""
-        place = selection.place_of(self.layer)
+        place = shared_selections.place_of(self.layer)
         if place is not None and self.shared is None:
-            selection.current().store(place, *topk_indices)
+            shared_selections.current().store(place, *topk_indices)
 
     @property
     def indexer_inputs(self) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,6 @@ from mindspeed_dsa.tools.migrate.weights import convert
 _SPECS = [f"mindspeed_llm.tasks.models.spec.{name}_spec" for name in ("deepseek", "qwen3", "bailing")]
 """Layers of MindSpeed-LLM that Megatron builds by itself from the other flags."""
 _BALANCING = "--moe-router-load-balancing-type"
-_SHARED = {"--index-topk-freq", "--index-topk-pattern", "--index-share-for-mtp-iteration"}
-"""Flags of layers that share a selection of keys."""
 _NORMS = ("--rmsnorm-weight-in-fp32", "--init-norm-weight-in-fp32", "--input-layernorm-in-fp32")
 
 
@@ -195,9 +193,6 @@ def _pairs(job: Job) -> None:
         job.is_dropped(flag, why, results=False)
     elif {"--fp8-format", "--fp8"} & set(job.given) and job.text("--recompute-granularity") == "full":
         why = "Not together with full recomputation in FP8, which is kept."
-        job.is_dropped(flag, why, results=False)
-    elif _SHARED & set(job.given) and job.text("--recompute-granularity") == "full":
-        why = "Not together with full recomputation, which is kept, of layers that share a selection."
         job.is_dropped(flag, why, results=False)
     elif batch and one and batch // (one * replicas) < max(2, pp):
         why = "A step has too few microbatches to pair any: use a larger --global-batch-size to have it."

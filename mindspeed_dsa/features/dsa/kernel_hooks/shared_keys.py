@@ -20,9 +20,9 @@ from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
-from mindspeed_dsa.features.dsa.shared_selections.selection import place_of
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
+from mindspeed_dsa.megatron.shared_selections import place_of
 
 
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

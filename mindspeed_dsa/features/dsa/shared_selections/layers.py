@@ -14,16 +14,16 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
 from mindspeed_dsa.features.dsa.shared_selections.feature import check_sharing
-from mindspeed_dsa.features.dsa.shared_selections.selection import (
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.megatron.shared_selections import (
     ATTRIBUTE,
     Carrying,
     Place,
     current,
     place_of,
 )
-from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.selections import Sharing
 
 # -- places: which layers own an indexer, and whose selection the others read -------------------
 

@@ -17,7 +17,6 @@ from mindspeed_dsa.megatron.expert_parallel import (
     check_refused,
     number_of_experts,
 )
-from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -117,12 +116,6 @@ def _check_recompute(args: Any) -> Iterator[str]:
     if not whole:
         return
     flag = "--recompute-granularity full" if granularity == "full" else "--recompute-modules moe"
-    if granularity == "full" and Sharing.of(args).is_on:
-        yield (
-            f"{FLAG} with {flag}: layers that share a selection would read another microbatch's when they "
-            "are recomputed beside it; use --recompute-granularity selective (core_attn, moe), or omit "
-            f"{FLAG}"
-        )
     if argument(args, "distribute_saved_activations"):
         yield (f"{FLAG} with {flag} recomputes layers from whole inputs; omit --distribute-saved-activations")
     for name in ("fp8", "fp4"):

@@ -36,6 +36,7 @@ from mindspeed_dsa.features.pipeline.recomputation import (
     random_states,
     set_random_states,
 )
+from mindspeed_dsa.megatron.shared_selections import Carrying
 from mindspeed_dsa.megatron.split_layers import Companion, companion_of, transformer_layer
 
 
@@ -82,6 +83,9 @@ class Recomputed:
         self._plan, self._build, self._part, self._megatron = plan, build, part, megatron
         self._layer = transformer_layer(plan.layer)
         self._first, self._again = build(), None  # type: Pieces, Pieces | None
+        # A layer that attends to another one's keys finds those of its own forward.
+        run: Callable[..., Tensor] = Pieces.forward_before
+        self._run_before = Carrying(run) if part is Part.LAYER else run
         self._random: list[RandomStates] = []
         self._chunk: dict[str, Any] = {}
         self._dispatcher: dict[str, Any] = {}
@@ -104,12 +108,12 @@ class Recomputed:
         if self._part is Part.EXPERTS:
             self._attention = _Attention(self._layer, self._megatron)
             with self._attention.kept():
-                edge = self._first.forward_before(hidden)
+                edge = self._run_before(self._first, hidden)
             self._attention.begins_at(self._first.before[0].inputs[0])
         else:
             # Megatron adds the residual with a graph whatever the mode, if its input has one.
             with torch.no_grad():
-                edge = self._first.forward_before(hidden.detach(), followed=False)
+                edge = self._run_before(self._first, hidden.detach(), followed=False)
         if hasattr(self._layer.mlp, "token_dispatcher"):
             self._routing = self._layer.mlp.token_dispatcher.routing_map
         if self._learns():
@@ -198,7 +202,7 @@ class Recomputed:
         with self._as_in_forward(), contextlib.ExitStack() as stack:
             if self._attention is not None:
                 stack.enter_context(self._attention.passed_over())
-            self._edge = again.forward_before(self._hidden, followed=False)
+            self._edge = self._run_before(again, self._hidden, followed=False)
             self._leave_before(again)
         self._require_same_routing()
 

@@ -22,6 +22,9 @@ LAST_DENSE = {"num_layers": 3, "moe_layer_freq": [1, 1, 0], **NO_SHARED}
 MODULES = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "shared_experts"]}
 AND_MOE = {"recompute_modules": ["mlp", "shared_experts", "moe"]}
 NORMS = {"recompute_norm": True, "recompute_verify": True}
+FUSED = {"use_fused_dsa": True}
+ONE_SELECTS = {"num_layers": 4, "dsa_indexer_topk_freq": 4}
+HALF_SELECT = {"num_layers": 8, "dsa_indexer_topk_freq": 2}
 SWAPPED = {"swap_attention": True, "swap_attention_min_bytes": 0}
 RUNS = {
     # name: ranks, layout, microbatches, model, what is recomputed, other switches, layers run again per rank
@@ -58,7 +61,32 @@ RUNS = {
         {},
         [8, 8, 12, 12],
     ),
-    "fused DSA": (2, {}, 2, {}, UNIFORM, {"use_fused_dsa": True}, [4, 4]),
+    "fused DSA": (2, {}, 2, {}, UNIFORM, FUSED, [4, 4]),
+    "shared selection": (2, {}, 3, ONE_SELECTS, UNIFORM, FUSED, [12, 12]),
+    "shared selection, Megatron's attention": (2, {}, 3, ONE_SELECTS, UNIFORM, {}, [12, 12]),
+    # The third layer reads a selection of which the fourth, which keeps everything, is the last reader.
+    "shared selection, first three": (
+        2,
+        {},
+        3,
+        ONE_SELECTS,
+        {**BLOCK, "recompute_num_layers": 3},
+        FUSED,
+        [9, 9],
+    ),
+    "shared selection, experts alone": (2, {}, 3, ONE_SELECTS, MOE, FUSED, [9, 9]),
+    "shared selection, TP2+SP": (2, {"tp": 2}, 2, ONE_SELECTS, UNIFORM, FUSED, [8, 8]),
+    "shared selection, multi-token prediction": (
+        2,
+        {},
+        3,
+        {**ONE_SELECTS, "mtp_num_layers": 1, "dsa_indexer_share_for_mtp": True},
+        UNIFORM,
+        FUSED,
+        [15, 15],
+    ),
+    "shared selection, PP2 x VPP2": (4, INTERLEAVED, 4, HALF_SELECT, UNIFORM, FUSED, [16] * 4),
+    "shared selection, PP2 x VPP2, first layers": (4, INTERLEAVED, 4, HALF_SELECT, BLOCK, FUSED, [8] * 4),
     "grouped experts": (
         2,
         {},
@@ -183,6 +211,25 @@ def test_a_recomputed_layer_keeps_its_input(pool):
     assert whole > 10
 
 
+@pytest.mark.parametrize("selecting", [1, 2])
+def test_layers_that_share_keep_one_selection(pool, selecting):
+    """Its indices alone come on top of the layers' inputs: once for the layers that read it, not for each."""
+    size, topk = 64, 8
+    shared, own = (
+        pool.run(
+            f"{CASES}:kept",
+            2,
+            layers=4,
+            overrides={**UNIFORM, "dsa_indexer_topk": topk, "dsa_indexer_topk_freq": frequency},
+            micro_batch_size=size,
+        )[0]
+        for frequency in (4 // selecting, 1)
+    )
+    indices = selecting * size * SEQUENCE * topk * 8  # Megatron's are int64
+    # An indexer that is not there keeps no rotary angles.
+    assert shared - own == pytest.approx(indices, rel=0.03)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("sharded", [{}, {"fsdp2_shard_experts": True}], ids=["dense", "experts too"])
 @pytest.mark.parametrize("recomputed", [UNIFORM, MOE], ids=["layers", "experts"])
@@ -208,6 +255,16 @@ AHEAD = {
     # and those of its cooldown; the last one has 3 warmups and waits for 2, the others being its own.
     "PP2 x VPP2": (4, INTERLEAVED, 4, 4, UNIFORM, (6, 6, 2, 2), (8, 8, 4, 4)),
     "experts alone": (4, INTERLEAVED, 4, 4, MOE, (3, 3, 2, 2), (4, 4, 4, 4)),
+    # Two layers per chunk, of which the second reads what the first one has selected.
+    "shared selections": (
+        4,
+        INTERLEAVED,
+        8,
+        4,
+        {**UNIFORM, "dsa_indexer_topk_freq": 2},
+        (12, 12, 4, 4),
+        (16, 16, 8, 8),
+    ),
 }
 
 

@@ -46,8 +46,6 @@ SERVED = {
         ({"distribute_saved_activations": True}, "omit --distribute-saved-activations"),
         ({"recompute_granularity": "full", "fp8": "hybrid"}, "omit --fp8-format"),
         ({"fp4": "e2m1"}, "--recompute-modules moe"),
-        ({"recompute_granularity": "full", "dsa_indexer_topk_freq": 4}, "layers that share a selection"),
-        ({"recompute_granularity": "full", "dsa_indexer_topk_pattern": "CSCS"}, "omit --moe-fb-overlap"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),

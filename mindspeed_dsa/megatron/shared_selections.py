@@ -99,7 +99,7 @@ class Selections:
                 f"dsa-shared-selections: {place.name} attends to the keys that {place.source} selects, which "
                 f"has not run before it; {'nothing' if latest is None else latest.source} has. A pipeline "
                 "chunk must begin with a layer that selects, and layers may be recomputed by Megatron's "
-                "tensor_parallel.checkpoint only"
+                "tensor_parallel.checkpoint or --moe-fb-overlap only"
             )
         latest.reads += 1
         return latest
@@ -139,7 +139,7 @@ def recomputing(latest: Selected | None) -> Iterator[None]:
 
 
 class Carrying:
-    """Function that is checkpointed, with the selection that its layers read.
+    """Function that backward runs again, with the selection that its layers read.
 
     Args:
         function: called once in forward, and once more in backward, where it finds the same selection.
