@@ -9,14 +9,11 @@ import torch
 
 from benchmarks.dsa.floor import Call, matmul_call, needed_flops, operator_calls
 from benchmarks.dsa.problem import Sizes
-from benchmarks.dsa.rivals import rivals
 from benchmarks.registry import Metrics
 from benchmarks.released import MODELS, Released
 
 LENGTHS = (4096, 8192, 32768)
 HEADS = (128, 64, 16)
-# The operator that other projects have.
-ATTENTION = "sparse_flash_attention"
 
 
 def run(
@@ -28,12 +25,10 @@ def run(
 ) -> Metrics:
     """``S<length>_H<heads>`` to operator to direction to figures, bf16; and the matmul rate.
 
-    A problem that does not fit into the device's memory gives a string that reports this. Other projects'
-    kernels come last: what they compile, and what they may do to the device, costs none of our figures. After
-    each problem ``tell`` is called with all figures so far. Heads beyond the model's are left out.
+    A problem that does not fit into the device's memory gives a string that reports this. After each problem
+    ``tell`` is called with all figures so far. Heads beyond the model's are left out.
     """
-    matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
-    peak = work / _seconds(matmul, rounds)
+    peak = matmul_rate(rounds)
     found: dict[str, Metrics | float | str] = {"matmul_tflops": peak / 1e12}
     problems = {
         f"S{length}_H{count}": Sizes.of(model, length=length, heads=count)
@@ -48,13 +43,13 @@ def run(
             found[name] = "does not fit into the memory of the device"
         torch.cuda.empty_cache()
         tell(found)
-    for name, sizes in problems.items():
-        figures = found[name]
-        if isinstance(figures, dict):
-            figures.update(_theirs(sizes, peak, rounds))
-            torch.cuda.empty_cache()
-            tell(found)
     return found
+
+
+def matmul_rate(rounds: int) -> float:
+    """Operations a second of a bf16 matmul of 8192 x 8192 x 8192."""
+    matmul, work = matmul_call(8192, torch.bfloat16, "cuda")
+    return work / seconds(matmul, rounds)
 
 
 def _ours(sizes: Sizes, peak: float, rounds: int) -> Metrics:
@@ -68,38 +63,36 @@ def _ours(sizes: Sizes, peak: float, rounds: int) -> Metrics:
     }
 
 
-def _theirs(sizes: Sizes, peak: float, rounds: int) -> Metrics:
-    flops = needed_flops(sizes)[ATTENTION]
-    return {
-        project: calls
-        if isinstance(calls, str)
-        else {direction: _figures(call, flops[direction], peak, rounds) for direction, call in calls.items()}
-        for project, calls in rivals(sizes, "cuda").items()
-    }
-
-
 def _figures(call: Call, needed: float, peak: float, rounds: int) -> Metrics:
-    seconds = _seconds(call, rounds)
+    took = seconds(call, rounds)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
     return {
-        "ms": seconds * 1e3,
-        "tflops": needed / seconds / 1e12,
-        "fraction_of_matmul": needed / seconds / peak,
+        "ms": took * 1e3,
+        "tflops": needed / took / 1e12,
+        "fraction_of_matmul": needed / took / peak,
         "extra_peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20,
     }
 
 
-def _seconds(call: Call, rounds: int) -> float:
-    """Median of single calls between events on the device."""
+def seconds(call: Call, rounds: int, before: Call = lambda: None) -> float:
+    """Median of single calls between events on the device.
+
+    Args:
+        call: what is timed.
+        rounds: calls, of which two more come first.
+        before: called ahead of each, outside of the events. What it leaves the device to do hides the time
+            that the host takes to launch the call.
+    """
     for _ in range(2):
         call()
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
         begin.record()
         call()
         end.record()

@@ -26,17 +26,23 @@ def needed_flops(sizes: Sizes) -> Table:
     pair. Attention: one product with the key, one with the value; its backward three and two. The loss:
     one product with the key, and the indexer's backward.
     """
-    key_dim, value_dim = sizes.latent_dim + sizes.rope_dim, sizes.latent_dim
+    key_dim = sizes.latent_dim + sizes.rope_dim
     index = 2 * sizes.index_heads * sizes.index_dim
     pairs = sizes.selected_pairs
     index_backward = 3 * index * pairs
     return {
         "lightning_indexer": {"forward": index * sizes.visible_pairs, "backward": index_backward},
-        "sparse_flash_attention": {
-            "forward": 2 * sizes.heads * (key_dim + value_dim) * pairs,
-            "backward": 2 * sizes.heads * (3 * key_dim + 2 * value_dim) * pairs,
-        },
+        "sparse_flash_attention": attention_flops(sizes, pairs),
         "indexer_kl_loss": {"forward_backward": 2 * sizes.heads * key_dim * pairs + index_backward},
+    }
+
+
+def attention_flops(sizes: Sizes, pairs: int) -> dict[str, float]:
+    """Required floating point operations of the attention by direction, for so many pairs of row and key."""
+    key_dim, value_dim = sizes.latent_dim + sizes.rope_dim, sizes.latent_dim
+    return {
+        "forward": 2 * sizes.heads * (key_dim + value_dim) * pairs,
+        "backward": 2 * sizes.heads * (3 * key_dim + 2 * value_dim) * pairs,
     }
 
 

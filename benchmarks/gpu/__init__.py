@@ -1,8 +1,8 @@
 """All that needs a GPU, in one go of at most eight minutes, and one report of it.
 
-Tests of the kernels on the device, the operators beside other projects' and beside the model's bounds, whole
-training steps with and without fused DSA and other features, and a trace. Every part is a process of its own:
-one that fails, or leaves the device in a bad state, costs its own figures only.
+Tests of the kernels on the device, the operators beside the model's bounds, whole training steps with and
+without fused DSA and other features, a trace, and attention beside other projects'. Every part is a process
+of its own: one that fails, or leaves the device in a bad state, costs its own figures only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import parts
-from benchmarks.gpu import bounds, words
+from benchmarks.gpu import beside, bounds, words
 from benchmarks.registry import Metrics
 
-PARTS = {"parity": 180, "operators": 95, "layer": 100, "features": 95}
-"""Seconds that each has for certain. What others leave, or did not ask for, is added."""
+PARTS = {"parity": 180, "operators": 65, "layer": 100, "features": 95, "rivals": 30}
+"""Seconds that each has for certain. What others leave, or did not ask for, is added.
+
+Other projects' kernels come last: what they may do to the device costs none of our figures.
+"""
 LIMIT = 480
 """Seconds of all together, the report included."""
 _REPORT = 10
@@ -45,6 +48,7 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
     found = parts.run("benchmarks.gpu.part", names, PARTS, folder, quick=quick, seconds=left)
     found["slower_than_model"] = bounds.slower_than_model(found.get("operators", {}), _device_name())
     found["failed"] = failures(found)
+    beside.draw(found.get("rivals", {}), folder / beside.PICTURE)
     (folder / "report.md").write_text(words.report(found, _device_name()), encoding="utf-8")
     print(f"report: {folder / 'report.md'}", file=sys.stderr, flush=True)
     return found

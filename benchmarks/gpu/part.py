@@ -40,5 +40,12 @@ def features(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return steps.run(quick, tell)
 
 
+def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Attention beside other projects'."""
+    from benchmarks.gpu import rivals as beside
+
+    return beside.run(quick, seconds, tell)
+
+
 if __name__ == "__main__":
-    parts.serve({part.__name__: part for part in (operators, parity, layer, features)})
+    parts.serve({part.__name__: part for part in (operators, parity, layer, features, rivals)})

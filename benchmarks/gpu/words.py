@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from benchmarks.gpu import beside
 from benchmarks.parts import rows_of, table
 
 
@@ -15,7 +16,7 @@ def report(found: Mapping[str, Any], device: str) -> str:
         found: metrics of the case ``gpu``.
         device: the GPU's name.
     """
-    parts = (_summary, _model, _operators, layers, features, _trace)
+    parts = (_summary, _model, _operators, beside.words, layers, features, _trace)
     lines = [f"# {device}", ""]
     for part in parts:
         lines += [*part(found), ""]
@@ -62,9 +63,6 @@ def _operators(found: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(figures, dict):
             continue
         for operator, directions in figures.items():
-            if isinstance(directions, str):
-                notes[f"{operator}: {directions}"] = problem
-                continue
             rows += [(f"{problem} {operator} {each}", *_figures(row)) for each, row in directions.items()]
     yield from table(("", "ms", "TFLOP/s", "of the matmul", "extra peak MiB"), iter(rows))
     yield ""

@@ -1,0 +1,212 @@
+"""Kernels that other projects publish for the sparse attention, called on the same tensors as ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.dsa.problem import Sizes
+from benchmarks.dsa.selections import draw
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+
+Results = tuple[Tensor, ...]
+Directions = dict[str, Callable[[], Results]]
+"""By direction a call: ``forward`` returns the output, ``backward`` the gradients of query and key_value."""
+OURS = "ours"
+_ROWS = 4096
+"""Rows that are compared at a time."""
+
+
+class Problem:
+    """Queries, keys and a selection, in bf16, and what ours makes of them.
+
+    Attributes:
+        query: ``[1, length, heads, latent + rope]``.
+        key_value: ``[1, length, latent + rope]``.
+        indices: ``[1, length, topk]``, int32; -1 behind the last key of a row.
+        grad_out: ``[1, length, heads, latent]``.
+        pairs: of a row and a key that it selects.
+        full: whether a row may select keys behind it.
+        out: of ours, ``[1, length, heads, latent]``.
+        lse: of ours, ``[1, length, heads]``, fp32, natural logarithm.
+        gradients: of ours, of query and key_value.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        device: str,
+        shared: float | None = None,
+        full: bool = False,
+        ascending: bool = True,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            kind = {"dtype": torch.bfloat16, "device": device}
+            return torch.randn(1, sizes.length, *shape, generator=generator, **kind)
+
+        dim = sizes.latent_dim + sizes.rope_dim
+        self.sizes, self.full = sizes, full
+        self.query, self.key_value = normal(sizes.heads, dim), normal(dim)
+        self.grad_out = normal(sizes.heads, sizes.latent_dim)
+        self.indices = draw(
+            sizes.length, sizes.topk, shared=shared, full=full, ascending=ascending, device=device
+        )
+        self.pairs = int((self.indices >= 0).sum())
+        self._leaves = [tensor.detach().requires_grad_() for tensor in (self.query, self.key_value)]
+        self._graph, lse = self._attend()
+        self.out, self.lse = self._graph.detach(), lse.detach().contiguous()
+        self.gradients = self._backward()
+
+    @cached_property
+    def lengths(self) -> Tensor | None:
+        """Keys of each row, ``[length]``, int32; None if all have as many."""
+        return None if self.full else (self.indices[0] >= 0).sum(-1, dtype=torch.int32)
+
+    @property
+    def ours(self) -> Directions:
+        """Our calls."""
+        return {"forward": lambda: self._attend()[:1], "backward": self._backward}
+
+    def apart(self, direction: str, theirs: Results) -> float:
+        """Return the largest norm of a difference from our result, over the norm of ours, in fp32.
+
+        Args:
+            direction: what was called.
+            theirs: its results; other dimensions of 1 than ours do not matter.
+        """
+        ours = {"forward": (self.out,), "backward": self.gradients}[direction]
+        return max(_apart(one.reshape(other.shape), other) for one, other in zip(theirs, ours, strict=True))
+
+    def _attend(self) -> tuple[Tensor, Tensor]:
+        sizes = self.sizes
+        out, lse, _ = sparse_flash_attention(
+            *self._leaves, self.indices, sizes.softmax_scale, value_dim=sizes.latent_dim
+        )
+        return out, lse
+
+    def _backward(self) -> Results:
+        return torch.autograd.grad(self._graph, self._leaves, self.grad_out, retain_graph=True)
+
+
+def _apart(theirs: Tensor, ours: Tensor) -> float:
+    squares = [
+        torch.stack([(one.float() - other.float()).square().sum(), other.float().square().sum()])
+        for one, other in zip(theirs[0].detach().split(_ROWS), ours[0].split(_ROWS), strict=True)
+    ]
+    off, whole = torch.stack(squares).double().sum(0).tolist()
+    return math.sqrt(off / whole)
+
+
+@dataclass(frozen=True)
+class Project:
+    """What another project has.
+
+    Attributes:
+        modules: that must be importable.
+        calls: of a problem; raises ValueError if its kernels do not take it.
+    """
+
+    modules: tuple[str, ...]
+    calls: Callable[[Problem], Directions]
+
+    @cached_property
+    def absence(self) -> str | None:
+        """A sentence if it cannot be imported."""
+        try:
+            for name in self.modules:
+                import_module(name)
+        except ImportError as error:
+            return f"not installed: {error}"
+        except Exception as error:  # whatever is wrong with it must not cost our figures
+            return f"its import fails: {type(error).__name__}: {error}"[:300]
+        return None
+
+
+def _flash_mla(problem: Problem) -> Directions:
+    """FlashMLA's kernel for prefill; it has no backward."""
+    attend: Callable[..., Any] = import_module("flash_mla").flash_mla_sparse_fwd
+    key_value, indices = problem.key_value[0][:, None], problem.indices[0][:, None]
+
+    def forward() -> Results:
+        scale, lengths = problem.sizes.softmax_scale, problem.lengths
+        return (attend(problem.query[0], key_value, indices, scale, topk_length=lengths)[0],)
+
+    return {"forward": forward}
+
+
+def _tilelang(problem: Problem) -> Directions:
+    """``sparse_mla_fwd.py`` and ``sparse_mla_bwd.py``.
+
+    Their mask is "not after the row": in rows with less than topk keys the last key denotes none.
+    """
+    if problem.full:
+        raise ValueError("its rows see no keys behind them")
+    attend: Callable[..., Any] = import_module("sparse_mla_fwd").sparse_mla_fwd_interface
+    differentiate: Callable[..., Any] = import_module("sparse_mla_bwd").sparse_mla_bwd
+    key_value, indices = problem.key_value[:, :, None], _masked_by_row(problem)
+    scale, lse = problem.sizes.softmax_scale, problem.lse / math.log(2)
+
+    def backward() -> Results:
+        found = differentiate(
+            problem.query, key_value, problem.out, problem.grad_out, indices, lse, sm_scale=scale
+        )
+        return tuple(found)
+
+    return {
+        "forward": lambda: (attend(problem.query, key_value, indices, sm_scale=scale)[0],),
+        "backward": backward,
+    }
+
+
+def _tilelang_pipelined(problem: Problem) -> Directions:
+    """``sparse_mla_fwd_pipelined.py``, which is told how far rows lie behind their first key."""
+    attend: Callable[..., Any] = import_module("sparse_mla_fwd_pipelined").sparse_mla_fwd_interface
+    key_value, indices = problem.key_value[:, :, None], _masked_by_row(problem)
+    first, scale = problem.sizes.length if problem.full else 0, problem.sizes.softmax_scale
+    return {"forward": lambda: (attend(problem.query, key_value, indices, first, 1, sm_scale=scale)[0],)}
+
+
+def _masked_by_row(problem: Problem) -> Tensor:
+    """Return TileLang's indices, ``[1, length, 1, topk]``."""
+    length = problem.sizes.length
+    if length <= problem.sizes.topk:
+        raise ValueError("its kernels need more keys than are chosen")
+    return torch.where(problem.indices < 0, length - 1, problem.indices)[:, :, None]
+
+
+def _cudnn(problem: Problem) -> Directions:
+    """Backward of cuDNN's frontend; its forward needs capability 10."""
+    module = import_module("cudnn.deepseek_sparse_attention")
+    differentiate: Callable[..., Any] = module.sparse_attention_backward_wrapper
+    no_sink = torch.full(problem.lse.shape[-1:], -math.inf, device=problem.lse.device)
+
+    def backward() -> Results:
+        found = differentiate(
+            *(tensor[0] for tensor in (problem.query, problem.key_value, problem.out, problem.grad_out)),
+            problem.lse[0],
+            no_sink,
+            problem.indices[0],
+            softmax_scale=problem.sizes.softmax_scale,
+            topk_length=problem.lengths,
+        )
+        return found["dq"], found["dkv"]
+
+    return {"backward": backward}
+
+
+PROJECTS = {
+    "flash_mla": Project(("flash_mla",), _flash_mla),
+    "tilelang": Project(("tilelang", "sparse_mla_fwd", "sparse_mla_bwd"), _tilelang),
+    "tilelang_pipelined": Project(("tilelang", "sparse_mla_fwd_pipelined"), _tilelang_pipelined),
+    "cudnn": Project(("cudnn.deepseek_sparse_attention",), _cudnn),
+}
+"""By name. The modules of ``tilelang`` besides itself are files of its folder ``examples/deepseek_v32``."""
