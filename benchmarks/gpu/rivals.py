@@ -67,10 +67,13 @@ def cells(quick: bool = False) -> list[Cell]:
         return list(_selections(Cell(4096, 64)))
     first = [Cell(length, heads) for length in (8192, 16384, 32768) for heads in (64, 128)]
     other = [Cell(length, 16) for length in (8192, 32768)]
-    rest = [Cell(length, heads) for heads in (64, 128, 16) for length in (4096, 65536, 131072)]
+    short, long = (
+        [Cell(length, heads) for length in lengths for heads in (64, 16, 128)]
+        for lengths in ((4096, 16384), (65536, 131072))
+    )
     ordered = [*first, *other]
     ordered += [each for cell in first[:2] for each in _selections(cell)]
-    ordered += [*rest, Cell(16384, 16)]
+    ordered += [*short, *long]
     ordered += [each for cell in first[2:] + other for each in _selections(cell)]
     return list(dict.fromkeys(ordered))
 
