@@ -89,7 +89,8 @@ def draw(found: Mapping[str, Any], path: Path) -> bool:
     directions, columns = (sorted({key[at] for key in lines}, reverse=at == 0) for at in (0, 1))
     projects = [OURS, *_others(rows)]
     size = (4 * len(columns) + 0.5, 3 * len(directions) + 0.5)
-    figure, axes = pyplot.subplots(len(directions), len(columns), figsize=size, squeeze=False, sharex=True)
+    shape = len(directions), len(columns)
+    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, sharex=True, sharey=True)
     handles: dict[str, Any] = {}
     for panels, direction in zip(axes, directions, strict=True):
         for axis, heads in zip(panels, columns, strict=True):
