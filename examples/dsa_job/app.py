@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mindspeed_dsa
 from dsa_job import checkpoints, runs
@@ -55,13 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def told(args: argparse.Namespace) -> dict[str, Any]:
+    """What features hear of Megatron's flags: the model's kind, and whether ranks divide its sequences."""
+    names = ("context_parallel_size", "tensor_model_parallel_size", "sequence_parallel")
+    return {
+        "experimental_attention_variant": args.experimental_attention_variant or "none",
+        "multi_latent_attention": True,
+        "transformer_impl": args.transformer_impl,
+        "seq_length": args.seq_length,
+        "calculate_per_token_loss": args.calculate_per_token_loss,
+        **{name: getattr(args, name) for name in names},
+    }
+
+
 def enable_features(args: argparse.Namespace) -> None:
     """Switch on what these arguments ask for; fused DSA is on unless arguments or environment say no."""
-    mindspeed_dsa.enable(
-        experimental_attention_variant=args.experimental_attention_variant or "none",
-        multi_latent_attention=True,
-        transformer_impl=args.transformer_impl,
-    )
+    mindspeed_dsa.enable(**told(args))
     running = session.current()
     assert running is not None
     if args.use_fused_dsa and running.settings.setting("use_fused_dsa").source == "default":

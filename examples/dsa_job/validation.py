@@ -13,6 +13,7 @@ from importlib import util as importlib_util
 
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
+from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.runs.files import number
 
 
@@ -88,9 +89,10 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
         "ffn_hidden_size": ("--tensor-model-parallel-size", tp),
         "make_vocab_size_divisible_by": ("--tensor-model-parallel-size", tp),
     }
-    if args.sequence_parallel:
+    is_padded = Padding.of(args).rows > 0
+    if args.sequence_parallel and not is_padded:
         divided["seq_length"] = ("--tensor-model-parallel-size x --context-parallel-size", tp * cp)
-    if cp > 1 and args.seq_length % (2 * cp):
+    if cp > 1 and args.seq_length % (2 * cp) and not is_padded:
         yield (
             f"--seq-length {args.seq_length} cannot be cut into two chunks for each of "
             f"--context-parallel-size {cp}; use a multiple of {2 * cp}"

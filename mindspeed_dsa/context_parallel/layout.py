@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mindspeed_dsa.context_parallel.padding import Padding
+
 
 class Layout(Protocol):
     """Assignment of a sequence's rows to ranks, the same number to each; equal ones hash equally."""
@@ -84,6 +86,36 @@ def join(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
     together = torch.cat(parts, dim=dim)
     order = rows_of_all(layout, together.size(dim)).flatten().argsort()
     return together.index_select(dim, order.to(together.device))
+
+
+# -- rows of padding ---------------------------------------------------------------------------
+
+
+def counted_rows(padding: Padding, rows: int, rank: int, before: int = 0) -> Tensor | None:
+    """Return which of a rank's rows are data; None where all are, as in sequences of other lengths.
+
+    Args:
+        padding: of the job's sequences.
+        rows: of the context parallel rank.
+        rank: in the context parallel group.
+        before: leave out so many of the data's last rows as well.
+
+    Returns:
+        ``[rows]`` bool on the CPU.
+    """
+    if not padding.rows or rows * padding.ranks != padding.length:
+        return None
+    return _counted_rows(padding, rank, before)
+
+
+@lru_cache(maxsize=32)
+def _counted_rows(padding: Padding, rank: int, before: int) -> Tensor:
+    own = padding.length // padding.ranks
+    if padding.is_pack:
+        is_last = rank == padding.ranks - 1
+        return torch.arange(own) < own - (padding.rows if is_last else 0)
+    layout = Zigzag(padding.ranks, padding.block_rows)
+    return layout.rows_of_rank(rank, padding.length) < padding.tokens - before
 
 
 # -- rows moved by one position, whose neighbours may be on other ranks ------------------------

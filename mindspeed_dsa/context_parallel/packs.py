@@ -101,7 +101,7 @@ class Pack:
         length = tokens.numel()
         return cls.of_prefix_sums([0, *after.tolist(), length], None, length)
 
-    def params(self, megatron: Megatron, device: torch.device, block_rows: int = 0) -> Any:
+    def params(self, megatron: Megatron, device: torch.device, block_rows: int = 0, padding: int = 0) -> Any:
         """Make Megatron's description, which its own code understands too: padding belongs to a place.
 
         Args:
@@ -109,6 +109,7 @@ class Pack:
             device: of its tensors.
             block_rows: of the blocks in which context parallel ranks were dealt the rows; says
                 ``dealt_block_rows`` of the result.
+            padding: rows at the end, which the last rank was dealt; says ``dealt_padding`` of the result.
         """
         places = list(self.documents)
         if not places or places[0][0] > 0:
@@ -131,6 +132,7 @@ class Pack:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             dealt_block_rows=block_rows,
+            dealt_padding=padding,
             **fields,
         )
 
@@ -189,7 +191,8 @@ class Pack:
 @cache
 def _with_block_rows(params: type) -> Any:
     """Make a ``PackedSeqParams`` that also says how context parallel ranks were dealt the rows."""
-    return make_dataclass(params.__name__, [("dealt_block_rows", int, 0)], bases=(params,))
+    dealt = [("dealt_block_rows", int, 0), ("dealt_padding", int, 0)]
+    return make_dataclass(params.__name__, dealt, bases=(params,))
 
 
 def places_of(params: Any) -> tuple[tuple[int, int], ...]:
@@ -236,11 +239,13 @@ class BalancedBlocks:
         ranks: context parallel size.
         pack: where documents lie.
         block_rows: rows of a block; fewer, where these do not deal the pack out evenly.
+        padding: rows at the end that the last rank gets in any case, so that every layer knows them.
     """
 
     ranks: int
     pack: Pack
     block_rows: int = 128
+    padding: int = 0
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
         """Do as :class:`.layout.Layout` says; padding costs nothing."""
@@ -260,8 +265,22 @@ def _assigned(layout: BalancedBlocks) -> Tensor:
     work = (pack.ends - pack.starts).view(-1, block).sum(1)
     heaviest = work.argsort(descending=True, stable=True).view(-1, ranks)
     heaviest[1::2] = heaviest[1::2].flip(1)
+    _give_to_last_rank(heaviest, len(work) - -(-layout.padding // block))
     blocks = heaviest.t().sort(dim=1).values  # [ranks, blocks of a rank]
     return (blocks[..., None] * block + torch.arange(block)).flatten(1)
+
+
+def _give_to_last_rank(dealt: Tensor, first: int) -> None:
+    """Exchange blocks, from ``first`` on, for others of the last rank, if possible of the same turn.
+
+    Args:
+        dealt: ``[turns, ranks]``, blocks by weight; changed in place.
+        first: the number of the first one.
+    """
+    for turn, rank in (dealt[:, :-1] >= first).nonzero().tolist():
+        free = (dealt[:, -1] < first).nonzero().flatten().tolist()
+        other = turn if turn in free else free[-1]
+        dealt[turn, rank], dealt[other, -1] = dealt[other, -1].clone(), dealt[turn, rank].clone()
 
 
 @dataclass(frozen=True)
@@ -308,7 +327,9 @@ def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
         ranks: context parallel size.
     """
     block_rows = getattr(params, "dealt_block_rows", 0)
-    return BalancedBlocks(ranks, pack, block_rows) if block_rows else DocumentZigzag(ranks, places_of(params))
+    if not block_rows:
+        return DocumentZigzag(ranks, places_of(params))
+    return BalancedBlocks(ranks, pack, block_rows, getattr(params, "dealt_padding", 0))
 
 
 # -- rows of one rank --------------------------------------------------------------------------

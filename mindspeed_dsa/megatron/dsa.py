@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
+from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Check, Feature, Flag, repair
 from mindspeed_dsa.patches.spec import Patch
 
@@ -125,6 +126,7 @@ class Options:
         absorb_always: it is, whatever the length.
         stage: of the indexer's training, one of :data:`STAGES`.
         cpu_bf16: how CPUs multiply bf16, see :data:`mindspeed_dsa.ops.cpu.bf16.Way`.
+        padding: of sequences that ranks do not divide.
     """
 
     absorb: bool
@@ -138,6 +140,7 @@ class Options:
     cp_block_rows: int
     keep_gathered: bool
     cpu_bf16: str
+    padding: Padding = field(default_factory=Padding)
 
     @property
     def any(self) -> bool:
@@ -182,6 +185,7 @@ class Options:
             cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
             cpu_bf16=getattr(settings, "dsa_cpu_bf16", None) or "auto",
+            padding=Padding.of(settings),
         )
 
 

@@ -206,10 +206,11 @@ class Session:
 
     def validate(self, args: Any) -> None:
         """Let every active feature change and check a job's arguments; see ``mindspeed_dsa.validate``."""
+        unheard = list(checks.unheard(args, self.settings, self._told))
         self.rewrite(args)
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
         problems = [
-            *checks.unheard(args, self.settings, self._told),
+            *unheard,
             *checks.missing_features(self.features, self.settings),
             *self.problems(args),
         ]

@@ -54,6 +54,7 @@ from tests.distributed.flags import (
     ZERO,
 )
 from tests.distributed.layouts_of_sharing import SHARED_SELECTIONS
+from tests.distributed.layouts_padded import PADDED
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
@@ -584,4 +585,4 @@ FASTER_LAYERS = (
     compiled("one process, all that saves host time", fused_operators=["all"], two_streams=True),
 )
 
-ROWS = (*MEGATRON, *ATTENTION, *SHARED_SELECTIONS, *EXPERTS, *COMMUNICATION, *MEMORY, *FASTER_LAYERS)
+ROWS = (*MEGATRON, *ATTENTION, *PADDED, *SHARED_SELECTIONS, *EXPERTS, *COMMUNICATION, *MEMORY, *FASTER_LAYERS)

@@ -182,7 +182,7 @@ BUBBLES = {"recompute_in_bubble": True}
         pytest.param(BLOCK, GLM, {}, {}, marks=pytest.mark.full),
         pytest.param(FULL, HALF, BUBBLES, {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
         pytest.param(BLOCK, HALF, {}, {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
-        pytest.param(FULL, {**GLM, "mtp_num_layers": 1}, {}, {}, marks=pytest.mark.full),
+        pytest.param(FULL, {**GLM, **MTP, "mtp_num_layers": 1}, {}, {}, marks=pytest.mark.full),
     ],
     ids=["core", "full", "block, GLM-5.2", "PP2 x VPP2, full in bubbles", "PP2 x VPP2, block", "full, MTP"],
 )

@@ -58,6 +58,7 @@ def train(
         fault: a gradient to spoil.
         signs: whether the signs of indexers' products are among the choices.
     """
+    from dsa_job.app import told
     from dsa_job.arguments import parse_args
     from dsa_job.validation import World, check
 
@@ -71,12 +72,7 @@ def train(
         session.enable_from_argv([])  # as the one-liner does when it is imported for the first time
     else:
         check(args, World.from_environment())
-        mindspeed_dsa.enable(
-            experimental_attention_variant=args.experimental_attention_variant or "none",
-            multi_latent_attention=True,
-            transformer_impl=args.transformer_impl,
-            **(switches or {}),
-        )
+        mindspeed_dsa.enable(**{**told(args), **(switches or {})})
         mindspeed_dsa.validate(args)
 
     from dsa_job import training

@@ -257,6 +257,11 @@ class Observer:
         use = key, _recomputing()
         call, self._uses[use] = self._uses[use], self._uses[use] + 1
         chosen = self._forced[key][call * self.place.data_size + self.place.data]
+        # Rows of padding, which one process does not have, choose nothing.
+        widths = [(0, 0)] * chosen.ndim
+        for axis in (1, 2) if key[0] == "topk" else (1,):
+            widths[axis] = (0, self._args.seq_length - chosen.shape[axis])
+        chosen = np.pad(chosen, widths)
         rows = self._rows[key][call] if _recomputing() else self._own_rows(chosen.shape[1]).numpy()
         chosen = chosen[:, rows]
         if key[0] == "router" and self.place.sequence_parallel:

@@ -17,7 +17,7 @@ from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
-from mindspeed_dsa.features.dsa.problem import Groups, LossOptions
+from mindspeed_dsa.features.dsa.problem import Groups, LossOptions, Rows
 from mindspeed_dsa.megatron import shared_selections
 from mindspeed_dsa.megatron.dsa import Options
 
@@ -67,6 +67,13 @@ class Call:
     def exchange(self) -> KeyExchange | None:
         """The layer's key exchange; None without context parallelism."""
         return key_exchange(self.layer, self.options, self.megatron, self.documents)
+
+    def whole_rows(self, rows: Rows) -> Rows:
+        """Return the rows of whole sequences, of which those of padding do not count."""
+        group = self.groups.context
+        rank = 0 if group is None else group.rank()
+        shape = (self.query.shape[0], self.query.shape[1])
+        return rows.without(self.options.padding, rank, shape, self.query.device)
 
     @property
     def topk(self) -> int:

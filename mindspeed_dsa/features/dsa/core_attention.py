@@ -127,7 +127,7 @@ def attend(call: Call) -> Tensor:
         epilog=None if steps is None else steps.epilog,
         query_rope=query_rope,
     )
-    rows = Rows() if documents is None else Rows.of_pack(documents, query.device)
+    rows = call.whole_rows(Rows()) if documents is None else Rows.of_pack(documents, query.device)
     if options.attends_densely:
         return warmup.attend(call, operands, rows, lambda: index_inputs(call))
     all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
@@ -162,7 +162,8 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
     gathered: list[GatheredRows] = [] if on_its_way is None else [on_its_way]
     length = query.shape[0] * exchange.ranks
     if documents is None:
-        rows, all_rows = Rows(ends=exchange.ends(query.shape[0], query.device)), length * query.shape[1]
+        rows = call.whole_rows(Rows(ends=exchange.ends(query.shape[0], query.device)))
+        all_rows = length * query.shape[1] if rows.count is None else rows.count
     else:
         rows, all_rows = Rows.of_pack(documents, query.device), documents.pack.tokens
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.context_parallel.packs import PackRows
+from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
 
 
@@ -189,6 +191,20 @@ class Rows:
             rows.end,
             None if rows.sequences is None else RowForm(rows.sequences),
         )
+
+    def without(self, padding: Padding, rank: int, shape: tuple[int, int], device: torch.device) -> Rows:
+        """Return these rows of whole sequences, of which those of padding do not count.
+
+        Args:
+            padding: of the job's sequences; others keep all rows.
+            rank: in the context parallel group.
+            shape: this rank's rows, and the batch.
+            device: of the rows.
+        """
+        counted = counted_rows(padding, shape[0], rank)
+        if counted is None:
+            return self
+        return replace(self, counted=counted.to(device).expand(shape[1], -1), count=padding.tokens * shape[1])
 
     @property
     def form(self) -> RowForm | None:

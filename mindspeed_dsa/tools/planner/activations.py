@@ -83,7 +83,7 @@ class Layer:
         self.n = job.tokens
         self.r = self.n / (job.layout.tp if job.layout.sequence else 1)
         self.t, self.e = job.layout.tp, job.training.number
-        self.length = job.training.sequence
+        self.length = job.sequence
 
     def items(self) -> list[Kept]:
         """Everything, before any feature frees some of it."""
@@ -282,7 +282,7 @@ def shared_selection(job: Job, kind: LayerKind) -> Kept:
     if not kind.serves or job.is_short:
         return Kept("indexer", 0.0)
     stock = not job.features.attention
-    keys = min(job.model.topk, job.training.sequence) if stock else job.model.topk
+    keys = min(job.model.topk, job.sequence) if stock else job.model.topk
     return Kept("indexer", float(job.tokens * keys * (LONG if stock else INDEX)))
 
 

@@ -147,14 +147,14 @@ class _Rank:
                 width = model.hidden + (model.query_lora or 0)
                 yield self._tp("all-gather", "indexer's inputs", width, "forward")
             if model.index_loss:
-                chosen = min(model.topk, self.job.training.sequence)
+                chosen = min(model.topk, self.job.sequence)
                 dense = not features.kl_loss
-                width = self.job.training.sequence if dense else chosen
+                width = self.job.sequence if dense else chosen
                 yield self._tp("all-reduce", "indexer's target", width, "forward", FLOAT)
 
     def _needs_index(self, kind: LayerKind) -> bool:
         """Short sequences attend to every key; the loss needs the indexer all the same."""
-        return kind.selects and (self.model.index_loss or self.job.training.sequence > self.model.topk)
+        return kind.selects and (self.model.index_loss or self.job.sequence > self.model.topk)
 
     # -- experts ------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class _Rank:
         ranks = layout.cp
         if ranks == 1:
             return
-        whole = self.job.training.micro * self.job.training.sequence * (ranks - 1) / ranks
+        whole = self.job.training.micro * self.job.sequence * (ranks - 1) / ranks
         kernels = self.job.training.kernels and not model.sparse
         if model.latent and kernels:  # Transformer Engine sends keys and values by head, not latents
             width: float = model.heads / layout.tp * (model.query_dim + model.value_dim)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from mindspeed_dsa.context_parallel.padding import padded_length
 from mindspeed_dsa.megatron.selections import Sharing
 
 
@@ -305,6 +306,12 @@ class Job:
         return self.training.batch // (self.training.micro * self.layout.dp)
 
     @property
+    def sequence(self) -> int:
+        """Return the rows of a sequence, padding included: as many as ranks divide."""
+        parts = self.layout.tp if self.layout.sequence else 1
+        return padded_length(self.training.sequence, self.layout.cp, parts)
+
+    @property
     def shards(self) -> int:
         """Ranks that share one copy of the dense weights."""
         return 1 if self.sharding is None else self.sharding.ranks or self.layout.replicas
@@ -319,7 +326,7 @@ class Job:
     @property
     def is_short(self) -> bool:
         """Return whether fused sparse attention is dense: no query sees more keys than it may select."""
-        return self.features.attention and self.training.sequence <= self.model.topk
+        return self.features.attention and self.sequence <= self.model.topk
 
     @property
     def absorbed(self) -> bool:
@@ -329,5 +336,5 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a microbatch on one context parallel rank."""
-        return self.training.micro * self.training.sequence // self.layout.cp
+        """Return the tokens of a microbatch on one context parallel rank, padding included."""
+        return self.training.micro * self.sequence // self.layout.cp

@@ -189,10 +189,6 @@ def _problems(job: Job) -> Iterator[str]:
             ("--moe-ffn-hidden-size", model.expert_ffn, "expert tensor parallel", layout.etp),
             ("--moe-shared-expert-intermediate-size", model.shared_ffn, "tensor parallel", tp),
         ]
-    if cp > 1:
-        divided.append(("--seq-length", training.sequence, "twice the context parallel ranks", 2 * cp))
-    if layout.sequence:
-        divided.append(("--seq-length", training.sequence, "tensor x context parallel", tp * cp))
     for name, number, kind, size in divided:
         if number % size:
             yield f"{name} {number} is not divisible by {kind} {size}"

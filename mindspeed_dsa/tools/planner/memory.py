@@ -357,7 +357,7 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
         found["attention of two layers"] = 2 * kinds.widest_attention()
     if model.sparse and not (job.features.indexer and job.features.attention):
         heads = max(model.index_heads, math.ceil(model.heads / layout.tp))
-        found["matrices of stock DSA"] = 2.0 * 4 * tokens * training.sequence * heads
+        found["matrices of stock DSA"] = 2.0 * 4 * tokens * job.sequence * heads
     return found
 
 

@@ -52,8 +52,21 @@ def _head(plan: Plan) -> str:
                 f"step: {training.batch} x {training.sequence} tokens, {job.microbatches} "
                 f"microbatch{'es' * (job.microbatches > 1)} of {training.micro} per data parallel rank"
             ),
+            *_padded(job),
         ]
     )
+
+
+def _padded(job: Job) -> list[str]:
+    """Say what padding costs, where ranks do not divide a sequence."""
+    tokens, rows = job.training.sequence, job.sequence - job.training.sequence
+    if not rows:
+        return []
+    words = (
+        f"sequences of {tokens} tokens are padded to {job.sequence} rows, which the ranks divide: {rows} of "
+        f"them ({100 * rows / job.sequence:.2g} %) are computed and count nothing"
+    )
+    return [words]
 
 
 def _selecting(job: Job) -> list[str]:

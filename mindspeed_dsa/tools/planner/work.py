@@ -107,15 +107,15 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
     found = [linear("projections", cut, tokens), linear("projections", copied, rows)]
     share = training.micro / layout.cp
     sparse = model.sparse and features.attention
-    core = attention_core(model, training.sequence, job.absorbed, sparse, training.number)
+    core = attention_core(model, job.sequence, job.absorbed, sparse, training.number)
     if model.sparse and not sparse:  # Megatron's own form multiplies the whole square
         core = core.times(2.0)
     found.append(core.times(share / tp))
-    if kind.selects and (model.index_loss or training.sequence > model.topk):
+    if kind.selects and (model.index_loss or job.sequence > model.topk):
         # Inputs are detached, so only the weights have gradients; every tensor parallel rank does it all.
         own = 2.0 * sizes.index_numbers(model) * tokens
         found.append(Work("indexer", own, own if model.index_loss else 0.0))
-        scores = index_scores(model, training.sequence, model.index_loss)
+        scores = index_scores(model, job.sequence, model.index_loss)
         found.append(scores.times(share * (1.0 if features.indexer else 2.0)))
     matrices = 3 if model.gated else 2
     if not kind.experts:

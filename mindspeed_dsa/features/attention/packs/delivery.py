@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import split
 from mindspeed_dsa.context_parallel.packs import Pack, PackRows, layout_of
+from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.attention.packs.feature import Options, cut_by_megatron
 from mindspeed_dsa.ops.documents import attend_by_documents
@@ -59,6 +60,7 @@ def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Ca
                 for problem in cut_by_megatron(release, config, context.options.fused):
                     raise ValueError(f"pack-documents: {problem}")
             data, packs = packs_of_step(step["data_iterator"], step["num_microbatches"], context.megatron)
+            packs = [_padded(pack, context.options.padding) for pack in packs]
             step["data_iterator"] = data
             step["forward_step_func"] = _with_its_pack(step["forward_step_func"], packs, context)
             return schedule(*inner, **step)
@@ -227,6 +229,20 @@ def _pack(batch: _Batch, megatron: Megatron) -> Pack:
     return Pack.of_tokens(tokens, _end_of_document(megatron))
 
 
+def _padded(pack: Pack, padding: Padding) -> Pack:
+    """Return the pack with the rows that its batch will have: those behind the data are padding.
+
+    Raises:
+        ValueError: one rank would have to hold more padding than it has rows.
+    """
+    if padding.rows * padding.ranks > padding.length:
+        raise ValueError(
+            f"pack-documents: {padding.rows} rows of padding are more than one of {padding.ranks} context "
+            f"parallel ranks has of {padding.length}; use a longer --seq-length, or one that ranks divide"
+        )
+    return replace(pack, length=pack.length + padding.rows)
+
+
 def _end_of_document(megatron: Megatron) -> int:
     tokenizer = megatron("training.global_vars").get_tokenizer()
     end = getattr(tokenizer, "eod", None)
@@ -248,7 +264,9 @@ def _with_its_pack(
     def forward_one(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         pack = packs[taken[id(model)]]
         taken[id(model)] += 1
-        params = pack.params(context.megatron, device, context.options.block_rows)
+        params = pack.params(
+            context.megatron, device, context.options.block_rows, context.options.padding.rows
+        )
         token = _running.set(_Running(pack, params))
         try:
             return forward_step(data, model, *args, **kwargs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
+from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
 from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
@@ -48,15 +49,18 @@ class Options:
     Attributes:
         block_rows: rows of the blocks that context parallel ranks get.
         fused: the parts of DSA that run on our operators.
+        padding: of packs that ranks do not divide.
     """
 
     block_rows: int
     fused: Fused
+    padding: Padding
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """Build from resolved settings."""
-        return cls(getattr(settings, "cp_block_rows", None) or _BLOCK_ROWS, Fused.of(settings))
+        block_rows = getattr(settings, "cp_block_rows", None) or _BLOCK_ROWS
+        return cls(block_rows, Fused.of(settings), Padding.of(settings))
 
 
 _WITHOUT_PACKED_ROLL = SpecifierSet("<0.16", prereleases=True)

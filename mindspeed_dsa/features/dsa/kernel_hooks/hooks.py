@@ -197,7 +197,7 @@ class KernelHooks:
         if not (self.options.indexer and self.options.kl_loss) or key.shape[2] != 1:
             return None
         backend, groups = self.options.backend, Groups.of(pg_collection)
-        rows = Rows(starts, ends, _counted(query_valid_rows))
+        rows = self._rows(Rows(starts, ends, _counted(query_valid_rows)), query, groups)
         index = IndexInputs.from_megatron(q, k, weights, use_relu)
         selection = select_keys(index, index_topk, rows, backend, in_order=True)
         wanted = LossOptions(loss_coeff, on_chosen_keys=True, per_token=calculate_per_token_loss)
@@ -314,11 +314,12 @@ class KernelHooks:
         ):
             return None
         groups, counted = Groups.of(pg_collection), _counted(query_valid_rows)
+        rows = Rows(counted=counted) if plain else Rows(varlen_starts, varlen_ends, counted)
         loss = LossOptions(loss_coeff, sparse_loss, calculate_per_token_loss) if with_loss else None
         problem = Problem(
             Operands(query, key, up_v_weight, softmax_scale),
             indexer_topk,
-            Rows(counted=counted) if plain else Rows(varlen_starts, varlen_ends, counted),
+            self._rows(rows, query, groups),
             groups,
             loss,
             chosen.backend,
@@ -328,6 +329,13 @@ class KernelHooks:
         if loss is None or result.loss is None:
             return result.out, result.out.new_zeros((), dtype=torch.float32)
         return result.out, _for_average(result.loss, loss, groups)
+
+    def _rows(self, rows: Rows, query: Tensor, groups: Groups) -> Rows:
+        """Leave out rows of padding, which Megatron does not know to be that."""
+        if rows.counted is not None:
+            return rows
+        rank = 0 if groups.context is None else groups.context.rank()
+        return rows.without(self.options.padding, rank, (query.shape[0], query.shape[1]), query.device)
 
 
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:

@@ -1,0 +1,161 @@
+"""Sequences that ranks do not divide, padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALLEL_SIZE
+from mindspeed_dsa.context_parallel.padding import Padding
+from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.dsa import Options as Fused
+from mindspeed_dsa.megatron.dsa import megatron_flag, uses_dsa
+from mindspeed_dsa.patches.spec import Patch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PER_TOKEN = Flag("--calculate-per-token-loss", "Megatron's own flag.", megatron=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Padding of a job.
+
+    Attributes:
+        padding: of its sequences.
+        per_token: losses are summed over tokens, and divided by all of a step's.
+        fused: the parts of DSA that run on our operators.
+    """
+
+    padding: Padding
+    per_token: bool
+    fused: Fused
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """Build from resolved settings, or from arguments."""
+        per_token = bool(getattr(settings, _PER_TOKEN.dest, False))
+        return cls(Padding.of(settings), per_token, Fused.of(settings))
+
+
+def is_wanted(settings: Any) -> bool:
+    """Return whether ranks do not divide a sequence."""
+    return Padding.of(settings).rows > 0
+
+
+def lengthen(args: Any) -> Sequence[str]:
+    """Give a job's arguments the length with padding; data keeps that without."""
+    padding = Padding.of(args)
+    if not padding.rows:
+        return ()
+    args.seq_length = padding.length
+    most = getattr(args, "max_position_embeddings", None)
+    is_learned = getattr(args, "position_embedding_type", None) == "learned_absolute"
+    if most is not None and most < padding.length and not is_learned:  # it sizes no weight then
+        args.max_position_embeddings = padding.length
+    share = 100 * padding.rows / padding.length
+    change = (
+        f"--seq-length {padding.tokens} is padded to {padding.length}, which the ranks divide: "
+        f"{padding.rows} of {padding.length} rows ({share:.2g} %) are computed and count nothing"
+    )
+    return (change,)
+
+
+def check_padding(args: Any, options: Options) -> Iterator[str]:
+    """Yield why rows of padding would count; absent arguments are not checked.
+
+    The arguments have the padded length by now, and the options nothing left to pad.
+    """
+    instead = "use a --seq-length that ranks divide"
+    if argument(args, "moe_expert_capacity_factor") is not None:
+        yield (
+            "--moe-expert-capacity-factor: rows of padding would take places of an expert from tokens; omit "
+            f"it, or {instead}"
+        )
+    balancing = argument(args, "moe_router_load_balancing_type")
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if balancing == kind or (isinstance(balancing, (list, tuple)) and kind in balancing):
+            yield (
+                f"--moe-router-load-balancing-type {kind} balances all rows together, padding too; use "
+                f"aux_loss, or {instead}"
+            )
+    fused = options.fused
+    learns = uses_dsa(args) and argument(args, "dsa_indexer_loss_coeff")
+    if learns and not (fused.all_ours or fused.attends_densely):
+        yield (
+            "Megatron's own indexer loss counts rows of padding; add --use-fused-dsa and omit "
+            f"--no-use-fused-..., or {instead}"
+        )
+
+
+_HERE = "mindspeed_dsa.features.attention.padding"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+
+FEATURE = Feature(
+    name="pad-sequences",
+    summary="Pads sequences and packs that ranks do not divide, with rows that count nothing.",
+    flags=(
+        megatron_flag("--seq-length", int),
+        CONTEXT_PARALLEL_SIZE,
+        megatron_flag("--tensor-model-parallel-size", int),
+        Flag("--sequence-parallel", "Megatron's own flag.", megatron=True),
+        _PER_TOKEN,
+        BLOCK_ROWS,
+    ),
+    active=is_wanted,
+    when="a --seq-length that context parallel ranks, or tensor parallel ranks under --sequence-parallel, do "
+    "not divide",
+    requires=Requires(versions={"megatron-core": ">=0.16,<0.21"}),
+    options=Options.of,
+    rewrite=lengthen,
+    check=check_padding,
+    doc="pad-sequences.md",
+    patches=(
+        Patch(
+            "megatron.core.datasets.blended_megatron_dataset_config:BlendedMegatronDatasetConfig.__post_init__",
+            "wrap",
+            f"{_HERE}.batches:keep_length_of_data",
+            "data sets would read as many tokens as there are rows, padding included",
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            "wrap",
+            f"{_HERE}.batches:pad_batches",
+            "batches have no rows of padding, and ranks would average over different numbers of tokens",
+            priority=-100,  # whoever reads batches ahead gets those of the data
+        ),
+        Patch(
+            f"{_ROUTER}.routing",
+            "wrap",
+            f"{_HERE}.routers:leave_out_padding",
+            "routers would count rows of padding in their losses and in the load of experts",
+            params=("logits", "padding_mask"),
+        ),
+        Patch(
+            f"{_ROUTER}._apply_expert_bias",
+            "wrap",
+            f"{_HERE}.routers:count_tokens",
+            "Megatron's count of tokens leaves out rows by a mask of the wrong shape",
+            params=("routing_map", "padding_mask"),
+            versions="<0.20.dev0",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_utils:z_loss_func",
+            "wrap",
+            f"{_HERE}.routers:average_over_ranks",
+            "the z-loss is averaged over each rank's own tokens, of which padding leaves different numbers",
+            params=("logits", "z_loss_coeff", "padding_mask"),
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:roll_tensor",
+            "wrap",
+            f"{_HERE}.batches:roll_data",
+            "multi-token prediction would read rows of padding, and average over each rank's own tokens",
+            params=("tensor", "shifts", "dims", "cp_group"),
+            priority=50,  # outside of what knows other layouts of rows, inside of what knows documents
+        ),
+    ),
+)

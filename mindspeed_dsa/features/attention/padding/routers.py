@@ -1,0 +1,73 @@
+"""Routers that leave rows of padding out of their losses and counts.
+
+Rows of padding get experts like all others, and give them no gradient. Imports nothing of Megatron: fetched
+while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.context_parallel.layout import counted_rows
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.attention.padding.feature import Options
+
+
+def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TopKRouter.routing``.
+
+    Which rows are padding follows from the layout, so that it is known on every pipeline stage, in
+    multi-token prediction and in a recomputation, where Megatron hands on no mask.
+    """
+    padding = context.options.padding
+
+    def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> Any:
+        state = context.megatron("core.parallel_state")
+        split = self.config.sequence_parallel
+        parts = state.get_tensor_model_parallel_world_size() if split else 1
+        counted = counted_rows(padding, logits.size(0) * parts, state.get_context_parallel_rank())
+        if counted is None:
+            return original(self, logits, padding_mask, **others)
+        if split:
+            counted = counted.chunk(parts)[state.get_tensor_model_parallel_rank()]
+        left_out = ~counted[:, None].expand(logits.shape[:2]).to(logits.device)
+        return original(self, logits, left_out if padding_mask is None else left_out | padding_mask, **others)
+
+    return routing
+
+
+def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TopKRouter._apply_expert_bias``: a mask of tokens is one of rows of the routing map."""
+
+    def _apply_expert_bias(
+        self: Any, routing_map: Tensor, padding_mask: Tensor | None = None, **others: Any
+    ) -> None:
+        if padding_mask is not None and padding_mask.dim() == 1:
+            padding_mask = padding_mask[:, None]
+        original(self, routing_map, padding_mask=padding_mask, **others)
+
+    return _apply_expert_bias
+
+
+def average_over_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+    """Decorate ``z_loss_func``: a rank's share of the mean over the tokens of all ranks.
+
+    Megatron averages the ranks' means. A loss per token is weighed by each rank's own tokens afterwards.
+    """
+    padding, per_token = context.options.padding, context.options.per_token
+    rows_to_tokens = padding.length / padding.tokens
+
+    def z_loss_func(
+        logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        value = original(logits, z_loss_coeff, padding_mask, **others)
+        if padding_mask is None or per_token:
+            return value
+        share = (~padding_mask).mean(dtype=torch.float32)
+        return value * (share * rows_to_tokens)
+
+    return z_loss_func

@@ -1,0 +1,41 @@
+"""Sequences that ranks do not divide train as on one process; what rows of padding hold changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.model import assert_same_gradients, put_together
+
+pytestmark = pytest.mark.releases(">=0.16", quick=True)
+
+STEP = "tests.matrix.padded_steps:step"
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
+CASES = {
+    "CP2": (2, {"cp": 2}, {}),
+    "TP2+SP": (2, {"tp": 2}, {}),
+    "CP2, MTP": (2, {"cp": 2}, MTP),
+    "TP2+SP, MTP": (2, {"tp": 2}, MTP),
+    "CP2 x TP2+SP": (4, {"cp": 2, "tp": 2}, {}),
+    "CP4": (4, {"cp": 4}, {}),
+}
+QUICK = ("CP2, MTP", "TP2+SP")
+
+
+@pytest.mark.parametrize("garbage", [False, True], ids=["zeros", "garbage"])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
+def test_a_step_is_that_of_one_process(pool, name, garbage):
+    """Losses, those of routers and indexers, tokens of experts, and all gradients."""
+    ranks, sizes, overrides = CASES[name]
+    (alone,) = pool.baseline(STEP, 1, overrides=overrides)
+    results = pool.run(STEP, ranks, overrides=overrides, garbage=garbage, **sizes)
+    tp = sizes.get("tp", 1)
+    losses = torch.tensor([each["losses"] for each in results[::tp]]).sum(0)
+    torch.testing.assert_close(losses, torch.tensor(alone["losses"]), rtol=1e-6, atol=0)
+    assert alone["tokens"]
+    assert results[0]["tokens"] == alone["tokens"]
+    assert results[0]["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-6)
+    assert sum(bool(gradient.any()) for gradient in alone["gradients"].values()) > 25
+    assert_same_gradients(put_together(results[:tp]), alone["gradients"], 1e-5)
