@@ -68,3 +68,22 @@ def random_indices(
     counts = torch.randint(1, topk + 1, (batch, rows, 1), generator=generator)
     counts[:, list(empty_rows)] = 0
     return torch.where(torch.arange(topk) < counts, order, -1).int()
+
+
+def drifting_indices(
+    batch: int, rows: int, keys: int, topk: int, seed: int = 0, drift: float = 0.1
+) -> Tensor:
+    """Ascending selections of causal rows, of which neighbours have most keys in common; -1 at the tail.
+
+    The last row sees all keys, the first ones fewer than they may select.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(batch, 1, keys, generator=generator) + drift * torch.rand(
+        batch, rows, keys, generator=generator
+    )
+    seen = torch.linspace(topk // 2, keys, rows).long()
+    position = torch.arange(keys)
+    scores = scores.masked_fill(position >= seen[:, None], -torch.inf)
+    best, indices = scores.topk(topk)
+    indices = torch.where(best > -torch.inf, indices, keys).sort(-1).values
+    return torch.where(indices < keys, indices, -1).int()

@@ -13,7 +13,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 from mindspeed_dsa.ops.triton.common import dense_rows
 from mindspeed_dsa.ops.triton.launch import rehearsal
 from tests.ops import oracle
-from tests.ops.random_inputs import random_indices
+from tests.ops.random_inputs import drifting_indices, random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
 from tests.ops.triton_backend import DEVICE, attention, hopper
 
@@ -208,3 +208,35 @@ def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, o
         plain = gradients()
     for value, other, bound in zip(first, plain, (4e-3, 4e-3, 1e-5), strict=True):
         assert (value.float() - other.float()).norm() < bound * other.float().norm()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [1, 16, 33, 64, 128])
+@pytest.mark.parametrize(("rows", "topk"), [(16, 300), (21, 2048)])
+def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_hopper, monkeypatch):
+    """Against the formula in fp64 over the same rows; the workspace holds a few rows at a time."""
+    torch.use_deterministic_algorithms(deterministic)
+    keys = topk + 200
+    query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, torch.bfloat16))
+    indices = drifting_indices(2, rows, keys, topk, drift=0.05)
+    inputs, expected, _, probabilities = expected_of(query, key_value, indices, 192**-0.5, 512)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected_grads = torch.autograd.grad(expected, inputs, grad.double())
+    call = AttentionCall(*(x.to(DEVICE) for x in (query, key_value, indices)), 192**-0.5, 512)
+    out, lse, _ = attention.forward(call, False)
+    seen = []
+    real = hopper.gradients_of_keys
+
+    def gradients_of_keys(inputs, results, tiles, *rest):
+        seen.append(int((tiles[2] % 8).max()))
+        real(inputs, results, tiles, *rest)
+
+    monkeypatch.setattr(hopper, "gradients_of_keys", gradients_of_keys)
+    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 13 * topk * 128 * 2)
+    found = attention.backward(call, grad.to(DEVICE), out, lse, True)
+    assert max(seen) == 4
+    assert len(seen) > 1
+    for value, expected_value in zip(found[:2], expected_grads, strict=True):
+        assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
+    expected_sum = probabilities.detach().sum(2).gather(-1, indices.clamp_min(0).long())
+    assert oracle.relative_error(found[2].cpu(), expected_sum.masked_fill(indices < 0, 0)) < 1e-5

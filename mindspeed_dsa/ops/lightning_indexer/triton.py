@@ -270,7 +270,8 @@ def score_gradients(
                 **gradient_constants(query, call.use_relu),
             )
             if tiles is not None:
-                ids = key_ids(topk_indices, key_length, first, count)
+                of_chunk = topk_indices.view(batch * rows, topk)[first : first + count]
+                ids = key_ids(of_chunk, first, rows, key_length, batch * key_length)
                 add_rows_by_key(grad_key, tiles[:count], ids)
     else:
         grad_query.zero_()

@@ -26,9 +26,6 @@ _SUMMED_HEADS = 128
 # A warp group of four that multiplies, one more, and one that copies; 168 registers of each of their threads
 # are redistributed among them.
 _OPTIONS = {"num_warps": 4, "maxnreg": 168}
-# Rows whose tiles of keys the backward takes at once: their queries and output gradients fit into the
-# second-level cache, and what they select at about the same place in their rows as well.
-_ROWS = 64
 
 if HAS_GLUON:
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_attention_sum import hopper_attention_sum_kernel
@@ -117,28 +114,32 @@ def attention_sum(
 def gradients_of_keys(
     inputs: tuple[Tensor, ...],
     results: tuple[Tensor, Tensor | None, Tensor],
+    tiles: tuple[Tensor, ...],
     first: int,
-    count: int,
     softmax_scale: float,
     atomic: bool,
 ) -> None:
     """Gradients of keys and of scores of some rows, as ``backward_keys_kernel`` computes them.
 
     Args:
-        inputs: query, keys, indices, lengths of rows, gradient of the output, log-sum-exp and delta.
-        results: gradients of scores, ``[at least count, topk, heads]`` with heads up to a multiple of
-            :func:`backward_heads`; sum over heads or None, ``[batch, rows, topk]`` fp32; and gradients of
-            keys, fp32, ``[batch * key_length, dim]`` or ``[at least count, topk, dim]``.
+        inputs: query, keys, gradient of the output, log-sum-exp and delta.
+        results: gradients of scores, ``[at least rows, topk, heads]`` in the order of the tiles,
+            with heads up to a multiple of :func:`backward_heads`; sum over heads or None,
+            ``[batch, rows, topk]`` fp32; and gradients of keys, fp32, ``[batch * key_length, dim]`` or
+            ``[at least rows, topk, dim]``.
+        tiles: indices and places of the rows, ``[rows, topk]`` each; tasks, and the two bounds of the
+            rows' among them.
         first: number of the first row, counted over the batch.
-        count: of rows.
         softmax_scale: of the scores.
-        atomic: add to ``[batch * key_length, dim]``; or else write a row for each entry that is a key.
+        atomic: add to ``[batch * key_length, dim]``; or else write a row for each entry that is a key and is
+            not :func:`added_by_others`.
     """
-    query, key_value, indices, _lengths, grad_out, lse, _delta = inputs
+    query, key_value, grad_out, lse, delta = inputs
     grad_scores, summed, grad_keys = results
     on_grid(hopper_backward_keys_kernel, _multiprocessors(query.device))(
-        *(*inputs, grad_scores, lse if summed is None else summed, grad_keys),
-        *(first, count, _ROWS, query.shape[1], key_value.shape[1], query.shape[2], indices.shape[2]),
+        *(query, key_value, *tiles, grad_out, lse, delta),
+        *(grad_scores, lse if summed is None else summed, grad_keys),
+        *(first, query.shape[1], key_value.shape[1], query.shape[2], tiles[0].shape[1]),
         *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
         *(softmax_scale, softmax_scale * LOG2E),
         HEADS=backward_heads(query.shape[2]),

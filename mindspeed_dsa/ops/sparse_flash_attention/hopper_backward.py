@@ -1,8 +1,9 @@
 """Gradients of keys and scores of sparse flash attention on Hopper, in Gluon.
 
-What ``backward_keys_kernel`` computes, with the same tiles. One warp group copies: the keys of the next tile,
-and queries and output gradients of the next heads. Two multiply: each computes half of a tile's scores and
-owns half of the columns of the gradient of its keys. Programs stay on their multiprocessor and take tile
+What ``backward_keys_kernel`` computes, with the same tiles, but that a tile may belong to several rows: to the
+gradient of its keys they are one row of as many times the heads. One warp group copies: the keys of the next
+tile, and queries and output gradients of the next heads. Two multiply: each computes half of a tile's scores
+and owns half of the columns of the gradient of its keys. Programs stay on their multiprocessor and take tile
 after tile, so that the next one is copied while the gradient of this one is added to memory.
 """
 
@@ -70,59 +71,59 @@ def _stored(heads):
 
 
 @gluon.jit
-def place_of(program, count, tiles, abreast):
-    """Row and first entry of a tile: ``abreast`` rows have their first before one of them has its next.
-
-    Indices ascend, so that these tiles meet the same keys, in the cache and in its atomics.
-    """
-    block = program // (abreast * tiles) * abreast
-    within = program % (abreast * tiles)
-    rows = gl.minimum(count - block, abreast)
-    return (block + within % rows).to(gl.int64), within // rows * BLOCK
+def tile_of(task, tiles):
+    """Row of the chunk, first entry and rows that share it, of a task of ``tasks_of``."""
+    sharers = (task % 8).to(gl.int32)
+    task = task // 8
+    return task // tiles, (task % tiles).to(gl.int32) * BLOCK, sharers
 
 
 @gluon.jit
 def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
     """The group that copies."""
-    query, key_value, indices, lengths, grad_out = inputs
-    first_row, count, abreast, rows_per_batch, key_length, heads, topk = sizes
+    query, key_value, indices, tasks, task_bounds, grad_out = inputs
+    first_row, rows_per_batch, key_length, heads, topk = sizes
     query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head = strides
     k_value, k_tail, pair_value, pair_tail, _gradients = tiles
     key_full, key_empty, pair_full, pair_empty = barriers
     layout: gl.constexpr = gl.SliceLayout(1, COPIES)
     slot = gl.arange(0, 2 * HEADS, layout=layout)
     is_query = slot % 2 == 0
-    blocks = gl.cdiv(topk, BLOCK)
+    tiles_of_row = gl.cdiv(topk, BLOCK)
+    head_blocks = gl.cdiv(heads, HEADS)
     tile, step = 0, 0
-    for program in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
-        row_in_chunk, first = place_of(program, count, blocks, abreast)
+    first_task, last_task = gl.load(task_bounds).to(gl.int32), gl.load(task_bounds + 1).to(gl.int32)
+    for number in range(first_task + gl.program_id(0), last_task, gl.num_programs(0)):
+        row_in_chunk, first, sharers = tile_of(gl.load(tasks + number), tiles_of_row)
         row = first_row + row_in_chunk
-        if first < gl.load(lengths + row):
-            batch = row // rows_per_batch
-            position = first + gl.arange(0, BLOCK, layout=layout)
-            index = gl.load(indices + row * topk + position, mask=position < topk, other=-1)
-            valid = (index >= 0) & (index < key_length)
-            key_starts = key_value + batch * key_batch + index.to(gl.int64) * key_row
-            mbarrier.wait(key_empty, (tile & 1) ^ 1)
-            copy_rows(k_value, key_starts, valid, 0, VALUE)
-            copy_rows(k_tail, key_starts, valid, VALUE, TAIL)
-            async_copy.mbarrier_arrive(key_full, increment_count=False)
-            tile += 1
-            base = query + batch * query_batch + (row % rows_per_batch) * query_row
-            grad_base = grad_out + batch * grad_batch + (row % rows_per_batch) * grad_row
-            for first_head in range(0, heads, HEADS):
-                # Query and output gradient of a head are neighbours: one product gives scores and gradient
-                # of the probabilities, in neighbouring registers, and one both paths into the key.
-                head = (first_head + slot // 2).to(gl.int64)
-                offsets = gl.where(is_query, head * query_head, head * grad_head)
-                starts = gl.multiple_of(gl.where(is_query, base, grad_base) + offsets, 16)
-                stage = step % STAGES
-                mbarrier.wait(pair_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                copy_rows(pair_value.index(stage), starts, head < heads, 0, VALUE)
-                # The output has no such part: zeros beside the query's.
-                copy_rows(pair_tail.index(stage), starts, (head < heads) & is_query, VALUE, TAIL)
-                async_copy.mbarrier_arrive(pair_full.index(stage), increment_count=False)
-                step += 1
+        batch = row // rows_per_batch
+        position = first + gl.arange(0, BLOCK, layout=layout)
+        index = gl.load(indices + row_in_chunk * topk + position, mask=position < topk, other=-1)
+        valid = (index >= 0) & (index < key_length)
+        key_starts = key_value + batch * key_batch + index.to(gl.int64) * key_row
+        mbarrier.wait(key_empty, (tile & 1) ^ 1)
+        copy_rows(k_value, key_starts, valid, 0, VALUE)
+        copy_rows(k_tail, key_starts, valid, VALUE, TAIL)
+        async_copy.mbarrier_arrive(key_full, increment_count=False)
+        tile += 1
+        first_base = query + batch * query_batch + (row % rows_per_batch) * query_row
+        first_grad_base = grad_out + batch * grad_batch + (row % rows_per_batch) * grad_row
+        for turn in range(sharers * head_blocks):
+            sharer = (turn // head_blocks).to(gl.int64)
+            base = first_base + sharer * query_row
+            grad_base = first_grad_base + sharer * grad_row
+            # Query and output gradient of a head are neighbours: one product gives scores and gradient
+            # of the probabilities, in neighbouring registers, and one both paths into the key.
+            head = (turn % head_blocks * HEADS + slot // 2).to(gl.int64)
+            offsets = gl.where(is_query, head * query_head, head * grad_head)
+            starts = gl.multiple_of(gl.where(is_query, base, grad_base) + offsets, 16)
+            stage = step % STAGES
+            mbarrier.wait(pair_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            copy_rows(pair_value.index(stage), starts, head < heads, 0, VALUE)
+            # The output has no such part: zeros beside the query's.
+            copy_rows(pair_tail.index(stage), starts, (head < heads) & is_query, VALUE, TAIL)
+            async_copy.mbarrier_arrive(pair_full.index(stage), increment_count=False)
+            step += 1
 
 
 @gluon.jit
@@ -155,9 +156,9 @@ def multiply_tiles(
     ATOMIC: gl.constexpr,
 ):
     """The two groups that multiply."""
-    indices, lengths, lse, delta = inputs
+    indices, places, tasks, task_bounds, lse, delta = inputs
     grad_scores, attention_sum, grad_keys = results
-    first_row, count, abreast, rows_per_batch, key_length, heads, topk = sizes
+    first_row, rows_per_batch, key_length, heads, topk = sizes
     softmax_scale, scale_log2 = scales
     k_value, k_tail, pair_value, pair_tail, gradients = tiles
     key_full, key_empty, pair_full, pair_empty = barriers
@@ -168,75 +169,81 @@ def multiply_tiles(
     columns: gl.constexpr = gl.SliceLayout(0, example.type.layout)
     stored_layout: gl.constexpr = _stored(HEADS)
     stored_rows: gl.constexpr = gl.SliceLayout(1, stored_layout)
-    blocks = gl.cdiv(topk, BLOCK)
-    stored_heads = gl.cdiv(heads, HEADS) * HEADS
+    tiles_of_row = gl.cdiv(topk, BLOCK)
+    head_blocks = gl.cdiv(heads, HEADS)
+    stored_heads = head_blocks * HEADS
     tile, step = 0, 0
-    for program in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
-        row_in_chunk, first = place_of(program, count, blocks, abreast)
-        row = first_row + row_in_chunk
-        if first < gl.load(lengths + row):
-            position = first + gl.arange(0, BLOCK, layout=rows)
-            index = gl.load(indices + row * topk + position, mask=position < topk, other=-1)
-            valid = (index >= 0) & (index < key_length)
-            entry = row_in_chunk * topk + position
-            stored_position = first + gl.arange(0, BLOCK, layout=stored_rows)
-            starts = gl.multiple_of((row_in_chunk * topk + stored_position) * stored_heads, HEADS)
-            value_sums = gl.full([BLOCK, VALUE], 0.0, gl.float32, layout=VALUE_SUMS)
-            tail_sums = gl.full([BLOCK, TAIL], 0.0, gl.float32, layout=TAIL_SUMS)
-            acc_value, acc_tail = warpgroup_mma_init(value_sums), warpgroup_mma_init(tail_sums)
-            summed = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=example.type.layout)
-            mbarrier.wait(key_full, tile & 1)
-            tile += 1
-            for first_head in range(0, heads, HEADS):
-                head = first_head + gl.arange(0, HEADS, layout=columns)
-                norm = gl.load(lse + row * heads + head, mask=head < heads, other=float("inf"))
-                row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
-                stage = step % STAGES
-                mbarrier.wait(pair_full.index(stage), (step // STAGES) & 1)
-                fence_async_shared()
-                value, tail = pair_value.index(stage), pair_tail.index(stage)
-                both = warpgroup_mma(k_value, value.permute((1, 0)), none, use_acc=False, is_async=True)
-                both = warpgroup_mma(k_tail, tail.permute((1, 0)), both, is_async=True)
-                # The two before these have ended: the other buffer and the gradients have been read.
-                value_sums, tail_sums = warpgroup_mma_wait(2, deps=(acc_value, acc_tail))
-                mbarrier.arrive(pair_empty.index((step + 1) % STAGES), pred=first_head > 0)
-                both = warpgroup_mma_wait(0, deps=(both,))
-                if first_head + HEADS >= heads:
-                    mbarrier.arrive(key_empty)
-                # [keys, heads] each
-                scores, inner = gl.split(gl.reshape(both, [BLOCK, HEADS, 2]))
-                probabilities = power_of_two(scores * scale_log2 - (norm * LOG2E)[None, :])
-                probabilities = gl.where(valid[:, None], probabilities, 0.0)
-                if WITH_SUM:
-                    summed += probabilities
-                gradient = probabilities * (inner * softmax_scale - (row_delta * softmax_scale)[None, :])
-                gradient = gradient.to(k_value.dtype)
-                pair = gl.reshape(gl.join(gradient, probabilities.to(k_value.dtype)), [BLOCK, 2 * HEADS])
-                gradients.store(gl.convert_layout(pair, both_layout, assert_trivial=True))
-                fence_async_shared()
-                acc_value = warpgroup_mma(gradients, value, warpgroup_mma_init(value_sums), is_async=True)
-                acc_tail = warpgroup_mma(gradients, tail, warpgroup_mma_init(tail_sums), is_async=True)
-                stored = gl.permute(gl.reshape(gradient, [BLOCK, 2, HEADS // 8, 4]), (0, 1, 3, 2))
-                stored = gl.convert_layout(
-                    gl.reshape(stored, [BLOCK, HEADS]), stored_layout, assert_trivial=True
-                )
-                place = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(0, stored_layout))
-                gl.store(
-                    grad_scores + starts[:, None] + place[None, :],
-                    stored,
-                    mask=(stored_position < topk)[:, None],
-                )
-                step += 1
-            value_sums, tail_sums = warpgroup_mma_wait(0, deps=(acc_value, acc_tail))
-            mbarrier.arrive(pair_empty.index((step + 1) % STAGES))
+    first_task, last_task = gl.load(task_bounds).to(gl.int32), gl.load(task_bounds + 1).to(gl.int32)
+    for number in range(first_task + gl.program_id(0), last_task, gl.num_programs(0)):
+        first_in_chunk, first, sharers = tile_of(gl.load(tasks + number), tiles_of_row)
+        position = first + gl.arange(0, BLOCK, layout=rows)
+        index = gl.load(indices + first_in_chunk * topk + position, mask=position < topk, other=-1)
+        valid = (index >= 0) & (index < key_length)
+        stored_position = first + gl.arange(0, BLOCK, layout=stored_rows)
+        value_sums = gl.full([BLOCK, VALUE], 0.0, gl.float32, layout=VALUE_SUMS)
+        tail_sums = gl.full([BLOCK, TAIL], 0.0, gl.float32, layout=TAIL_SUMS)
+        acc_value, acc_tail = warpgroup_mma_init(value_sums), warpgroup_mma_init(tail_sums)
+        summed = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=example.type.layout)
+        mbarrier.wait(key_full, tile & 1)
+        tile += 1
+        turns = sharers * head_blocks
+        for turn in range(turns):
+            row_in_chunk = first_in_chunk + turn // head_blocks
+            row = first_row + row_in_chunk
+            first_head = turn % head_blocks * HEADS
+            head = first_head + gl.arange(0, HEADS, layout=columns)
+            norm = gl.load(lse + row * heads + head, mask=head < heads, other=float("inf"))
+            row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
+            stage = step % STAGES
+            mbarrier.wait(pair_full.index(stage), (step // STAGES) & 1)
+            fence_async_shared()
+            value, tail = pair_value.index(stage), pair_tail.index(stage)
+            both = warpgroup_mma(k_value, value.permute((1, 0)), none, use_acc=False, is_async=True)
+            both = warpgroup_mma(k_tail, tail.permute((1, 0)), both, is_async=True)
+            # The two before these have ended: the other buffer and the gradients have been read.
+            value_sums, tail_sums = warpgroup_mma_wait(2, deps=(acc_value, acc_tail))
+            mbarrier.arrive(pair_empty.index((step + 1) % STAGES), pred=turn > 0)
+            both = warpgroup_mma_wait(0, deps=(both,))
+            if turn + 1 == turns:
+                mbarrier.arrive(key_empty)
+            # [keys, heads] each
+            scores, inner = gl.split(gl.reshape(both, [BLOCK, HEADS, 2]))
+            probabilities = power_of_two(scores * scale_log2 - (norm * LOG2E)[None, :])
+            probabilities = gl.where(valid[:, None], probabilities, 0.0)
             if WITH_SUM:
-                gl.store(attention_sum + row * topk + position, gl.sum(summed, axis=1), mask=position < topk)
-            offsets = entry
-            if ATOMIC:
-                offsets = row // rows_per_batch * key_length + index
-            offsets *= VALUE + TAIL
-            add_sums(grad_keys, offsets, index, key_length, value_sums, 0, ATOMIC)
-            add_sums(grad_keys, offsets, index, key_length, tail_sums, VALUE, ATOMIC)
+                summed += probabilities
+            gradient = probabilities * (inner * softmax_scale - (row_delta * softmax_scale)[None, :])
+            gradient = gradient.to(k_value.dtype)
+            pair = gl.reshape(gl.join(gradient, probabilities.to(k_value.dtype)), [BLOCK, 2 * HEADS])
+            gradients.store(gl.convert_layout(pair, both_layout, assert_trivial=True))
+            fence_async_shared()
+            acc_value = warpgroup_mma(gradients, value, warpgroup_mma_init(value_sums), is_async=True)
+            acc_tail = warpgroup_mma(gradients, tail, warpgroup_mma_init(tail_sums), is_async=True)
+            stored = gl.permute(gl.reshape(gradient, [BLOCK, 2, HEADS // 8, 4]), (0, 1, 3, 2))
+            stored = gl.convert_layout(gl.reshape(stored, [BLOCK, HEADS]), stored_layout, assert_trivial=True)
+            place = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(0, stored_layout))
+            starts = gl.multiple_of((row_in_chunk * topk + stored_position) * stored_heads, HEADS)
+            gl.store(
+                grad_scores + starts[:, None] + place[None, :],
+                stored,
+                mask=(stored_position < topk)[:, None],
+            )
+            if WITH_SUM:
+                if first_head + HEADS >= heads:
+                    inside = position < topk
+                    entry = gl.load(places + row_in_chunk * topk + position, mask=inside, other=0)
+                    gl.store(attention_sum + row * topk + entry, gl.sum(summed, axis=1), mask=inside)
+                    summed = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=example.type.layout)
+            step += 1
+        value_sums, tail_sums = warpgroup_mma_wait(0, deps=(acc_value, acc_tail))
+        mbarrier.arrive(pair_empty.index((step + 1) % STAGES))
+        if ATOMIC:
+            offsets = (first_row + first_in_chunk) // rows_per_batch * key_length + index
+        else:
+            offsets = first_in_chunk * topk + position
+        offsets *= VALUE + TAIL
+        add_sums(grad_keys, offsets, index, key_length, value_sums, 0, ATOMIC)
+        add_sums(grad_keys, offsets, index, key_length, tail_sums, VALUE, ATOMIC)
 
 
 @gluon.jit
@@ -244,7 +251,9 @@ def hopper_backward_keys_kernel(
     query,
     key_value,
     indices,
-    lengths,
+    places,
+    tasks,
+    task_bounds,
     grad_out,
     lse,
     delta,
@@ -252,8 +261,6 @@ def hopper_backward_keys_kernel(
     attention_sum,
     grad_keys,
     first_row,
-    count,
-    abreast,
     rows_per_batch,
     key_length,
     heads,
@@ -272,10 +279,13 @@ def hopper_backward_keys_kernel(
     WITH_SUM: gl.constexpr,
     ATOMIC: gl.constexpr,
 ):
-    """``count`` rows from ``first_row`` on, ``abreast`` at a time, by as many programs as run at once.
+    """A chunk of rows from ``first_row`` on, by as many programs as run at once.
 
-    ``grad_scores`` is ``[rows of the chunk, topk, heads]``, heads up to a multiple of HEADS, in the order
-    that ``backward_query_kernel`` calls GROUPS. ``grad_keys`` is as for ``backward_keys_kernel``.
+    ``indices`` and ``places`` are those of ``SharedTiles`` for the chunk, ``tasks`` those of ``tasks_of``, of
+    which the chunk's lie between the two ``task_bounds``. ``grad_scores`` is
+    ``[rows of the chunk, topk, heads]`` in the order of ``indices``, heads up to a multiple of HEADS, in the
+    order that ``backward_query_kernel`` calls GROUPS. ``grad_keys`` is as for ``backward_keys_kernel``; a
+    tile of its own has each entry that no earlier row takes along.
     """
     dtype: gl.constexpr = query.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMASharedLayout(4 * HEADS, 16, 2)
@@ -287,10 +297,10 @@ def hopper_backward_keys_kernel(
     tiles = (k_value, k_tail, pair_value, pair_tail, gradients)
     # Copied keys, keys that are free, and the same of pairs.
     barriers = (barrier_of(COPYING), barrier_of(1), barriers_of(STAGES, COPYING), barriers_of(STAGES, 1))
-    sizes = (first_row, count, abreast, rows_per_batch, key_length, heads, topk)
+    sizes = (first_row, rows_per_batch, key_length, heads, topk)
     strides = (query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head)
-    read = (query, key_value, indices, lengths, grad_out)
-    inputs = (indices, lengths, lse, delta)
+    read = (query, key_value, indices, tasks, task_bounds, grad_out)
+    inputs = (indices, places, tasks, task_bounds, lse, delta)
     results = (grad_scores, attention_sum, grad_keys)
     scales = (softmax_scale, scale_log2)
     gl.warp_specialize(

@@ -18,6 +18,12 @@ from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
+from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles import (
+    added_by_others,
+    share_tiles,
+    tasks_of,
+    whole_chunk,
+)
 from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     attention_sum_kernel,
     backward_keys_kernel,
@@ -204,6 +210,7 @@ def backward(
         summed = torch.zeros(topk_indices.shape, dtype=torch.float32, device=device)
     if topk_indices.numel() > 0:
         lengths = row_lengths(topk_indices, key_length)
+        all_indices = topk_indices.view(batch * rows, topk)
         delta = _delta(grad_out, out)
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
         key_tiles = _backward_keys_tiles(query, heads)
@@ -217,20 +224,39 @@ def backward(
         row_bytes = topk * (stored * query.element_size() + (4 * dim if deterministic else 0))
         workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
         chunk = max(1, min(batch * rows, workspace // row_bytes))
+        if on_hopper:
+            chunk = whole_chunk(chunk)
         grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
         gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
-        # As many as are sorted within the bound; a sort takes up to 32 bytes for each entry.
-        ordered_chunks = max(1, WORKSPACE_BYTES // (32 * chunk * topk))
-        inputs = (query, key_value, topk_indices, lengths, grad_out, lse, delta)
         target = grad_key_value if gathered is None else gathered
+        # As many as are put in order within the bound; a sort takes up to 32 bytes for each entry.
+        ordered_rows = max(1, WORKSPACE_BYTES // (32 * chunk * topk)) * chunk
         for first in range(0, batch * rows, chunk):
             count = min(chunk, batch * rows - first)
+            if first % ordered_rows == 0:
+                ahead = slice(first, first + ordered_rows)
+                indices = all_indices[ahead]
+                if on_hopper:
+                    shared = share_tiles(indices, lengths[ahead], first, rows, key_length, chunk)
+                    tasks, bounds = tasks_of(shared.ends, lengths[ahead], topk, chunk)
+                    indices = shared.indices
+                if deterministic:
+                    ids = key_ids(indices, first, rows, key_length, batch * key_length)
+                    if on_hopper:
+                        ids.masked_fill_(added_by_others(shared.ends, topk), batch * key_length)
+                    order = order_by_key(ids, batch * key_length, chunk)
+            part = first % ordered_rows // chunk
+            of_chunk = slice(part * chunk, part * chunk + count)
             if on_hopper:
-                results = (grad_scores, summed, target)
-                hopper.gradients_of_keys(inputs, results, first, count, softmax_scale, gathered is None)
+                hopper.gradients_of_keys(
+                    (query, key_value, grad_out, lse, delta),
+                    (grad_scores, summed, target),
+                    (indices[of_chunk], shared.places[of_chunk], tasks, bounds[part]),
+                    *(first, softmax_scale, not deterministic),
+                )
             else:
                 on_grid(backward_keys_kernel, count * triton.cdiv(topk, key_tiles["BLOCK_N"]))(
-                    *inputs,
+                    *(query, key_value, topk_indices, lengths, grad_out, lse, delta),
                     *(grad_scores, lse if summed is None else summed, target),
                     *(first, rows, key_length, heads, topk),
                     *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
@@ -243,29 +269,14 @@ def backward(
                 )
             head_blocks = triton.cdiv(stored, query_tiles["BLOCK_H"])
             on_grid(backward_query_kernel, count * head_blocks * query_tiles["PARTS"])(
-                key_value,
-                topk_indices,
-                lengths,
-                grad_scores,
-                grad_query,
-                first,
-                rows,
-                key_length,
-                heads,
-                stored,
-                topk,
-                *key_value.stride()[:2],
+                *(key_value, indices[of_chunk], lengths, grad_scores, grad_query, first),
+                *(rows, key_length, heads, stored, topk, *key_value.stride()[:2]),
                 GROUPS=groups,
                 **constants,
                 **query_tiles,
             )
             if gathered is not None:
-                number = first // chunk
-                if number % ordered_chunks == 0:
-                    ahead = min(ordered_chunks * chunk, batch * rows - first)
-                    ids = key_ids(topk_indices, key_length, first, ahead)
-                    order = order_by_key(ids, batch * key_length, chunk)
-                add_ordered_rows(grad_key_value, gathered[:count], order, number % ordered_chunks)
+                add_ordered_rows(grad_key_value, gathered[:count], order, part)
     else:
         grad_query.zero_()
     if factor is not None:

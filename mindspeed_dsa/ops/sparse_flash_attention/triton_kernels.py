@@ -348,6 +348,7 @@ def backward_query_kernel(
 ):
     """One program per row, block of heads and part of the columns: gradient of the scores times the keys.
 
+    ``indices`` are those of the chunk's rows, in the order of ``grad_scores``.
     With GROUPS, heads of ``grad_scores`` lie as products of warp groups leave them: four threads, each with
     every fourth of GROUPS x 4 heads.
     """
@@ -375,7 +376,7 @@ def backward_query_kernel(
     for first in range(0, length, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         inside = position < length
-        index = tl.load(indices + row * topk + tl.minimum(position, length - 1))
+        index = tl.load(indices + row_in_chunk * topk + tl.minimum(position, length - 1))
         valid = inside & is_key(index, key_length)
         k_offsets = index.to(tl.int64) * key_row
         # [N, H]; beyond the length nothing was written

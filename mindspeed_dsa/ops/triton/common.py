@@ -259,16 +259,22 @@ def row_lengths(topk_indices: Tensor, key_length: int) -> Tensor:
     return lengths
 
 
-def key_ids(topk_indices: Tensor, key_length: int, first: int, count: int) -> Tensor:
-    """Number of the key over the whole batch for the entries of some rows, counted over the whole batch.
+def key_ids(indices: Tensor, first: int, rows_per_batch: int, key_length: int, keys: int) -> Tensor:
+    """Number of the key over the whole batch for the entries of some rows.
 
-    ``[batch, rows, topk]`` int32 -> ``[count, topk]`` int64; ``batch * key_length`` where there is no key.
+    Args:
+        indices: ``[rows, topk]`` int32.
+        first: number of the first row over the batch.
+        rows_per_batch: rows of a sequence.
+        key_length: keys of a sequence.
+        keys: of the batch.
+
+    Returns:
+        ``[rows, topk]`` int64; ``keys`` where there is no key.
     """
-    batch, rows, topk = topk_indices.shape
-    indices = topk_indices.view(batch * rows, topk)[first : first + count]
-    row = torch.arange(first, first + count, device=indices.device)
-    numbers = indices + (row // rows * key_length)[:, None]
-    return torch.where(names_key(indices, key_length), numbers, batch * key_length)
+    row = torch.arange(first, first + len(indices), device=indices.device)
+    numbers = indices + (row // rows_per_batch * key_length)[:, None]
+    return torch.where(names_key(indices, key_length), numbers, keys)
 
 
 def tile_bytes(total: Tensor) -> int:
