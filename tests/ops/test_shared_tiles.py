@@ -29,6 +29,7 @@ def listed(tiles, lengths, chunk=8):
     """Every tile: its first row, its first entry, and the rows that share it."""
     topk = tiles.indices.shape[1]
     tasks, bounds = shared_tiles.tasks_of(tiles.ends, lengths, topk, chunk)
+    bounds = bounds[:, :2]
     in_row = -(-topk // TILE)
     assert bounds[:-1, 1].tolist() == bounds[1:, 0].tolist()
     return [

@@ -228,14 +228,16 @@ def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_
     real = hopper.gradients_of_keys
 
     def gradients_of_keys(inputs, results, tiles, *rest):
-        seen.append(int((tiles[2] % 8).max()))
+        first, last = tiles[3][:2].tolist()
+        seen.append(int((tiles[2][first:last] % 8).max()))
         real(inputs, results, tiles, *rest)
 
     monkeypatch.setattr(hopper, "gradients_of_keys", gradients_of_keys)
-    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 13 * topk * 128 * 2)
+    stored = -(-heads // hopper.backward_heads(heads)) * hopper.backward_heads(heads)
+    monkeypatch.setattr(attention, "WORKSPACE_BYTES", 13 * topk * stored * 2)
     found = attention.backward(call, grad.to(DEVICE), out, lse, True)
     assert max(seen) == 4
-    assert len(seen) > 1
+    assert deterministic or len(seen) > 1
     for value, expected_value in zip(found[:2], expected_grads, strict=True):
         assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
     expected_sum = probabilities.detach().sum(2).gather(-1, indices.clamp_min(0).long())

@@ -31,6 +31,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     barrier_of,
     barriers_of,
     copy_rows,
+    kept_inside,
     power_of_two,
 )
 
@@ -73,9 +74,8 @@ def _stored(heads):
 @gluon.jit
 def tile_of(task, tiles):
     """Row of the chunk, first entry and rows that share it, of a task of ``tasks_of``."""
-    sharers = (task % 8).to(gl.int32)
-    task = task // 8
-    return task // tiles, (task % tiles).to(gl.int32) * BLOCK, sharers
+    tile = task // 8
+    return tile // tiles, tile % tiles * BLOCK, task % 8
 
 
 @gluon.jit
@@ -95,15 +95,15 @@ def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
     first_task, last_task = gl.load(task_bounds).to(gl.int32), gl.load(task_bounds + 1).to(gl.int32)
     for number in range(first_task + gl.program_id(0), last_task, gl.num_programs(0)):
         row_in_chunk, first, sharers = tile_of(gl.load(tasks + number), tiles_of_row)
-        row = first_row + row_in_chunk
+        row = (first_row + row_in_chunk).to(gl.int64)
         batch = row // rows_per_batch
         position = first + gl.arange(0, BLOCK, layout=layout)
         index = gl.load(indices + row_in_chunk * topk + position, mask=position < topk, other=-1)
         valid = (index >= 0) & (index < key_length)
         key_starts = key_value + batch * key_batch + index.to(gl.int64) * key_row
         mbarrier.wait(key_empty, (tile & 1) ^ 1)
-        copy_rows(k_value, key_starts, valid, 0, VALUE)
-        copy_rows(k_tail, key_starts, valid, VALUE, TAIL)
+        copy_rows(k_value.index(0), key_starts, valid, 0, VALUE)
+        copy_rows(k_tail.index(0), key_starts, valid, VALUE, TAIL)
         async_copy.mbarrier_arrive(key_full, increment_count=False)
         tile += 1
         first_base = query + batch * query_batch + (row % rows_per_batch) * query_row
@@ -189,17 +189,19 @@ def multiply_tiles(
         turns = sharers * head_blocks
         for turn in range(turns):
             row_in_chunk = first_in_chunk + turn // head_blocks
-            row = first_row + row_in_chunk
+            row = (first_row + row_in_chunk).to(gl.int64)
             first_head = turn % head_blocks * HEADS
             head = first_head + gl.arange(0, HEADS, layout=columns)
-            norm = gl.load(lse + row * heads + head, mask=head < heads, other=float("inf"))
-            row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
             stage = step % STAGES
             mbarrier.wait(pair_full.index(stage), (step // STAGES) & 1)
             fence_async_shared()
+            # Behind the fence, which waits for all that a thread has asked memory for.
+            norm = gl.load(lse + row * heads + head, mask=head < heads, other=float("inf"))
+            row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
             value, tail = pair_value.index(stage), pair_tail.index(stage)
-            both = warpgroup_mma(k_value, value.permute((1, 0)), none, use_acc=False, is_async=True)
-            both = warpgroup_mma(k_tail, tail.permute((1, 0)), both, is_async=True)
+            only = kept_inside(0)
+            both = warpgroup_mma(k_value.index(only), value.permute((1, 0)), none, use_acc=False, is_async=True)
+            both = warpgroup_mma(k_tail.index(only), tail.permute((1, 0)), both, is_async=True)
             # The two before these have ended: the other buffer and the gradients have been read.
             value_sums, tail_sums = warpgroup_mma_wait(2, deps=(acc_value, acc_tail))
             mbarrier.arrive(pair_empty.index((step + 1) % STAGES), pred=turn > 0)
@@ -241,7 +243,7 @@ def multiply_tiles(
             offsets = (first_row + first_in_chunk) // rows_per_batch * key_length + index
         else:
             offsets = first_in_chunk * topk + position
-        offsets *= VALUE + TAIL
+        offsets = offsets.to(gl.int64) * (VALUE + TAIL)
         add_sums(grad_keys, offsets, index, key_length, value_sums, 0, ATOMIC)
         add_sums(grad_keys, offsets, index, key_length, tail_sums, VALUE, ATOMIC)
 
@@ -289,8 +291,8 @@ def hopper_backward_keys_kernel(
     """
     dtype: gl.constexpr = query.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMASharedLayout(4 * HEADS, 16, 2)
-    k_value = gl.allocate_shared_memory(dtype, [BLOCK, VALUE], TILE)
-    k_tail = gl.allocate_shared_memory(dtype, [BLOCK, TAIL], TILE)
+    k_value = gl.allocate_shared_memory(dtype, [1, BLOCK, VALUE], TILE)
+    k_tail = gl.allocate_shared_memory(dtype, [1, BLOCK, TAIL], TILE)
     pair_value = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, VALUE], TILE)
     pair_tail = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, TAIL], TILE)
     gradients = gl.allocate_shared_memory(dtype, [BLOCK, 2 * HEADS], narrow)

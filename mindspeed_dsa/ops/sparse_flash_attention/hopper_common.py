@@ -68,3 +68,15 @@ def power_of_two(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def kept_inside(number):
+    """The number, as the compiler cannot know it: what follows from it is not computed ahead of a loop.
+
+    Descriptors of products' operands are as many as products. Ahead of a loop they would all be kept, beyond
+    the registers that there are.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -34,6 +34,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     barrier_of,
     barriers_of,
     copy_rows,
+    kept_inside,
     load_indices,
     place_of_row,
     power_of_two,
@@ -118,17 +119,19 @@ def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.co
     mbarrier.wait(query_full, 0)
     for pair in range(gl.cdiv(length, 2 * BLOCK)):
         phase = pair & 1
-        index = load_indices(row_indices, 2 * pair + GROUP, length, gl.SliceLayout(0, SCORES))
         scores = gl.full([BLOCK, BLOCK], 0.0, gl.float32, layout=SCORES)
+        own = kept_inside(GROUP)
         mbarrier.wait(full_left.index(GROUP), phase)
         fence_async_shared()
         scores = warpgroup_mma(
-            query_left, left.index(GROUP).permute((1, 0)), scores, use_acc=False, is_async=True
+            query_left, left.index(own).permute((1, 0)), scores, use_acc=False, is_async=True
         )
         mbarrier.wait(full_right.index(GROUP), phase)
         fence_async_shared()
-        scores = warpgroup_mma(query_right, right.index(GROUP).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma(query_tail, tail.index(GROUP).permute((1, 0)), scores, is_async=True)
+        # Behind the fence, which waits for all that a thread has asked memory for.
+        index = load_indices(row_indices, 2 * pair + GROUP, length, gl.SliceLayout(0, SCORES))
+        scores = warpgroup_mma(query_right, right.index(own).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(query_tail, tail.index(own).permute((1, 0)), scores, is_async=True)
         if GROUP == 1:
             # Behind its own scores, so that what follows them runs beside this product.
             acc, highest, total = times_others_values(

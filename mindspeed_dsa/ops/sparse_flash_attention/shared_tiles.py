@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -140,6 +139,49 @@ def reorder_kernel(
     tl.store(ends + row * 2 + 1, second_end)
 
 
+@triton.jit
+def rows_of(row, ends, lengths, inside, TILE: tl.constexpr):
+    """Tiles that four rows share, ends of those that two share, and of all, of some rows."""
+    by_four = tl.load(ends + row * 2, mask=inside, other=0) // TILE
+    by_two = tl.load(ends + row * 2 + 1, mask=inside, other=0) // TILE
+    return by_four, by_two, tl.cdiv(tl.load(lengths + row, mask=inside, other=0), TILE)
+
+
+@triton.jit
+def list_tasks_kernel(
+    ends, lengths, tasks, bounds, rows, tiles, chunk, abreast,
+    TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One program per ``abreast`` rows: their tasks, behind those of all rows before them."""
+    first = tl.program_id(0) * abreast
+    before = tl.zeros([1024], tl.int32)
+    for start in range(0, first, 1024):
+        row = start + tl.arange(0, 1024)
+        by_four, by_two, last = rows_of(row, ends, lengths, row < first, TILE)
+        # As the first of four or of two a row has those that it shares; it always has the rest.
+        before += last - tl.where(row % 2 == 0, 0, by_two - by_four) - tl.where(row % 4 == 0, 0, by_four)
+    place = tl.sum(before, axis=0)
+    part = first // chunk
+    if first % chunk == 0:
+        tl.store(bounds + part * 4, place)
+        if part > 0:
+            tl.store(bounds + part * 4 - 3, place)
+    turn = tl.arange(0, BLOCK_R)
+    row = first + turn
+    inside = (turn < abreast) & (row < rows)
+    by_four, by_two, last = rows_of(row, ends, lengths, inside, TILE)
+    tile = tl.arange(0, BLOCK_T)[:, None]
+    # [tiles, rows]
+    sharers = tl.where(tile < by_four[None, :], 4, tl.where(tile < by_two[None, :], 2, 1))
+    exists = (tile < last[None, :]) & (row[None, :] % sharers == 0)
+    numbers = tl.reshape(exists.to(tl.int32), [BLOCK_T * BLOCK_R])
+    position = place + tl.reshape(tl.cumsum(numbers, axis=0) - 1, [BLOCK_T, BLOCK_R])
+    task = ((row - part * chunk)[None, :] * tiles + tile) * 8 + sharers
+    tl.store(tasks + position, task, mask=exists)
+    if first + abreast >= rows:
+        tl.store(bounds + part * 4 + 1, place + tl.sum(numbers, axis=0))
+
+
 def share_tiles(
     indices: Tensor, lengths: Tensor, first: int, rows_per_batch: int, key_length: int, chunk: int
 ) -> SharedTiles:
@@ -191,30 +233,22 @@ def tasks_of(ends: Tensor, lengths: Tensor, topk: int, chunk: int) -> tuple[Tens
 
     Returns:
         ``(row of the chunk * tiles of a row + tile) * 8 + rows that share it`` for each tile; and
-        ``[chunks, 2]``, the first one of each chunk and one past its last. int64.
+        ``[chunks, 4]``, the first one of each chunk, one past its last, and nothing. int32.
     """
     rows, device = len(ends), ends.device
     tiles = triton.cdiv(topk, TILE)
     abreast = min(_ABREAST, chunk)
-    blocks = triton.cdiv(rows, abreast)
-    row = torch.arange(rows, device=device)[:, None]
-    tile = torch.arange(tiles, device=device)
-    first = tile * TILE
-    # [rows, tiles]
-    sharers = torch.where(first < ends[:, :1], FELLOWS, torch.where(first < ends[:, 1:], 2, 1))
-    exists = (first < lengths[:rows, None]) & (row % sharers == 0)
-    numbers = (row % chunk * tiles + tile) * 8 + sharers
-    padded = numbers.new_full((blocks * abreast, tiles), -1)
-    padded[:rows] = numbers.where(exists, -1)
-    in_turn = padded.view(blocks, abreast, tiles).transpose(1, 2).flatten()
-    exists = in_turn >= 0
-    counts = exists.cumsum(0)
-    # What is none goes behind the last place: how many there are is known on the device alone.
-    target = torch.where(exists, counts - 1, len(in_turn))
-    tasks = torch.zeros(len(in_turn) + 1, dtype=torch.int64, device=device).scatter_(0, target, in_turn)
-    last = torch.arange(1, triton.cdiv(rows, chunk) + 1, device=device) * (chunk * tiles)
-    bounds = F.pad(counts[last.clamp_max(len(in_turn)) - 1], (1, 0))
-    return tasks, torch.stack((bounds[:-1], bounds[1:]), dim=1)
+    tasks = torch.empty(rows * tiles, dtype=torch.int32, device=device)
+    # So wide that every chunk's begin at a multiple of 16 bytes: kernels are compiled for such pointers.
+    bounds = torch.empty(triton.cdiv(rows, chunk), 4, dtype=torch.int32, device=device)
+    on_grid(list_tasks_kernel, triton.cdiv(rows, abreast))(
+        *(ends, lengths, tasks, bounds, rows, tiles, chunk, abreast),
+        TILE=TILE,
+        BLOCK_T=triton.next_power_of_2(tiles),
+        BLOCK_R=_ABREAST,
+        num_warps=4,
+    )
+    return tasks, bounds
 
 
 def whole_chunk(rows: int) -> int:
