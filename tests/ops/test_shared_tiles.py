@@ -1,7 +1,7 @@
 """Tiles of keys that neighbouring rows share: what is found, that nothing is lost, and the sums over them.
 
-The kernel that multiplies them runs on Hopper alone. Here its dataflow is followed in fp64, tile by tile, from
-what the kernels that put entries in order leave, to the gradients of keys by their formula.
+The kernel that multiplies them runs on Hopper alone. Here its dataflow is followed in fp64, tile by tile,
+from what the kernels that put entries in order leave, to the gradients of keys by their formula.
 """
 
 from __future__ import annotations

@@ -26,4 +26,14 @@ if _before is None:
 
 DEVICE = "cpu" if common.interpreted() else "cuda"
 
-__all__ = ["DEVICE", "attention", "common", "grouped", "hopper", "indexer", "kl_loss", "permutation", "shared_tiles"]
+__all__ = [
+    "DEVICE",
+    "attention",
+    "common",
+    "grouped",
+    "hopper",
+    "indexer",
+    "kl_loss",
+    "permutation",
+    "shared_tiles",
+]

@@ -1,10 +1,10 @@
 """Gradients of keys and scores of sparse flash attention on Hopper, in Gluon.
 
-What ``backward_keys_kernel`` computes, with the same tiles, but that a tile may belong to several rows: to the
-gradient of its keys they are one row of as many times the heads. One warp group copies: the keys of the next
-tile, and queries and output gradients of the next heads. Two multiply: each computes half of a tile's scores
-and owns half of the columns of the gradient of its keys. Programs stay on their multiprocessor and take tile
-after tile, so that the next one is copied while the gradient of this one is added to memory.
+What ``backward_keys_kernel`` computes, with the same tiles, but that a tile may belong to several rows: for
+the gradient of its keys they are one row of as many times the heads. One warp group copies: the keys of the
+next tile, and queries and output gradients of the next heads. Two multiply: each computes half of a tile's
+scores and owns half of the columns of the gradient of its keys. Programs stay on their multiprocessor and
+take tile after tile, so that the next one is copied while the gradient of this one is added to memory.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
         copy_rows(k_value.index(0), key_starts, valid, 0, VALUE)
         copy_rows(k_tail.index(0), key_starts, valid, VALUE, TAIL)
         async_copy.mbarrier_arrive(key_full, increment_count=False)
-        tile += 1
+        tile += 1  # noqa: SIM113  kernels have no enumerate
         first_base = query + batch * query_batch + (row % rows_per_batch) * query_row
         first_grad_base = grad_out + batch * grad_batch + (row % rows_per_batch) * grad_row
         for turn in range(sharers * head_blocks):
@@ -185,7 +185,7 @@ def multiply_tiles(
         acc_value, acc_tail = warpgroup_mma_init(value_sums), warpgroup_mma_init(tail_sums)
         summed = gl.full([BLOCK, HEADS], 0.0, gl.float32, layout=example.type.layout)
         mbarrier.wait(key_full, tile & 1)
-        tile += 1
+        tile += 1  # noqa: SIM113  kernels have no enumerate
         turns = sharers * head_blocks
         for turn in range(turns):
             row_in_chunk = first_in_chunk + turn // head_blocks
@@ -200,7 +200,9 @@ def multiply_tiles(
             row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
             value, tail = pair_value.index(stage), pair_tail.index(stage)
             only = kept_inside(0)
-            both = warpgroup_mma(k_value.index(only), value.permute((1, 0)), none, use_acc=False, is_async=True)
+            both = warpgroup_mma(
+                k_value.index(only), value.permute((1, 0)), none, use_acc=False, is_async=True
+            )
             both = warpgroup_mma(k_tail.index(only), tail.permute((1, 0)), both, is_async=True)
             # The two before these have ended: the other buffer and the gradients have been read.
             value_sums, tail_sums = warpgroup_mma_wait(2, deps=(acc_value, acc_tail))
@@ -230,7 +232,7 @@ def multiply_tiles(
                 stored,
                 mask=(stored_position < topk)[:, None],
             )
-            if WITH_SUM:
+            if WITH_SUM:  # noqa: SIM102  for the compiler alone
                 if first_head + HEADS >= heads:
                     inside = position < topk
                     entry = gl.load(places + row_in_chunk * topk + position, mask=inside, other=0)
