@@ -47,7 +47,7 @@ packs = partial(
 )
 
 PADDED = (
-    dsa("CP2", 2, cp=2, quick=True),
+    dsa("CP2", 2, cp=2),
     dsa("TP2+SP", 2, TP2),
     dsa("CP2 x TP2+SP", 4, TP2, cp=2),
     dsa("CP2 x PP2", 4, PP2, cp=2),

@@ -15,6 +15,7 @@ from torch import Tensor
 from mindspeed_dsa import session
 from mindspeed_dsa.context_parallel.padding import Padding
 from tests.matrix import model as tiny
+from tests.matrix.record import at_work
 from tests.matrix.steps import job_of_any_release
 from tests.support import model as job
 
@@ -49,9 +50,19 @@ def step(
     }
     switches = {"use_fused_dsa": True, "seq_length": TOKENS, **sizes}
     told = {**MODEL, **({"cp_comm_type": "allgather"} if cp > 1 else {}), **(overrides or {})}
+    _forget_losses()
     with job_of_any_release(cp, 0), _batches(), _filled(garbage), _experts() as tokens:
         result = tiny.one_step(switches, told, cp=cp, num_microbatches=2, micro_batch_size=2, **layout)
-    return {**result, "tokens": [each.tolist() for each in tokens]}
+        return {**result, "tokens": [each.tolist() for each in tokens], "at work": at_work()}
+
+
+def _forget_losses() -> None:
+    """Drop what models with fewer layers have logged in this process: lists of their length."""
+    from megatron.core.transformer.moe import moe_utils
+
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)
+    logged = moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
+    logged.clear()
 
 
 @contextlib.contextmanager
@@ -86,11 +97,14 @@ def _batch(tokens: Tensor) -> _Batch:
 
 def forward_step(cfg: Any, iterator: Any, model: Any) -> Any:
     """Run a microbatch as ``pretrain_gpt.py`` does."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    # Later releases ask to be told, and would take all ranks for the group.
+    told = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
     parameters = inspect.signature(get_batch_on_this_cp_rank).parameters
-    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in parameters else {}
-    batch = get_batch_on_this_cp_rank(dict(next(iterator)), **more)
+    told = {name: value for name, value in told.items() if name in parameters}
+    batch = get_batch_on_this_cp_rank(dict(next(iterator)), **told)
     output = model(
         batch["tokens"],
         batch["position_ids"],

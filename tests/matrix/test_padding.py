@@ -22,13 +22,23 @@ CASES = {
 QUICK = ("CP2, MTP", "TP2+SP")
 
 
-@pytest.mark.parametrize("garbage", [False, True], ids=["zeros", "garbage"])
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+    ("name", "garbage"),
+    [
+        pytest.param(
+            name,
+            garbage,
+            id=f"{name}, {'garbage' if garbage else 'zeros'}",
+            marks=() if garbage and name in QUICK else pytest.mark.full,
+        )
+        for name in CASES
+        for garbage in (False, True)
+    ],
 )
-def test_a_step_is_that_of_one_process(pool, name, garbage):
+def test_a_step_is_that_of_one_process(pool, note, name, garbage):
     """Losses, those of routers and indexers, tokens of experts, and all gradients."""
     ranks, sizes, overrides = CASES[name]
+    note.begins(name, "pad-sequences")
     (alone,) = pool.baseline(STEP, 1, overrides=overrides)
     results = pool.run(STEP, ranks, overrides=overrides, garbage=garbage, **sizes)
     tp = sizes.get("tp", 1)
@@ -39,3 +49,4 @@ def test_a_step_is_that_of_one_process(pool, name, garbage):
     assert results[0]["indexer loss"] == pytest.approx(alone["indexer loss"], rel=1e-6)
     assert sum(bool(gradient.any()) for gradient in alone["gradients"].values()) > 25
     assert_same_gradients(put_together(results[:tp]), alone["gradients"], 1e-5)
+    note.trained(results)

@@ -18,6 +18,7 @@ from mindspeed_dsa.tools.planner import (
     layouts,
     memory,
     plan,
+    report,
     search,
     sizes,
 )
@@ -50,6 +51,19 @@ def test_orders_are_those_of_the_installed_megatron(ranks, chunks, microbatches,
             now += weights[event.chunk] * (1 if event.kind.value == "F" else -1)
             heaviest = max(heaviest, now)
         assert activations.peak(job, rank, weights)[1] == heaviest
+
+
+def test_sequences_that_ranks_do_not_divide_are_planned_with_their_padding():
+    """Tokens per second are those of the data; memory and work are those of the padded job."""
+    layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length"
+    odd, even = (planned(example(f"{layout} {length}", 4)) for length in (1021, 1024))
+    assert odd.job.tokens == even.job.tokens == even.job.training.micro * 512
+    assert odd.worst.total == even.worst.total
+    assert odd.time.total == even.time.total
+    assert odd.tokens_per_second == pytest.approx(even.tokens_per_second * 1021 / 1024)
+    words = "sequences of 1021 tokens are padded to 1024 rows, which the ranks divide: 3 of them (0.29 %)"
+    assert words in report.text(odd)
+    assert "padded" not in report.text(even)
 
 
 def test_every_layer_is_held_once_in_megatrons_order():
