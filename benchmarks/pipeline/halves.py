@@ -1,76 +1,183 @@
-"""Steps with tokens of MoE layers in two halves, EP2 without a pipeline: what of the transfers is hidden."""
+"""Steps with microbatches in two halves, EP2 without a pipeline: what of the transfers is hidden.
+
+The ceiling is what a step would gain if every transfer were hidden as far as there is work above it, by the
+times of the parts alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
 from benchmarks.moe.problem import deviation, minima, start
 from benchmarks.pipeline.pairs import QUICK, Sizes, step_of
 from benchmarks.registry import Metrics
 
-SWITCHES = {"moe_batch_overlap": True, "moe_alltoall_overlap_comm": True}
-SIZES = Sizes(layers=2, microbatches=1, tokens=1024, rounds=5)
-"""Nothing here depends on the number of layers or of microbatches."""
-VARIANTS = ("stock", "whole, overlapped", "halves", "no transfers")
+SWITCHES = {
+    "moe_batch_overlap": True,
+    "moe_batch_overlap_attention": True,
+    "moe_alltoall_overlap_comm": True,
+}
+SIZES = Sizes(layers=4, microbatches=1, sequences=2, tokens=512, rounds=5)
+VARIANTS = ("stock", "whole, overlapped", "halves of tokens", "halves", "no transfers")
+OURS = VARIANTS[1:4]
 
 
 def run(link: str, quick: bool) -> Metrics:
     """The cell's entries."""
+    sizes = dataclasses.replace(QUICK, sequences=2) if quick else SIZES
     with LinkBed(2, link) as bed:
-        found = bed.run("benchmarks.pipeline.halves:measure", sizes=QUICK if quick else SIZES)[0]
+        found = bed.run("benchmarks.pipeline.halves:measure", sizes=sizes)[0]
     print(f"halves: {found}", file=sys.stderr, flush=True)
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
+    parts = _by_way({name: 1e3 * timing.wall for name, timing in found["parts"].items()})
     exposed = wall["stock"] - wall["no transfers"]
+    ceiling = wall["stock"] / (wall["stock"] - min(hideable(parts, sizes.layers), exposed))
+    speedup = wall["stock"] / wall["halves"]
     return {
-        "batch_overlap_speedup": wall["stock"] / wall["halves"],
+        "batch_overlap_speedup": speedup,
         "batch_overlap": {
+            "ceiling": ceiling,
+            "fraction_of_ceiling": (speedup - 1) / (ceiling - 1),
             "measured_choice": found["choice"],
+            "speedup_of_halves_of_tokens": wall["stock"] / wall["halves of tokens"],
             "speedup_of_overlapped_whole": wall["stock"] / wall["whole, overlapped"],
             "a2a_hidden_fraction": (wall["stock"] - wall["halves"]) / exposed,
             "exposed_over_step": exposed / wall["stock"],
             "milliseconds": wall,
+            "milliseconds_median": {name: 1e3 * each.median for name, each in found["times"].items()},
+            "milliseconds_of_parts": parts,
             "processor_milliseconds": {name: 1e3 * each.processor for name, each in found["times"].items()},
             "deviation": found["deviation"],
         },
     }
 
 
+def hideable(parts: Mapping[str, float], layers: int) -> float:
+    """Return what of a step's transfers has work above it.
+
+    Of each layer a dispatch is above attention, one above experts and shared expert of a half, and so is a
+    combine; the other one above the next layer's attention, behind the last layer above the shared expert.
+
+    Args:
+        parts: times of a half's attention, experts and shared expert, in either direction, and of one of
+            its transfers.
+        layers: all with experts.
+    """
+    total = 0.0
+    for way in ("forward", "backward"):
+        attention, experts, shared = (parts[f"{part}, {way}"] for part in ("attention", "experts", "shared"))
+        above = [attention, experts + shared, experts + shared, attention]
+        above_last = [attention, experts, experts, 2 * shared]
+        for works in [above] * (layers - 1) + [above_last]:
+            total += sum(min(parts["transfer"], work) for work in works)
+    return total
+
+
+def _by_way(parts: dict[str, float]) -> dict[str, float]:
+    """Return times of backward alone in place of those of both ways."""
+    ways = {name: wall for name, wall in parts.items() if not name.endswith(_BOTH)}
+    for name in parts.keys() - ways.keys():
+        part = name.removesuffix(_BOTH)
+        ways[f"{part}, backward"] = parts[name] - parts[f"{part}, forward"]
+    return ways
+
+
+_BOTH = ", both"
+
+
 def measure(sizes: Sizes) -> dict[str, Any]:
     """What the layers chose in their first step, and times of a step's variants; the same on all ranks."""
-    from mindspeed_dsa.features.moe.batch_overlap import layer
+    from mindspeed_dsa.features.moe.batch_overlap import attention
 
     start(**SWITCHES)
-    step = step_of(sizes)
+    models: list[Any] = []
+    step = step_of(sizes, models.append)
+    layers = list(models[0].decoder.layers)
 
     def variant(name: str) -> Callable[[], Any]:
         def work() -> Any:
-            with _way(name):
+            with _way(name, layers):
                 return step(name)
 
         return work
 
     step("measures")
-    (choice,) = set(layer._ways.values())
+    (choice,) = {attention._modes[layer] for layer in layers}
     works = {name: variant(name) for name in VARIANTS}
     expected = works["stock"]()
-    worst = max(deviation(works[name](), expected) for name in VARIANTS[1:3])
-    return {"choice": choice, "deviation": worst, "times": minima(works, sizes.rounds)}
+    worst = max(deviation(works[name](), expected) for name in OURS)
+    return {
+        "choice": choice,
+        "deviation": worst,
+        "times": minima(works, sizes.rounds),
+        "parts": minima(_parts(layers[0], sizes), sizes.rounds),
+    }
 
 
 @contextlib.contextmanager
-def _way(name: str) -> Iterator[None]:
+def _way(name: str, layers: list[Any]) -> Iterator[None]:
     """How layers work in the block: stock's way, or as ``--moe-alltoall-overlap-comm`` or halves have it."""
     from mindspeed_dsa.features.moe.alltoall_overlap import layer as whole
+    from mindspeed_dsa.features.moe.batch_overlap import attention
     from mindspeed_dsa.features.moe.batch_overlap import layer as halves
 
     with contextlib.ExitStack() as stack:
-        token = halves._measured.set("interleaved" if name == "halves" else "whole")
-        stack.callback(halves._measured.reset, token)
+        modes = dict.fromkeys(layers, "interleaved" if name == "halves" else "whole")
+        stack.enter_context(mock.patch.object(attention, "_modes", modes))
+        dispatchers = [layer.mlp.token_dispatcher for layer in layers]
+        modes = dict.fromkeys(dispatchers, "interleaved" if name == "halves of tokens" else "whole")
+        stack.enter_context(mock.patch.object(halves, "_modes", modes))
         if name != "whole, overlapped":
             stack.enter_context(mock.patch.object(whole, "_is_served", return_value=False))
         yield
+
+
+def _parts(layer: Any, sizes: Sizes) -> dict[str, Callable[[], object]]:
+    """Parts of a half: attention with router and permutation, experts, shared expert, a transfer."""
+    moe, dispatcher = layer.mlp, layer.mlp.token_dispatcher
+    hidden = torch.randn(sizes.tokens, sizes.sequences // 2, sizes.hidden)
+    rows = hidden.numel() // sizes.hidden * sizes.topk
+
+    def attention(hidden: Tensor) -> Tensor:
+        hidden, _ = layer._forward_attention(hidden)
+        normalised = layer.pre_mlp_layernorm(hidden)
+        probs, routing_map = moe.route(normalised)
+        permuted: Tensor = dispatcher.dispatch_preprocess(normalised, routing_map, probs)[0]
+        return permuted
+
+    def experts(arrived: Tensor) -> Tensor:
+        count = torch.full((len(moe.local_expert_indices),), rows // len(moe.local_expert_indices))
+        output: Tensor = moe.experts(arrived, count, torch.ones(rows))[0]
+        return output
+
+    works: dict[str, Callable[[], object]] = {}
+    for name, part, given in (
+        ("attention", attention, hidden),
+        ("experts", experts, torch.randn(rows, sizes.hidden)),
+        ("shared", moe.shared_experts, hidden),
+    ):
+        works[f"{name}, forward"] = partial(_forward, part, given)
+        works[f"{name}{_BOTH}"] = partial(_both, part, given)
+    sent = torch.randn(rows // 2 * 2, sizes.hidden)
+    works["transfer"] = lambda: dist.all_to_all_single(torch.empty_like(sent), sent)
+    return works
+
+
+def _forward(part: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+    return part(given.detach().requires_grad_())
+
+
+def _both(part: Callable[[Tensor], Tensor], given: Tensor) -> None:
+    output = _forward(part, given)
+    output.backward(torch.ones_like(output))

@@ -34,11 +34,13 @@ class Sizes(problem.Sizes):
 
     Attributes:
         layers: all with experts.
-        microbatches: of one sequence each, of which ``tokens`` is the length.
+        microbatches: of a step.
+        sequences: of a microbatch, of which ``tokens`` is the length.
     """
 
     layers: int = 4
     microbatches: int = 4
+    sequences: int = 1
     tokens: int = 512
     ffn: int = 256
     topk: int = 4
@@ -156,7 +158,7 @@ def step_of(
     model = DistributedDataParallel(cfg, DistributedDataParallelConfig(), chunk)
     cfg.no_sync_func = model.no_sync
     noise = torch.Generator().manual_seed(dist.get_rank())
-    shape = (sizes.microbatches, 1, sizes.tokens + 1)
+    shape = (sizes.microbatches, sizes.sequences, sizes.tokens + 1)
     batch = torch.randint(0, VOCABULARY, shape, generator=noise)
 
     def step(name: str, microbatches: int = sizes.microbatches) -> dict[str, Tensor]:
@@ -169,7 +171,7 @@ def step_of(
                 model=model,
                 num_microbatches=microbatches,
                 seq_length=sizes.tokens,
-                micro_batch_size=1,
+                micro_batch_size=sizes.sequences,
                 forward_only=False,
             )
         gradients = {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
@@ -204,7 +206,7 @@ def _configuration(sizes: Sizes, **overrides: Any) -> Any:
 
 def _forward_step(iterator: Iterator[Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
     tokens = next(iterator)
-    places = torch.arange(tokens.size(1) - 1).unsqueeze(0)
+    places = torch.arange(tokens.size(1) - 1).expand(tokens.size(0), -1)
     call = model.build_schedule_plan if return_schedule_plan else model
     return call(tokens[:, :-1], places, None, labels=tokens[:, 1:]), _loss
 

@@ -1,12 +1,13 @@
-"""Indexer loss of the current step, which trackers only add to a sum over the log interval.
+"""Indexer loss: its weight, and that of the current step, which trackers add to a sum over the log interval.
 
 A feature that calls or wraps a tracker keeps the loss with :func:`keep_step_loss`; one that records steps
-takes it.
+takes it. One that runs a microbatch in parts gives each of them its part of the loss, a mean over rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -42,3 +43,32 @@ def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Calla
 def take_step_loss(megatron: Megatron) -> Tensor | None:
     """Return the loss kept since the last call, a scalar; ``None`` if the job has no such loss."""
     return _kept.pop(megatron, None)
+
+
+@contextmanager
+def part_of_loss(config: Any, share: float) -> Iterator[None]:
+    """Weigh indexer losses of the block, and what is logged of them.
+
+    Args:
+        config: Megatron's, of the model; without an indexer nothing is weighed.
+        share: of the microbatch's rows that are in the block.
+    """
+    with weighing_loss(config, share * (getattr(config, _WEIGHT, None) or 0.0)):
+        yield
+
+
+@contextmanager
+def weighing_loss(config: Any, weight: float | None) -> Iterator[None]:
+    """Have indexer losses of the block weighed by this instead of what the configuration has."""
+    before = getattr(config, _WEIGHT, None)
+    if before is None:
+        yield
+        return
+    setattr(config, _WEIGHT, weight)
+    try:
+        yield
+    finally:
+        setattr(config, _WEIGHT, before)
+
+
+_WEIGHT = "dsa_indexer_loss_coeff"

@@ -8,7 +8,7 @@ Where a graph is cut in pieces, each with a backward of its own, :func:`depart` 
 are the two halves, on either side of a cut: no rows pass it in the graph, and none are kept for it.
 
 Megatron's own all-to-all is one half inside of :func:`launching`, :func:`departing` and :func:`arriving`,
-and nothing but a place in the graph inside of :func:`departed`.
+nothing but a place in the graph inside of :func:`departed`, and nothing at all inside of :func:`returning`.
 """
 
 from __future__ import annotations
@@ -271,3 +271,8 @@ def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
         return flights.pop(0).arrive(edge)
 
     return _inside(arrive)
+
+
+def returning(rows: Tensor) -> AbstractContextManager[None]:
+    """Have the all-to-all of the block return rows that have arrived already."""
+    return _inside(lambda *_: rows)

@@ -32,8 +32,8 @@ class Call:
         query: as in :class:`Operands`.
         key: likewise; on several context parallel ranks also what the exchange put in its place.
         value: likewise.
-        x: hidden states ``[sequence, batch, hidden]``, as many rows as queries; a rank's part of them under
-            sequence parallelism.
+        x: hidden states ``[sequence, batch, hidden]``, as many rows as queries, or, where earlier rows of
+            the sequence have run before, as many as keys; a rank's part of them under sequence parallelism.
         qr: latent queries ``[sequence, batch, q_lora_rank]``, likewise; packed by Megatron without the batch.
         options: the parts that run on our operators.
         megatron: the layer's Megatron.
@@ -76,6 +76,12 @@ class Call:
         return rows.without(self.options.padding, rank, shape, self.query.device)
 
     @property
+    def earlier(self) -> int:
+        """Rows of the sequence before those of the query, of which keys and the indexer's inputs are here."""
+        rows, keys = self.query.shape[0], self.key.shape[0]
+        return keys - rows if self.exchange is None and self.x.shape[0] == keys > rows else 0
+
+    @property
     def topk(self) -> int:
         """Keys per row."""
         topk: int = self.layer.config.dsa_indexer_topk
@@ -115,7 +121,7 @@ class Call:
         rows, keys = self.query.shape[0], self.key.shape[0]
         is_absorbed, ranks = self.value.dim() == 3, 1 if exchange is None else exchange.ranks
         is_whole = keys == rows * ranks and (ranks == 1 or is_absorbed)
-        if is_whole or (exchange is not None and exchange.is_on_its_way):
+        if is_whole or self.earlier or (exchange is not None and exchange.is_on_its_way):
             return
         problem = f"fused-dsa: {rows} queries came with {keys} keys"
         if ranks == 1:

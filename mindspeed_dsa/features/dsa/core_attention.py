@@ -127,10 +127,13 @@ def attend(call: Call) -> Tensor:
         epilog=None if steps is None else steps.epilog,
         query_rope=query_rope,
     )
-    rows = call.whole_rows(Rows()) if documents is None else Rows.of_pack(documents, query.device)
+    if documents is None:
+        rows = call.whole_rows(Rows.to_last_key(query.shape[0], key.shape[0], query.device))
+    else:
+        rows = Rows.of_pack(documents, query.device)
     if options.attends_densely:
         return warmup.attend(call, operands, rows, lambda: index_inputs(call))
-    all_rows = key.shape[0] * key.shape[1] if rows.count is None else rows.count
+    all_rows = query.shape[0] * query.shape[1] if rows.count is None else rows.count
     if not options.all_ours:
         operands = operands.whole()
     problem = Problem(
@@ -145,7 +148,7 @@ def attend(call: Call) -> Tensor:
     index, shared = None, call.shared
     if shared is None and problem.needs_index:
         with torch.set_grad_enabled(problem.loss is not None):
-            index = index_inputs(call)
+            index = index_inputs(call).of(slice(call.earlier, None), slice(None))
     result = sparse_attention(problem, index, None if shared is None else shared.topk_indices)
     call.hand_on(result.topk_indices)
     return call.with_loss(result.out, result.loss, all_rows)

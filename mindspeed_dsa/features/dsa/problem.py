@@ -110,7 +110,7 @@ def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor 
         return key, None
     rope = (key.shape[-1] - latent) // (1 + heads)
     key, of_query = key.split([latent + rope, heads * rope], dim=-1)
-    return key, of_query.squeeze(2).unflatten(-1, (heads, rope))
+    return key, of_query[-query.shape[0] :].squeeze(2).unflatten(-1, (heads, rope))
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,15 @@ class Rows:
         if counted is None:
             return self
         return replace(self, counted=counted.to(device).expand(shape[1], -1), count=padding.tokens * shape[1])
+
+    @classmethod
+    def to_last_key(cls, rows: int, keys: int, device: torch.device) -> Rows:
+        """Build causal rows, the last of which sees every key."""
+        if rows == keys:
+            return cls()
+        ends = torch.arange(keys - rows, keys, dtype=torch.int32, device=device) + 1
+        # As made a line above: nobody has to read it back from the device.
+        return cls(ends=ends, known=TO_LAST_KEY)
 
     @property
     def form(self) -> RowForm | None:

@@ -19,7 +19,6 @@ from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_spa
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Selection
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
-from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY
 
 
 class Result(NamedTuple):
@@ -228,9 +227,7 @@ def attend_by_runs(
             batch, ranks = problem.operands.query.shape[1], problem.groups.context_ranks
             weight = (end - first) * batch * ranks / all_rows
             share = replace(loss, coefficient=loss.coefficient * weight)
-        ends = torch.arange(keys - (end - first), keys, dtype=torch.int32, device=operands.query.device) + 1
-        # As made a line above: nobody has to read it back from the device.
-        rows = Rows(ends=ends, known=TO_LAST_KEY)
+        rows = Rows.to_last_key(end - first, keys, operands.query.device)
         chosen = None if shared is None else shared[number : number + 1]
         part = replace(problem, operands=operands, rows=rows, loss=share)
         results.append(sparse_attention(part, inputs, chosen))

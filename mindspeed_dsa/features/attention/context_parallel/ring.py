@@ -76,6 +76,24 @@ class ZigzagPlan:
 
 
 @dataclass(frozen=True)
+class LastRows(ZigzagPlan):
+    """Rows of one rank, before whose own keys there are those of earlier rows.
+
+    Attributes:
+        earlier: how many.
+    """
+
+    earlier: int
+
+    def own(self) -> list[Part]:
+        """Do as :class:`RingPlan` says."""
+        return [
+            Part(ALL, slice(self.earlier), causal=False),
+            Part(ALL, slice(self.earlier, None), causal=True),
+        ]
+
+
+@dataclass(frozen=True)
 class PackPlan:
     """Any ascending rows of packed documents on each rank.
 
@@ -240,7 +258,7 @@ def ring_attention(
     Args:
         inner: attention to a part of the keys.
         query: ``[rows, b, heads, dim]``.
-        payload: the same rows' keys and values.
+        payload: the same rows' keys and values; on one rank, those of earlier rows before them.
         group: of the ring; ``None`` or one rank: the rows are all there are.
         plan: which rows see which keys; default: those of one sequence in a zigzag.
 
@@ -258,6 +276,8 @@ def ring_attention(
                 f"rows are not two; use a sequence length divisible by {2 * ranks}"
             )
         plan = ZigzagPlan(0 if group is None else group.rank(), rows)
+        if ranks == 1 and payload.rows.size(0) > rows:
+            plan = LastRows(0, rows, payload.rows.size(0) - rows)
     out: Tensor = _Ring.apply(query, payload.rows.contiguous(), inner, payload, group, plan, *payload.weights)
     return out
 

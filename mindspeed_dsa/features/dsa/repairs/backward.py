@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
+from mindspeed_dsa.megatron.indexer_loss import weighing_loss
 from mindspeed_dsa.megatron.mla_projections import SumGradients
 
 # -- dsa-core-attention-recompute: with its indexer ---------------------------------------------
@@ -51,8 +52,11 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
         if not (self.training and torch.is_grad_enabled() and recomputes(self.config)):
             return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
 
+        weight = self.config.dsa_indexer_loss_coeff
+
         def run(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Any:
-            return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
+            with weighing_loss(self.config, weight):
+                return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
 
         return context.megatron("core.tensor_parallel").checkpoint(run, False, query, key, value, x, qr)
 

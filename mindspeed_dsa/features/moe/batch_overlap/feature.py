@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.dsa import OWN_LOOP, uses_dsa
+from mindspeed_dsa.megatron.dsa import Options as DSAOptions
 from mindspeed_dsa.megatron.expert_parallel import (
     ROWS,
     check_all_to_all,
@@ -17,6 +21,8 @@ from mindspeed_dsa.megatron.expert_parallel import (
     number_of_experts,
 )
 from mindspeed_dsa.megatron.measured import check_measured
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
 
@@ -27,10 +33,14 @@ class Options:
     Attributes:
         switched_on: whether the switch itself is on.
         always: layers are cut without being measured.
+        attention: they are cut before attention.
+        sparse_rows: sparse attention runs with fewer rows than keys.
     """
 
     switched_on: bool
     always: bool
+    attention: bool
+    sparse_rows: bool
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -38,16 +48,26 @@ class Options:
         return cls(
             switched_on=bool(getattr(settings, "moe_batch_overlap", False)),
             always=bool(getattr(settings, "moe_batch_overlap_always", False)),
+            attention=bool(getattr(settings, "moe_batch_overlap_attention", False)),
+            sparse_rows=_knows_rows(settings),
         )
 
 
+def _knows_rows(settings: Any) -> bool:
+    release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
+    own_loop = release is not None and SpecifierSet(OWN_LOOP, prereleases=True).contains(release)
+    return own_loop and DSAOptions.of(settings).all_ours
+
+
 def wanted(settings: Any) -> bool:
-    """Activation rule: on with the switch, or with its option alone, which validation then refuses."""
-    return Options.of(settings) != Options(False, False)
+    """Activation rule: on with the switch, or with an option alone, which validation then refuses."""
+    chosen = Options.of(settings)
+    return chosen.switched_on or chosen.always or chosen.attention
 
 
 _FLAG = "--moe-batch-overlap"
 _ALWAYS = "--moe-batch-overlap-always"
+_ATTENTION = "--moe-batch-overlap-attention"
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": (
         "gives each expert a fixed number of rows of the whole microbatch; without it, capacity works"
@@ -68,7 +88,9 @@ _REFUSED = {
 def check_halves(args: Any, options: Options) -> Iterator[str]:
     """Refuse arguments, or a model's configuration, that rule out halves or leave nothing to hide."""
     if not options.switched_on:
-        yield f"{_ALWAYS} has no effect without {_FLAG}; add that or omit it"
+        for flag, given in ((_ALWAYS, options.always), (_ATTENTION, options.attention)):
+            if given:
+                yield f"{flag} has no effect without {_FLAG}; add that or omit it"
         return
     if not number_of_experts(args):
         yield from check_experts(args, _FLAG)
@@ -87,10 +109,103 @@ def check_halves(args: Any, options: Options) -> Iterator[str]:
         )
 
 
+_REFUSED_WITH_ATTENTION = {
+    "moe_expert_capacity_factor": "drops tokens of the whole microbatch before any of them is sent",
+    "moe_input_jitter_eps": "draws other random numbers for halves than for the whole",
+    "moe_router_force_load_balancing": "draws other random numbers for halves than for the whole",
+    "hidden_dropout": "draws other random numbers for halves than for the whole",
+    "attention_dropout": "draws other random numbers for halves than for the whole",
+    "moe_enable_routing_replay": "counts one routing for each layer and microbatch",
+    "use_torch_fsdp2": "gathers weights by whole layers",
+    "use_megatron_fsdp": "gathers weights by whole layers",
+    "pack_documents": "has one row of tokens for a microbatch, and no whole sequences to cut it by",
+    "reset_position_ids": "has one row of tokens for a microbatch, and no whole sequences to cut it by",
+    "fine_grained_activation_offloading": "moves activations of one microbatch after the other",
+    "cpu_offloading": "moves activations of one microbatch after the other",
+    "moe_paged_stash": "moves activations of one microbatch after the other",
+}
+"""Arguments that are refused where attention is cut, too, and why."""
+
+
+def check_attention(args: Any) -> Iterator[str]:
+    """Refuse arguments, or a configuration, under which halves of attention are not those of the whole."""
+    yield from check_refused(args, _ATTENTION, _REFUSED_WITH_ATTENTION)
+    if "sinkhorn" in (argument(args, "moe_router_load_balancing_type") or ()):
+        yield (
+            f"{_ATTENTION} routes one half before the other is there, and sinkhorn balances all tokens; use "
+            f"--moe-router-load-balancing-type aux_loss, or omit {_ATTENTION}"
+        )
+    selective = argument(args, "recompute_granularity") == "selective"
+    if selective and "moe" in (argument(args, "recompute_modules") or ()):
+        yield (
+            f"{_ATTENTION} takes apart the layer that --recompute-modules moe recomputes in one piece; use "
+            f"--recompute-granularity full, other modules, or omit {_ATTENTION}"
+        )
+    if uses_dsa(args):
+        yield from _check_dsa(args)
+
+
+_ONE_SEQUENCE = f"{_ATTENTION} cuts a microbatch of one sequence by its rows"
+_TWO = f"use --micro-batch-size 2, or omit {_ATTENTION}"
+_REFUSED_WITH_ROWS = {
+    "sequence_parallel": "has each rank hold neighbours in the sequence",
+    "apply_rope_fusion": "computes angles from the first place on",
+}
+
+
+def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
+    """Refuse microbatches of one sequence where its rows cannot be cut.
+
+    Args:
+        args: a job's arguments, or a configuration.
+        options: the feature's.
+        length: of the sequence.
+    """
+    for name, why in _REFUSED_WITH_ROWS.items():
+        if argument(args, name):
+            yield f"{_ONE_SEQUENCE}, and --{name.replace('_', '-')} {why}; {_TWO}"
+    if (argument(args, "context_parallel_size") or 1) > 1:
+        yield f"{_ONE_SEQUENCE}, which --context-parallel-size has cut already; {_TWO}"
+    if length % 2:
+        yield f"{_ONE_SEQUENCE}, of which {length} is no even number; {_TWO}"
+    if not argument(args, "multi_latent_attention"):
+        yield f"{_ONE_SEQUENCE} with latent attention alone; {_TWO}"
+    elif uses_dsa(args) and not options.sparse_rows:
+        yield (
+            f"{_ONE_SEQUENCE} on operators that know fewer rows than keys: all of --use-fused-dsa, on "
+            f"megatron-core 0.16 to 0.18; {_TWO}"
+        )
+    elif not uses_dsa(args) and argument(args, "transformer_impl") == "transformer_engine":
+        yield f"{_ONE_SEQUENCE} with --transformer-impl local alone; {_TWO}"
+    selective = argument(args, "recompute_granularity") == "selective"
+    if selective and "mla_up_proj" in (argument(args, "recompute_modules") or ()):
+        yield (
+            f"{_ONE_SEQUENCE}, and --recompute-modules mla_up_proj frees keys that the second half reads; "
+            f"recompute other modules, {_TWO}"
+        )
+
+
+def _check_dsa(args: Any) -> Iterator[str]:
+    if Sharing.of(args).is_on:
+        yield (
+            f"{_ATTENTION}: layers that share a selection would read that of the other half; omit "
+            f"{_ATTENTION}, with which tokens are cut behind attention"
+        )
+    if argument(args, "calculate_per_token_loss") and (argument(args, "dsa_indexer_loss_coeff") or 0) > 0:
+        yield (
+            f"{_ATTENTION} weighs halves of an indexer loss that is a mean, and --calculate-per-token-loss "
+            "makes it a sum; omit one of them"
+        )
+
+
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
     """Report what in a job's arguments does not combine with the feature."""
     yield from check_halves(args, options)
     yield from check_choice(args, options)
+    if options.switched_on and options.attention:
+        yield from check_attention(args)
+        if argument(args, "micro_batch_size") == 1:
+            yield from check_rows(args, options, argument(args, "seq_length") or 0)
 
 
 def check_choice(args: Any, options: Options) -> Iterator[str]:
@@ -101,7 +216,8 @@ def check_choice(args: Any, options: Options) -> Iterator[str]:
 
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
-_IMPL = "mindspeed_dsa.features.moe.batch_overlap.layer"
+_HERE = "mindspeed_dsa.features.moe.batch_overlap"
+_IMPL = f"{_HERE}.layer"
 _RANGE = ">=0.14,<0.21"
 _OUTERMOST = 10
 """Other features' work on the steps of a whole microbatch is done only where it stays whole."""
@@ -116,8 +232,36 @@ FEATURE = Feature(
             "where that was measured to be faster.",
         ),
         Flag("--moe-batch-overlap-always", "Cut the tokens without measuring."),
+        Flag(
+            "--moe-batch-overlap-attention",
+            "Cut a microbatch's sequences before attention, which then hides transfers of the other half.",
+        ),
     ),
     patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_HERE}.attention:run_halves",
+            "runs attention of one half under the transfers of the other",
+            versions=_RANGE,
+            priority=_OUTERMOST,
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_block:TransformerBlock.forward",
+            "wrap",
+            f"{_HERE}.attention:run_in_block",
+            "hands halves on from layer to layer",
+            versions=_RANGE,
+        ),
+        Patch(
+            "megatron.core.transformer.moe.router:TopKRouter.routing",
+            "wrap",
+            f"{_HERE}.routing:route_halves",
+            "routes halves one after the other, with the losses of the whole microbatch",
+            params=("logits",),
+            versions=_RANGE,
+            priority=_OUTERMOST,
+        ),
         Patch(
             f"{_LAYER}.forward",
             "wrap",

@@ -3,35 +3,26 @@
 The router sees the whole microbatch, so that what depends on all tokens is as ever: losses that balance
 the load, their logs, dropped tokens. From the dispatcher on every token is computed by itself. The halves run
 in the step of the routed experts; the dispatcher's other steps only pass on what they are given.
-
-Whether tokens are cut is measured once for layers of one size, in the first step. Two halves cost more than
-the whole where time does not grow with the number of tokens: small matmuls, a host that launches kernels more
-slowly than the device runs them. What overlap takes back depends on the link. So forward runs whole and in
-halves, with the step's own tokens, and the ranks compare the slowest one's times. Backward follows: it has
-the same transfers, more computation above them, and the same calls. The choice does not depend on the number
-of tokens, which may differ between ranks that have to agree.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.batch_overlap import attention, stages
+from mindspeed_dsa.features.moe.batch_overlap.choice import choose, without_traces
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Mode, run
-from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.configuration import require
-from mindspeed_dsa.megatron.measured import slowest, timed
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, shared_expert_of
 
 
@@ -69,26 +60,21 @@ def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Call
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
-        if self.training and dispatcher not in _modes and _is_served(self, context):
+        undecided = dispatcher not in _modes and not attention.is_measured()
+        if self.training and undecided and _is_served(self, context):
             require(context, check_choice, self.config)
             _modes[dispatcher] = "interleaved"
             if not context.options.always:
                 random = context.megatron("core.tensor_parallel.random")
-                step = partial(original, self, hidden_states, *args, **kwargs)
-                _modes[dispatcher] = choose(self, partial(_run_measured, random, step), context.log)
+
+                def run(mode: Mode) -> None:
+                    with without_traces(random, _measured, mode):
+                        original(self, hidden_states, *args, **kwargs)
+
+                _modes[dispatcher] = choose(self, dispatcher.ep_group, run, context.log)
         return original(self, hidden_states, *args, **kwargs)
 
     return forward
-
-
-def _run_measured(random: Any, forward: Callable[[], object], mode: Mode) -> None:
-    """Run a forward that leaves nothing behind: no graph, no counts of tokens, no change of random states."""
-    token = _measured.set(mode)
-    try:
-        with torch.no_grad(), random._fork_rng():
-            forward()
-    finally:
-        _measured.reset(token)
 
 
 def _is_served(layer: Any, context: Context[Options]) -> bool:
@@ -107,6 +93,9 @@ def postpone_shared_expert(original: Callable[..., Any], context: Context[Option
     """Decorate ``MoELayer.shared_experts_compute``, the first step."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
+        half = stages.running()
+        if half is not None:
+            return half.postpone(_shared_output(self, hidden_states, context))
         if _mode(self.token_dispatcher) == "whole":
             return original(self, hidden_states)
         shared = _shared_output(self, hidden_states, context)
@@ -212,67 +201,3 @@ def give_back_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return hidden_states.view(call.hidden_states.shape)
 
     return combine_postprocess
-
-
-# -- whether tokens are cut ------------------------------------------------------------------------
-
-_GAIN = 0.97
-"""Halves are taken only if they take less than this fraction of the whole's time."""
-_ROUNDS = 5
-Run = Callable[[Mode], object]
-"""A layer's forward, without side effects."""
-
-_chosen: WeakKeyDictionary[Any, dict[Hashable, Mode]] = WeakKeyDictionary()
-"""By process group and size of layer."""
-
-
-def choose(layer: Any, run: Run, log: Log) -> Mode:
-    """Choose how layers of this size run; a collective call of all of its expert parallel ranks.
-
-    Args:
-        layer: Megatron's ``MoELayer``.
-        run: its forward.
-        log: gets a line for each size.
-    """
-    group = layer.token_dispatcher.ep_group
-    known = _chosen.setdefault(group, {})
-    size = _size(layer)
-    if size not in known:
-        times = _measure(run, group)
-        known[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
-        _report(times, log)
-    return known[size]
-
-
-def _size(layer: Any) -> Hashable:
-    """Return what the time of a token depends on; the same on all ranks."""
-    weights = tuple((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())
-    return layer.config.moe_router_topk, weights
-
-
-def _measure(run: Run, group: Any) -> Mapping[Mode, float]:
-    """Return the slowest rank's seconds for each mode: medians of rounds in which the modes alternate."""
-    modes: tuple[Mode, ...] = get_args(Mode)
-    rounds = [[timed(partial(run, mode), group) for mode in modes] for _ in range(1 + _ROUNDS)]
-    medians = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
-    return slowest(dict(zip(modes, medians, strict=True)), group)
-
-
-def _report(times: Mapping[Mode, float], log: Log) -> None:
-    whole, in_turn, interleaved = times["whole"], times["in turn"], times["interleaved"]
-    if interleaved < _GAIN * whole:
-        choice = "tokens are cut"
-    elif in_turn - interleaved < (1 - _GAIN) * whole:
-        choice = "tokens stay whole, because the transfers leave too little to hide"
-    else:
-        choice = (
-            "tokens stay whole, because halves cost more than overlap takes back: time does not grow with "
-            "the number of tokens, or the host does not keep up"
-        )
-    log.info(
-        "forward of a layer takes %.2f ms whole, %.2f ms in two halves one after the other and %.2f ms with "
-        "the halves interleaved: %s",
-        *(1e3 * seconds for seconds in (whole, in_turn, interleaved)),
-        choice,
-        ranks="stage",
-    )

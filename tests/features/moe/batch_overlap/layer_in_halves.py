@@ -16,6 +16,7 @@ from tests.features.moe.alltoall_overlap.overlapped_layer import switch_on
 from tests.support import model, moe
 
 ALWAYS = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}
+ATTENTION = {**ALWAYS, "moe_batch_overlap_attention": True}
 MEASURED = {"moe_batch_overlap": True}
 Times = Mapping[str, float]
 FASTER: Times = {"whole": 1.0, "in turn": 1.1, "interleaved": 0.8}
@@ -25,7 +26,7 @@ SLOWER: Times = {"whole": 1.0, "in turn": 1.3, "interleaved": 1.2}
 @contextlib.contextmanager
 def times(seconds: Times) -> Iterator[list[str]]:
     """What a layer's forward seems to take on this rank, by the way it goes; the ways that were run."""
-    from mindspeed_dsa.features.moe.batch_overlap import layer
+    from mindspeed_dsa.features.moe.batch_overlap import choice
 
     ways: list[str] = []
 
@@ -34,7 +35,7 @@ def times(seconds: Times) -> Iterator[list[str]]:
         ways.extend(work.args)
         return seconds[ways[-1]]
 
-    with mock.patch.object(layer, "timed", timed):
+    with mock.patch.object(choice, "timed", timed):
         yield ways
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_dsa.features.moe.batch_overlap import layer
+from mindspeed_dsa.features.moe.batch_overlap import choice
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS, MEASURED
 from tests.support import moe
 
@@ -97,7 +97,7 @@ def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
         assert same_size == launched
         assert ours["ways"][1] == 0 < ours["ways"][0] == ours["ways"][2]
         assert other - first == 2 * 2 * 6 - launched  # two microbatches, forward and backward
-    whole, cut = (line for line in ranks[0]["ours"]["lines"] if "forward of a layer takes" in line)
+    whole, cut = (line for line in ranks[0]["ours"]["lines"] if "forward of a MoELayer takes" in line)
     assert "tokens stay whole, because halves cost more than overlap takes back" in whole
     assert "tokens are cut" in cut
 
@@ -113,7 +113,7 @@ def test_measured_once_for_each_size_and_agreed_upon(pool, beside, launched):
 )
 def test_what_is_said_of_the_times(in_turn, interleaved, reason):
     log = mock.Mock()
-    layer._report({"whole": 1.0, "in turn": in_turn, "interleaved": interleaved}, log)
+    choice._report({"whole": 1.0, "in turn": in_turn, "interleaved": interleaved}, "MoELayer", log)
     assert reason in log.info.call_args.args[-1]
 
 

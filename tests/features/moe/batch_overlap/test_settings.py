@@ -17,6 +17,8 @@ EP2 = {
     "cuda_graph_impl": "none",
 }
 ALWAYS = {"moe_batch_overlap_always": True}
+DSA = {"experimental_attention_variant": "dsa", "dsa_indexer_topk": 4, "dsa_indexer_loss_coeff": 1.0}
+ONE = {"micro_batch_size": 1, "seq_length": 8, "multi_latent_attention": True}
 
 
 @pytest.mark.parametrize(
@@ -43,12 +45,55 @@ def test_refused_in_one_sentence(arguments, flag):
     moe.assert_refused(FEATURE, EP2, arguments, "--moe-batch-overlap", flag)
 
 
+ATTENTION = {**EP2, **ALWAYS, "moe_batch_overlap_attention": True, "micro_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ({"moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout"),
+        ({"attention_dropout": 0.1}, "--attention-dropout"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "sinkhorn"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "--recompute-granularity full",
+        ),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"pack_documents": True}, "--pack-documents"),
+        ({**DSA, "dsa_indexer_topk_freq": 2}, "share a selection"),
+        ({**DSA, "calculate_per_token_loss": True}, "--calculate-per-token-loss"),
+        ({**ONE, "sequence_parallel": True}, "--micro-batch-size 2"),
+        ({**ONE, "context_parallel_size": 2}, "--micro-batch-size 2"),
+        ({**ONE, "seq_length": 5}, "--micro-batch-size 2"),
+        ({**ONE, "multi_latent_attention": False}, "latent attention alone"),
+        ({**ONE, "transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({**ONE, **DSA}, "--use-fused-dsa"),
+        (
+            {**ONE, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            "mla_up_proj",
+        ),
+    ],
+    ids=str,
+)
+def test_attention_refused_in_one_sentence(arguments, flag):
+    moe.assert_refused(FEATURE, ATTENTION, arguments, "--moe-batch-overlap-attention", flag)
+
+
+def test_rows_of_one_sequence():
+    assert not FEATURE.problems(Namespace(**{**ATTENTION, **ONE}))
+    assert not FEATURE.problems(Namespace(**{**ATTENTION, **ONE, **DSA, "use_fused_dsa": True}))
+
+
 def test_deterministic_without_measuring():
     assert not FEATURE.problems(Namespace(**EP2, **ALWAYS, deterministic_mode=True))
 
 
-def test_option_without_switch():
-    arguments = Namespace(**{**EP2, **ALWAYS, "moe_batch_overlap": False})
+@pytest.mark.parametrize("option", ["always", "attention"])
+def test_option_without_switch(option):
+    arguments = Namespace(**{**EP2, f"moe_batch_overlap_{option}": True, "moe_batch_overlap": False})
     assert FEATURE.is_active(arguments)
     (problem,) = FEATURE.problems(arguments)
-    assert "--moe-batch-overlap-always has no effect without --moe-batch-overlap" in problem
+    assert f"--moe-batch-overlap-{option} has no effect without --moe-batch-overlap" in problem

@@ -1,0 +1,260 @@
+"""Layers of which one half's attention runs while the other half's tokens travel.
+
+With halves 0 and 1, forward creates
+
+    attention 0, start dispatch 0, attention 1, wait for dispatch 0, start dispatch 1, experts 0, wait for
+    dispatch 1, start combine 0, experts 1, wait for combine 0, start combine 1
+
+and the next layer begins with the attention of half 0 before combine 1 is awaited. Where no such layer
+follows, the shared expert runs under combine 1. Attention stands for norm, router and permutation, too.
+Backward goes through the nodes in the reverse order, with the same transfers under the same parts: only the
+last of a chunk's combines and the first of its dispatches have less above them.
+
+Halves are whole sequences, or, of a microbatch that has one, its rows: see :mod:`.keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.batch_overlap.choice import choose, without_traces
+from mindspeed_dsa.features.moe.batch_overlap.feature import (
+    Options,
+    check_attention,
+    check_choice,
+    check_halves,
+    check_rows,
+)
+from mindspeed_dsa.features.moe.batch_overlap.halves import Mode
+from mindspeed_dsa.features.moe.batch_overlap.keys import Keys
+from mindspeed_dsa.features.moe.batch_overlap.routing import Routing
+from mindspeed_dsa.features.moe.batch_overlap.stages import Stages
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.megatron.dsa import uses_dsa
+
+_modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
+"""By transformer layer."""
+_measured: ContextVar[Mode | None] = ContextVar(
+    "mode of a layer with attention that is measured", default=None
+)
+_block: ContextVar[Any] = ContextVar("block whose layers run", default=None)
+
+
+def is_measured() -> bool:
+    """Return whether a layer with its attention is measured now."""
+    return _measured.get() is not None
+
+
+@dataclass
+class _Cut:
+    """Halves between two layers.
+
+    Attributes:
+        first: ``[sequence, batch, hidden]``, of half 0.
+        second: waits for half 1.
+        dim: along which they are cut.
+    """
+
+    first: Tensor
+    second: Callable[[], Tensor]
+    dim: int
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> _Cut:
+        """Cut a microbatch ``[sequence, batch, hidden]``."""
+        dim = 0 if hidden.size(1) == 1 else 1
+        first, second = (half.contiguous() for half in hidden.tensor_split(2, dim))
+        return cls(first, lambda: second, dim)
+
+    def joined(self) -> Tensor:
+        """Return the microbatch."""
+        return torch.cat((self.first, self.second()), self.dim)
+
+
+_HANDED_ON = "_mindspeed_dsa_halves"
+
+
+def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TransformerBlock.forward``: its layers hand halves on to each other."""
+    if not context.options.attention:
+        return original
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Recomputed layers begin and end with the whole microbatch, which is what is kept.
+        recomputed = self.training and self.config.recompute_granularity == "full"
+        token = _block.set(None if recomputed else self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _block.reset(token)
+
+    return forward
+
+
+def run_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TransformerLayer.forward``, where attention is cut."""
+    if not context.options.attention:
+        return original
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden: Any = args[0] if args else kwargs.get("hidden_states")
+        cut: _Cut | None = getattr(hidden, _HANDED_ON, None)
+        if cut is None and not _takes_part(self, hidden, args, kwargs, context):
+            return original(self, *args, **kwargs)
+        halves = _arguments(hidden, kwargs)
+
+        def run(mode: Mode, cut: _Cut, hands_on: bool = False) -> _Cut:
+            return _run(self, cut, hidden.size(cut.dim), halves, context, mode == "in turn", hands_on)
+
+        if self not in _modes:
+
+            def measure(mode: Mode) -> None:
+                with without_traces(context.megatron("core.tensor_parallel.random"), _measured, mode):
+                    if mode == "whole":
+                        original(self, *args, **kwargs)
+                    else:
+                        run(mode, _Cut.of(hidden)).joined()
+
+            _modes[self] = choose(self, self.mlp.token_dispatcher.ep_group, measure, context.log)
+        if cut is None and _modes[self] == "whole":
+            return original(self, *args, **kwargs)
+        hands_on = _hands_on(self, context)
+        done = run(_modes[self], _Cut.of(hidden) if cut is None else cut, hands_on)
+        return (_stand_in(done, hidden) if hands_on else done.joined()), None
+
+    return forward
+
+
+def _takes_part(
+    layer: Any, hidden: Tensor, args: Any, kwargs: Mapping[str, Any], context: Context[Options]
+) -> bool:
+    """Return whether this forward is of a layer that is served, with nothing but what is cut here."""
+    if not layer.training or is_measured() or _modes.get(layer) == "whole" or not _is_served(layer, context):
+        return False
+    unknown = [
+        name
+        for name, value in kwargs.items()
+        if value is not None and name not in ("hidden_states", "attention_mask", *_WHOLE)
+    ]
+    if len(args) > 1 or unknown:
+        why = f"layers were given {', '.join(unknown) or 'arguments without names'}"
+    elif hidden.size(1) == 1 and (
+        problems := list(check_rows(layer.config, context.options, hidden.size(0)))
+    ):
+        why = problems[0]
+    else:
+        return True
+    context.log.warning("attention stays whole: %s", why, once=True)
+    return False
+
+
+def _knows_rows(layer: Any) -> bool:
+    """Return whether attention takes fewer rows than keys; :func:`check_rows` asks that of a sparse one."""
+    core = layer.self_attention.core_attention
+    return uses_dsa(layer.config) or getattr(core, "dense_context_parallel_plan", None) is not None
+
+
+def _is_served(layer: Any, context: Context[Options]) -> bool:
+    if layer in _modes:
+        return True
+    dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+    ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    if not isinstance(dispatcher, ours) or dispatcher.ep_size == 1:
+        return False
+    problems = [*check_halves(layer.config, context.options), *check_attention(layer.config)]
+    for problem in problems:
+        context.log.warning("attention stays whole: %s", problem, once=True)
+    if problems:
+        return False
+    require(context, check_choice, layer.config)
+    if context.options.always:
+        _modes[layer] = "interleaved"
+    return True
+
+
+_WHOLE = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset")
+"""Arguments of a layer's forward that are the same for both halves."""
+
+
+def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the two halves are given beside their rows."""
+    mask: Tensor | None = kwargs.get("attention_mask")
+    masks: Any = (mask, mask)
+    if hidden.size(1) == 1:
+        masks = (None, None)  # rows are causal
+    elif mask is not None and mask.size(0) == hidden.size(1):
+        masks = mask.tensor_split(2)
+    return [{name: kwargs.get(name) for name in _WHOLE} | {"attention_mask": mask} for mask in masks]
+
+
+def _hands_on(layer: Any, context: Context[Options]) -> bool:
+    """Return whether the next layer takes halves, and gets what this one returns."""
+    block = _block.get()
+    if block is None or layer._forward_hooks:
+        return False
+    layers = list(block.layers)
+    at = next((index for index, each in enumerate(layers) if each is layer), len(layers))
+    if at + 1 >= len(layers) or not _is_served(layers[at + 1], context):
+        return False
+    return _modes.get(layers[at + 1], "whole") != "whole"  # whole until it is measured
+
+
+def _stand_in(cut: _Cut, hidden: Tensor) -> Tensor:
+    """Return what the block passes on to the next layer, which takes the halves from it."""
+    stand_in = hidden.new_full((), torch.nan).expand(hidden.shape)  # whoever reads it, sees that
+    setattr(stand_in, _HANDED_ON, cut)
+    return stand_in
+
+
+def _run(
+    layer: Any,
+    cut: _Cut,
+    length: int,
+    arguments: list[dict[str, Any]],
+    context: Context[Options],
+    waits: bool,
+    hands_on: bool,
+) -> _Cut:
+    """Run a layer; the combine of half 1 is on its way afterwards."""
+    routing = Routing(cut.dim)
+    keys = Keys(layer) if cut.dim == 0 else None
+
+    def stages(hidden: Tensor, number: int) -> Stages:
+        share = hidden.size(cut.dim) / length
+        return Stages(layer, hidden, arguments[number], routing, keys, share, context.megatron, waits=waits)
+
+    first = stages(cut.first, 0)
+    first.attend()
+    hidden = cut.second()
+    first.dispatch()
+    second = stages(hidden, 1)
+    second.attend()
+    first.arrive()
+    second.dispatch()
+    first.compute()
+    if hands_on:
+        first.compute_shared()
+    second.arrive()
+    first.combine()
+    second.compute()
+    if hands_on:
+        second.compute_shared()
+    first.land()
+    second.combine()
+    if not hands_on:
+        first.compute_shared()
+        second.compute_shared()
+
+    def finish() -> Tensor:
+        second.land()
+        return second.finish()
+
+    return _Cut(first.finish(), finish, cut.dim)

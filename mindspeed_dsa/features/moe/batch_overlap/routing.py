@@ -1,0 +1,93 @@
+"""The router of a layer whose halves it sees one after the other, with the losses of the whole.
+
+Which experts a token has does not depend on other tokens. Losses that balance the load, their logs, and the
+counts that an expert bias is set by do. So the first half has its experts chosen without any of these; with
+the second half, Megatron's own code runs on the logits of both, and its losses hang on the probabilities of
+the second half, from which their gradients reach the logits of both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.batch_overlap.feature import Options
+
+_of_half: ContextVar[Routing | None] = ContextVar("routing of a half", default=None)
+
+
+class Routing:
+    """Logits of a layer's two halves.
+
+    Args:
+        dim: of ``[sequence, batch, experts]``, along which they were cut.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._first: Tensor | None = None
+
+    @contextlib.contextmanager
+    def of_half(self) -> Iterator[None]:
+        """Surround the router of the first half, and then that of the second."""
+        token = _of_half.set(self)
+        try:
+            yield
+        finally:
+            _of_half.reset(token)
+
+    def route(
+        self, router: Any, logits: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return probabilities and map of a half, ``[tokens, experts]``.
+
+        Args:
+            router: Megatron's.
+            logits: of the half, ``[sequence, batch, experts]``.
+            choose: Megatron's ``routing`` of this router.
+        """
+        first, self._first = self._first, None
+        if first is None:
+            self._first = logits
+            with _alone(router):
+                return choose(logits)
+        probs, routing_map = choose(torch.cat((first, logits), dim=self._dim))
+        shape = [*logits.shape[:2], -1]
+        shape[self._dim] += first.shape[self._dim]
+
+        def second(of_both: Tensor) -> Tensor:
+            half = of_both.view(shape).narrow(self._dim, first.shape[self._dim], logits.shape[self._dim])
+            return half.flatten(0, 1)
+
+        return second(probs), second(routing_map)
+
+
+@contextlib.contextmanager
+def _alone(router: Any) -> Iterator[None]:
+    """Have Megatron's routing do nothing but choose."""
+    training, enable_expert_bias = router.training, router.enable_expert_bias
+    router.training = router.enable_expert_bias = False
+    try:
+        yield
+    finally:
+        router.training, router.enable_expert_bias = training, enable_expert_bias
+
+
+def route_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``TopKRouter.routing``, where attention is cut."""
+    if not context.options.attention:
+        return original
+
+    def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        halves = _of_half.get()
+        if halves is None:
+            return original(self, logits, *args, **kwargs)
+        return halves.route(self, logits, lambda both: original(self, both, *args, **kwargs))
+
+    return routing

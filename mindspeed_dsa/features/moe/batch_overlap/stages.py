@@ -1,0 +1,194 @@
+"""One half of a microbatch in one layer, by stages between which its tokens are on their way.
+
+Megatron takes a layer apart into functions for its schedule of pairs: attention with norm, router and
+permutation; dispatch; experts; combine with what follows it. Here they run in one graph, and a transfer is
+started at the end of one and awaited when another half has computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.moe.batch_overlap.keys import Keys
+from mindspeed_dsa.features.moe.batch_overlap.routing import Routing
+from mindspeed_dsa.megatron.indexer_loss import part_of_loss
+from mindspeed_dsa.megatron.shared_expert import SharedOutput
+from mindspeed_dsa.megatron.split_layers import Passes
+from mindspeed_dsa.parallel.all_to_all import InFlight, launching, returning
+
+_running: ContextVar[Stages | None] = ContextVar("half whose stage runs", default=None)
+
+
+def running() -> Stages | None:
+    """Return the half whose stage runs."""
+    return _running.get()
+
+
+class Stages:
+    """Forward of a half through a layer; the methods are called in their order.
+
+    Args:
+        layer: Megatron's transformer layer, with experts.
+        hidden: ``[sequence, batch, hidden]``, the half's.
+        arguments: that the layer's forward has beside it.
+        routing: of both halves.
+        keys: of both halves, if these are rows of the same sequence.
+        share: of the half in the microbatch.
+        megatron: of the session.
+        waits: whether transfers are awaited where they are started.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        hidden: Tensor,
+        arguments: Mapping[str, Any],
+        routing: Routing,
+        keys: Keys | None,
+        share: float,
+        megatron: Megatron,
+        *,
+        waits: bool,
+    ) -> None:
+        self._layer, self._moe, self._routing, self._waits = layer, layer.mlp, routing, waits
+        self._hidden: Any = hidden
+        self._keys, self._share = keys, share
+        self._dispatcher = copy.copy(layer.mlp.token_dispatcher)
+        self._node = _Node(arguments)
+        steps = megatron("core.models.gpt.fine_grained_callables").build_transformer_layer_callables(layer)[0]
+        # Router and attention are two steps before 0.16.
+        *self._before, self._dispatch, self._experts, self._combine, _ = steps
+        self._passes = Passes(layer, hidden, list(arguments.values()))
+        self._dispatched: list[InFlight] = []
+        self._combined: list[InFlight] = []
+        self._norm: Any = None
+        self._shared: SharedOutput | Tensor | None = None
+
+    # -- stages -----------------------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """Run attention, norm, router and permutation; counts of tokens are exchanged."""
+        layer, hidden = self._layer, self._hidden
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._stage())
+            stack.enter_context(self._routing.of_half())
+            stack.enter_context(part_of_loss(layer.config, self._share))
+            if self._keys is not None:
+                stack.enter_context(self._keys.of_half())
+            for step in self._before[:-1]:
+                hidden = step(self._node, hidden)
+            self._hidden = self._before[-1](self._node, hidden)
+            if layer.recompute_pre_mlp_layernorm:
+                self._norm = layer.pre_mlp_norm_checkpoint
+
+    def dispatch(self) -> None:
+        """Send rows and probabilities to their experts."""
+        with self._stage(), launching(self._dispatched):
+            self._hidden = self._dispatch(self._node, *self._hidden)
+        self._wait_now(self._dispatched)
+
+    def arrive(self) -> None:
+        """Wait for them."""
+        self._hidden, self._node.layer_state.dispatched_probs = (each.wait() for each in self._dispatched)
+
+    def compute(self) -> None:
+        """Run the experts."""
+        with self._stage(), _off(self._layer, "recompute_pre_mlp_layernorm"):
+            output = self._experts(self._node, self._hidden)
+        if isinstance(output, tuple):  # the shared expert's beside it, before 0.16
+            output, self._shared = output
+        self._hidden = output
+
+    def compute_shared(self) -> None:
+        """Run the shared expert, if there is one that has not run."""
+        shared = self._shared
+        if isinstance(shared, SharedOutput):
+            with self._stage():
+                shared.compute()
+            self._shared = shared.tensor
+        # In backward the first that needs the norm's output is whatever was computed last.
+        norm, self._norm = self._norm, None
+        if norm is not None:
+            norm.discard_output_and_register_recompute(self._hidden if self._shared is None else self._shared)
+
+    def combine(self) -> None:
+        """Send outputs back to their tokens."""
+        with self._stage(), launching(self._combined):
+            self._dispatcher.token_combine(self._hidden)
+        self._hidden = None
+        self._wait_now(self._combined)
+
+    def land(self) -> None:
+        """Wait for them."""
+        self._hidden = self._combined[0].wait()
+
+    def finish(self) -> Tensor:
+        """Return the layer's output for the half, ``[sequence, batch, hidden]``."""
+        state, shared = self._node.layer_state, self._shared
+        beside: tuple[Any, ...] = ()
+        if hasattr(state, "shared_expert_output"):
+            state.shared_expert_output = shared
+        elif shared is not None:
+            beside = (shared,)
+        with self._stage(), returning(self._hidden):
+            output: Tensor = self._combine(self._node, self._hidden, *beside)
+        self._passes.ends(output)
+        self._hidden = self._shared = None
+        return output
+
+    # -- surroundings -----------------------------------------------------------------------------
+
+    def postpone(self, shared: SharedOutput | None) -> SharedOutput | None:
+        """Take the shared expert, which :meth:`compute_shared` runs."""
+        self._shared = shared
+        return shared
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[None]:
+        moe = self._moe
+        token, dispatcher = _running.set(self), moe.token_dispatcher
+        moe.token_dispatcher = self._dispatcher  # Megatron's own serves one forward at a time
+        try:
+            with self._passes.piece():
+                yield
+        finally:
+            moe.token_dispatcher = dispatcher
+            _running.reset(token)
+
+    def _wait_now(self, flights: list[InFlight]) -> None:
+        for flight in flights:
+            if self._waits and flight.forward is not None:
+                flight.forward.wait()
+
+
+class _Node:
+    """Stand-in for a node of Megatron's schedule, as its functions take it; nothing is cut here."""
+
+    is_mtp = is_last_layer = False
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        model = SimpleNamespace(decoder=SimpleNamespace(final_layernorm=None))
+        self.layer_state = SimpleNamespace()
+        self.chunk_state = SimpleNamespace(**arguments, model=model)
+
+    @staticmethod
+    def detach(value: Any) -> Any:
+        return value
+
+
+@contextlib.contextmanager
+def _off(module: Any, name: str) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, False)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

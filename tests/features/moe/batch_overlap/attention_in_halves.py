@@ -1,0 +1,120 @@
+"""Models whose layers run in halves, attention included; runs in the pool's workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from mindspeed_dsa.log import Log
+from tests.features.attention.context_parallel import dense_model
+from tests.features.moe.batch_overlap.layer_in_halves import times
+from tests.support import model, moe
+
+
+def trained(dense: bool = False, **arguments: Any) -> dict[str, Any]:
+    """A training step, with the numbers of halves, and of those that the next layer took over.
+
+    Args:
+        dense: attention to all keys.
+        **arguments: of ``model.run``.
+    """
+    from mindspeed_dsa.features.moe.batch_overlap import attention, stages
+
+    if dense:
+        arguments["switches"] = {**arguments["switches"], **DENSE}
+    with (
+        _dense() if dense else contextlib.nullcontext(),
+        moe.transfers() as events,
+        mock.patch.object(stages.Stages, "attend", autospec=True, side_effect=stages.Stages.attend) as halves,
+        mock.patch.object(attention, "_stand_in", side_effect=attention._stand_in) as handed_on,
+        _balancing() as losses,
+    ):
+        result = model.run(**arguments)
+    return {
+        **result,
+        "launched": events.count("launch"),
+        "halves": halves.call_count,
+        "handed on": handed_on.call_count,
+        "balancing": losses(),
+    }
+
+
+@contextlib.contextmanager
+def _balancing() -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """What Megatron logs of losses that balance the load, and of the indexer's."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.clear_aux_losses_tracker()
+
+    def losses() -> dict[str, Tensor]:
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        found = {name: entry["values"].clone() for name, entry in tracker.items()}
+        dsa = DSAIndexerLossLoggingHelper.tracker
+        return found | ({"indexer": dsa["values"].clone()} if "values" in dsa else {})
+
+    yield losses
+
+
+DENSE = {
+    "experimental_attention_variant": None,
+    "multi_latent_attention": True,
+    "transformer_impl": "local",
+}
+
+
+@contextlib.contextmanager
+def _dense() -> Iterator[None]:
+    """Models attend to all keys."""
+    sizes = {**model.LATENT, **model.EXPERTS, "num_attention_heads": dense_model.HEADS}
+    made = partial(dense_model.latent_config, transformer_impl="local", **sizes)
+    with (
+        mock.patch.object(model, "config", made),
+        mock.patch.object(model, "gpt_model", dense_model.gpt_model),
+        mock.patch.object(model, "SEQUENCE", dense_model.SEQUENCE),
+    ):
+        yield
+
+
+def order(switch: Mapping[str, Any], layers: int = 2, sequences: int = 2) -> dict[str, list[str]]:
+    """Events of a forward and backward of layers with experts: transfers, attention, experts."""
+    model.start(switch, ep=2, etp=1)
+    built = model.gpt_model(
+        model.config(num_layers=layers, moe_layer_freq=1, expert_model_parallel_size=2, **WITHOUT_LOSS)
+    )
+    with moe.transfers() as events:
+        for layer in built.decoder.layers:
+            parts = {"attention": layer.self_attention, "experts": layer.mlp.experts}
+            for name, module in {**parts, "shared expert": layer.mlp.shared_experts}.items():
+                module.register_forward_hook(partial(_runs, events, f"{name} {layer.layer_number}"))
+        loss = model.per_token_loss(built, model.samples(sequences)).sum()
+        forward, events[:] = list(events), []
+        loss.backward()
+    return {"forward": forward, "backward": events}
+
+
+def measured(seconds: Mapping[str, float], **arguments: Any) -> dict[str, Any]:
+    """As :func:`trained`, with what a layer's forward seems to take, what was measured, and what was said."""
+    lines: list[str] = []
+
+    def info(_: Any, line: str, *args: Any, **kwargs: Any) -> None:
+        lines.append(line % args)
+
+    with times(seconds) as ways, mock.patch.object(Log, "info", info):
+        result = trained(**arguments)
+    return {**result, "ways": ways, "lines": lines}
+
+
+WITHOUT_LOSS = {"dsa_indexer_loss_coeff": 0.0}
+
+
+def _runs(events: list[str], name: str, module: Any, args: Any, output: Any) -> None:
+    output = output[0] if isinstance(output, tuple) else output
+    events.append(name)
+    if output.requires_grad:
+        output.register_hook(lambda _: events.append(name))
