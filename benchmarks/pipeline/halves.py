@@ -56,7 +56,7 @@ def run(link: str, quick: bool) -> Metrics:
             "exposed_over_step": exposed / wall["stock"],
             "milliseconds": wall,
             "milliseconds_median": {name: 1e3 * each.median for name, each in found["times"].items()},
-            "milliseconds_of_parts": parts,
+            "milliseconds_of_stages": parts,
             "processor_milliseconds": {name: 1e3 * each.processor for name, each in found["times"].items()},
             "deviation": found["deviation"],
         },

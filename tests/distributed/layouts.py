@@ -16,6 +16,7 @@ from tests.distributed.flags import (
     DENSE,
     DENSE_LOSS,
     EP2,
+    EP4,
     ETP1,
     FOR_THREE,
     FOUR_MICROBATCHES,
@@ -59,6 +60,7 @@ from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
+from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION as HALVES_OF_ATTENTION
 from tests.support import memory_events as events
 
 COMBINATIONS = {
@@ -200,6 +202,9 @@ launched = partial(
 )
 
 halves = partial(row, "moe-batch-overlap", watched=AT_EXPERTS, **HALVES)
+attending = partial(
+    row, "moe-batch-overlap", watched=(events.STARTED, events.ATTENDED), **HALVES_OF_ATTENTION
+)
 
 # Buckets start once a fixed number of gradients is there: every forward has as many, whatever moves.
 moved = partial(row, "balanced-moe-experts", watched=(events.MOVED,), **HOT_EXPERTS)
@@ -239,6 +244,32 @@ EXPERTS = (
         "EP2, grouped experts, fused permutation, fused DSA",
         2,
         f"{EP2} --moe-permute-fusion {STACKED}",
+        **GROUP,
+        **PERMUTE,
+        **FUSED,
+    ),
+    attending("attention, EP2", 2, EP2, SHALLOW, quick=True),
+    attending("attention, EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
+    attending("attention, EP4", 4, EP4),
+    attending("attention, TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
+    attending("attention, PP2 x EP2", 4, f"{PP2} {EP2}"),
+    attending("attention, PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
+    attending("attention, CP2 x EP2", 2, EP2, cp=2, **FUSED),
+    attending("attention, EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
+    attending("attention, EP2, MTP", 2, EP2, MTP),
+    attending("attention, EP2, all layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
+    attending("attention, EP2, core attention recomputed", 2, f"{EP2} {SELECTIVE} core_attn"),
+    attending("attention, EP2, dense latent attention", 2, EP2, DENSE),
+    attending("attention, EP2, memory features", 2, EP2, **ACTIVATIONS),
+    attending("attention, rows, EP2", 2, EP2, FOUR_MICROBATCHES, **FUSED),
+    attending("attention, rows, PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", FOUR_MICROBATCHES, **FUSED),
+    attending("attention, rows, EP2, dense latent attention", 2, EP2, f"{DENSE} {FOUR_MICROBATCHES}"),
+    attending(
+        "attention, EP2, grouped experts, fused permutation, hot experts, fused DSA",
+        2,
+        f"{EP2} --moe-permute-fusion {STACKED}",
+        watched=(events.STARTED, events.ATTENDED, events.MOVED, *AT_EXPERTS),
+        **HOT_EXPERTS,
         **GROUP,
         **PERMUTE,
         **FUSED,

@@ -15,10 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 
+from mindspeed_dsa.features.moe.batch_overlap.stages import Stages
 from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 from tests.features.moe.alltoall_overlap.overlapped_layer import SWITCH
 from tests.features.moe.balanced_experts.popular_experts import ALWAYS, watched
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
+from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION as HALVES_OF_ATTENTION
 from tests.features.moe.batch_overlap.layer_in_halves import MEASURED
 from tests.matrix.model import EXPERTS, one_step
 from tests.support import model, moe
@@ -60,6 +62,24 @@ def test_overlapped_halves_beside_stock(pool, switch):
             moe.assert_same(found["ours"], found["theirs"])
             expected = 2 * (18 if name == "layer recomputed" else 12)
             assert found["launched"] == expected or switch == MEASURED
+
+
+@pytest.mark.releases(">=0.14")
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("beside", [{}, SWITCH], ids=["alone", "beside overlap of the whole"])
+def test_halves_of_attention_beside_stock(pool, beside, recomputed):
+    """Each layer's halves attend under each other's transfers; two layers with experts, one behind the other."""
+    overrides = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], **(WHOLE if recomputed else {})}
+    layout = {"overrides": overrides, "num_microbatches": 2, "micro_batch_size": 2, "ep": 2, "etp": 1}
+    off, on = (
+        pool.run(f"{__name__}:whole_step", 2, switches=switches, **layout)
+        for switches in ({}, {**HALVES_OF_ATTENTION, **beside})
+    )
+    for before, after in zip(off, on, strict=True):
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert before["halves"] == 0
+        assert after["halves"] == 2 * 2 * 2 * (1 + recomputed)
 
 
 @pytest.mark.releases(">=0.14")
@@ -291,7 +311,7 @@ def _train(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     """A training step of the tiny model, and how many parted transfers were started."""
-    with moe.transfers() as events, _planned() as found:
+    with moe.transfers() as events, _planned() as found, counted(Stages, "attend") as halves:
         if Version("0.16") > RELEASE:
             overrides = {**EXPERTS, "expert_model_parallel_size": arguments["ep"], **overrides}
             result = one_step(overrides=overrides, **arguments)
@@ -304,6 +324,7 @@ def whole_step(overrides: Mapping[str, Any], **arguments: Any) -> dict[str, Any]
         "launched": events.count("launch"),
         "planned": any(found["plans"]),
         "ahead": ahead,
+        "halves": halves["attend"],
     }
 
 

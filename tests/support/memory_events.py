@@ -26,6 +26,8 @@ MEASURED = "numbers of chunks measured"
 """And where the number of chunks is left to us."""
 STARTED = "all-to-alls started"
 """The same for the all-to-alls of experts."""
+ATTENDED = "halves that attended"
+"""The same for layers that are cut before attention."""
 MOVED = "experts moved to their tokens"
 """The same for experts that are computed where their tokens are."""
 GROUPED = "grouped matmuls"
@@ -67,6 +69,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     CHUNKED_SUM: ("coc_parallel_num", "use_ascend_coc"),
     MEASURED: ("use_ascend_coc",),
     STARTED: ("moe_alltoall_overlap_comm", "moe_batch_overlap", "moe_fb_overlap"),
+    ATTENDED: ("moe_batch_overlap_attention",),
     MOVED: ("balanced_moe_experts",),
     GROUPED: ("moe_grouped_gemm",),
     PERMUTED: ("moe_permute_fusion",),
@@ -94,6 +97,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.memory.swap_attention.swapped_storage import SwappedStorage
     from mindspeed_dsa.features.memory.swap_optimizer.step_pipeline import Pipeline
     from mindspeed_dsa.features.moe.balanced_experts import layer as balanced
+    from mindspeed_dsa.features.moe.batch_overlap.stages import Stages
     from mindspeed_dsa.features.moe.expert_placement.placing import _Columns
     from mindspeed_dsa.features.moe.load_report.steps import Counts
     from mindspeed_dsa.features.operators.fused import functions
@@ -199,6 +203,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(counting_calls(second_stream, "start", BESIDE))
         stack.enter_context(counting(second_stream.Started, "wait", lambda *_: AWAITED))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
+        stack.enter_context(counting(Stages, "attend", lambda *_: ATTENDED))
         for holder, name, feature in (
             (Masters, "to_master", "reuse-fp32-param"),
             (SwappedStorage, "leave", "swap-attention"),

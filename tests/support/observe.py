@@ -86,6 +86,7 @@ class Observer:
         self._noted: dict[Key, list[npt.NDArray[np.bool_]]] = defaultdict(list)
         self._rows: dict[Key, list[npt.NDArray[np.int64]]] = defaultdict(list)
         self._uses: dict[tuple[Key, bool], int] = defaultdict(int)
+        self._first_halves: dict[Key, Tensor] = {}
         self._step = 0
         self.place: Place | None = None
         self.fused_selections = 0
@@ -143,7 +144,7 @@ class Observer:
             given.clear()
             if self._forced is not None:
                 names = (key, signs) if signs in self._forced else (key,)
-                given[:] = [torch.from_numpy(self._next_forced(name)) for name in names]
+                given[:] = [torch.from_numpy(self._next_forced(name, args[0].shape[1])) for name in names]
             scores, indices = original(*args, **kwargs)
             if given:
                 # [batch, query, key] -> [batch, query, topk]; rows with fewer visible keys than topk are
@@ -151,10 +152,10 @@ class Observer:
                 indices = given[0].float().topk(indices.shape[-1], dim=-1).indices
             keys, topk = scores.shape[-1], indices.shape[-1]
             chosen = selected_keys(indices, keys, self._own_rows(keys))
-            self._note(key, chosen, keys)
+            self._note(key, chosen)
             if self._signs:
                 positive = given[1] if len(given) == 2 else products(*projected, in_order(chosen, topk)) > 0
-                self._note(signs, positive, keys)
+                self._note(signs, positive)
             return scores, indices
 
         indexer.forward_with_scores = forward_with_scores
@@ -183,17 +184,21 @@ class Observer:
                 selection = choose(*args)
                 self.fused_selections += fused
                 if self._forced is not None:
+                    batch, rows = selection.topk_indices.shape[:2]
                     if signs in self._forced:
-                        positive = torch.from_numpy(self._next_forced(signs))
-                    selection = _chosen_instead(selection, torch.from_numpy(self._next_forced(key)), positive)
+                        positive = torch.from_numpy(self._next_forced(signs, batch, rows))
+                    given = torch.from_numpy(self._next_forced(key, batch, rows))
+                    given = given[..., : selection.inputs.key.shape[1]]
+                    selection = _chosen_instead(selection, given, positive)
                 query, index_key = selection.inputs.query.detach(), selection.inputs.key.detach()
                 keys, topk = index_key.shape[1], selection.topk_indices.shape[-1]
-                chosen = selected_keys(selection.topk_indices, keys, self._own_rows(keys))
-                self._note(key, chosen, keys)
+                positions = self._own_rows(keys)[-query.shape[1] :]
+                chosen = selected_keys(selection.topk_indices, keys, positions)
+                self._note(key, chosen)
                 if self._signs and positive is None:
                     positive = products(query, index_key, in_order(chosen, topk)) > 0
                 if positive is not None:
-                    self._note(signs, positive, keys)
+                    self._note(signs, positive)
                 return selection
 
             return choose_keys
@@ -210,14 +215,13 @@ class Observer:
     def _watch_router(self, router: Any, key: Key) -> None:
         original = router.routing
         if self._forced is not None:
-            router.router_replay = _ForcedRouting(lambda: self._next_forced(key))
+            router.router_replay = _ForcedRouting(lambda tokens: self._next_forced(key, tokens=tokens))
 
-        def routing(*args: Any, **kwargs: Any) -> Any:
-            probs, routing_map = original(*args, **kwargs)
+        def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+            probs, routing_map = original(logits, *args, **kwargs)
             # [token * batch, expert] -> [batch, token, expert]
-            shape = (-1, self._args.micro_batch_size, routing_map.shape[-1])
-            chosen = routing_map.view(shape).transpose(0, 1)
-            self._note(key, chosen, chosen.shape[1] * self._parts_of_a_sequence)
+            chosen = routing_map.view(-1, logits.shape[1], routing_map.shape[-1]).transpose(0, 1)
+            self._note(key, chosen)
             return probs, routing_map
 
         router.routing = routing
@@ -242,20 +246,36 @@ class Observer:
         tensor = self._args.tensor_model_parallel_size if self.place.sequence_parallel else 1
         return int(self.place.context_size * tensor)
 
-    def _note(self, key: Key, chosen: Tensor, length: int) -> None:
-        if not _recomputing():
-            self._noted[key].append(chosen.numpy().copy())
-            self._rows[key].append(self._own_rows(length).numpy())
+    def _note(self, key: Key, chosen: Tensor) -> None:
+        """Note choices of a microbatch; those of its halves come in two calls."""
+        if _recomputing():
+            return
+        if _is_half():
+            if key not in self._first_halves:
+                self._first_halves[key] = chosen.clone()
+                return
+            chosen = _joined(self._first_halves.pop(key), chosen, self._args.micro_batch_size)
+        parts = self._parts_of_a_sequence if key[0] == "router" else self.place.context_size
+        self._noted[key].append(chosen.numpy().copy())
+        self._rows[key].append(self._own_rows(chosen.shape[1] * parts).numpy())
 
-    def _next_forced(self, key: Key) -> npt.NDArray[np.bool_]:
-        """This rank's part of the choices for the microbatch at hand.
+    def _next_forced(self, key: Key, batch: int = 0, rows: int = 0, tokens: int = 0) -> npt.NDArray[np.bool_]:
+        """This rank's part of the choices for the microbatch at hand, or for a half of it.
 
         A layer sees the microbatches in their order, and recomputes them in the same order.
+
+        Args:
+            key: what chooses.
+            batch: sequences of the call, if it may be a half of them.
+            rows: of each sequence, likewise.
+            tokens: of a router's call; that of the second half chooses for both.
         """
         assert self._forced is not None
         assert self.place is not None
         use = key, _recomputing()
-        call, self._uses[use] = self._uses[use], self._uses[use] + 1
+        first = _is_half() and key not in self._first_halves
+        call = self._uses[use]
+        self._uses[use] += not first
         chosen = self._forced[key][call * self.place.data_size + self.place.data]
         # Rows of padding, which one process does not have, choose nothing.
         widths = [(0, 0)] * chosen.ndim
@@ -267,7 +287,11 @@ class Observer:
         if key[0] == "router" and self.place.sequence_parallel:
             length = chosen.shape[1] // self._args.tensor_model_parallel_size
             chosen = chosen[:, self.place.tensor * length :][:, :length]
-        return chosen
+        if not _is_half() or tokens == chosen.shape[0] * chosen.shape[1]:
+            return chosen
+        batch = batch or (tokens // chosen.shape[1] or 1)
+        rows = rows or (tokens // batch or chosen.shape[1])
+        return chosen[:batch, :rows] if first else chosen[-batch:, -rows:]
 
     def _before_optimizer(self, model: Sequence[Any]) -> None:
         if self._fault is not None:
@@ -283,12 +307,12 @@ class Observer:
 class _ForcedRouting:
     """Takes the place of Megatron's ``RouterReplay`` in a router."""
 
-    def __init__(self, chosen: Callable[[], npt.NDArray[np.bool_]]) -> None:
+    def __init__(self, chosen: Callable[[int], npt.NDArray[np.bool_]]) -> None:
         self._chosen = chosen
 
     def get_replay_topk(self, scores: Tensor, topk: int, *args: Any) -> tuple[Tensor, Tensor]:
         """``scores`` is ``[token * batch, expert]``; returns the chosen ones and their experts."""
-        chosen = torch.from_numpy(self._chosen())  # [batch, token, expert]
+        chosen = torch.from_numpy(self._chosen(len(scores)))  # [batch, token, expert]
         indices = chosen.transpose(0, 1).reshape(scores.shape).float().topk(topk, dim=1).indices
         return scores.gather(1, indices), indices
 
@@ -367,6 +391,22 @@ def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
     selected = torch.zeros(*topk_indices.shape[:2], keys + 1, dtype=torch.bool)
     selected.scatter_(-1, topk_indices.long().where(topk_indices >= 0, keys), True)
     return selected[..., :keys] & (torch.arange(keys) <= positions[:, None])
+
+
+def _is_half() -> bool:
+    """Whether this is called by one of two halves of a microbatch."""
+    from mindspeed_dsa.features.moe.batch_overlap import stages
+
+    return stages.running() is not None
+
+
+def _joined(first: Tensor, second: Tensor, sequences: int) -> Tensor:
+    """Choices of both halves: ``[batch, row, ...]``; a first half of rows sees fewer keys."""
+    if sequences > 1:
+        return torch.cat((first, second))
+    missing = second.shape[2] - first.shape[2]
+    padding = [0, 0] * (first.dim() - 3) + [0, missing]
+    return torch.cat((torch.nn.functional.pad(first, padding), second), dim=1)
 
 
 def _recomputing() -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -114,8 +113,13 @@ class _Forward(Companion):
         self.rows = cut(self.rows)
 
 
-_layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
-"""By dispatcher."""
+_LAYER = "_mindspeed_dsa_experts"
+
+
+def _layer_of(dispatcher: Any) -> _Layer | None:
+    """Return the layer of a dispatcher, or of a copy of it, which serves a part of a microbatch."""
+    layer: _Layer | None = getattr(dispatcher, _LAYER, None)
+    return layer
 
 
 def know_experts(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -124,7 +128,8 @@ def know_experts(original: Callable[..., None], context: Context[Options]) -> Ca
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         require(context, check_balanced, config)
         original(self, config, *args, **kwargs)
-        _layers[self.token_dispatcher] = _Layer(single_experts(self.experts), self.token_dispatcher)
+        dispatcher = self.token_dispatcher
+        setattr(dispatcher, _LAYER, _Layer(single_experts(self.experts), dispatcher))
 
     return __init__
 
@@ -135,7 +140,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        layer = _layers.get(self)
+        layer = _layer_of(self)
         if layer is None:
             return original(self, hidden_states, routing_map, probs, *args, **kwargs)
         hidden = hidden_states.size(-1)
@@ -189,9 +194,9 @@ def run_hot_experts(original: Call) -> Call:
     """
 
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = companion_of(self)
-        if isinstance(forward, _Forward):
-            _run(_layers[self].experts, forward)
+        forward, layer = companion_of(self), _layer_of(self)
+        if isinstance(forward, _Forward) and layer is not None:
+            _run(layer.experts, forward)
         return original(self, *args, **kwargs)
 
     return combine_preprocess

@@ -84,7 +84,7 @@ _HANDED_ON = "_mindspeed_dsa_halves"
 
 def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``TransformerBlock.forward``: its layers hand halves on to each other."""
-    if not context.options.attention:
+    if context.options.attention is False:
         return original
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Cal
 
 def run_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``TransformerLayer.forward``, where attention is cut."""
-    if not context.options.attention:
+    if context.options.attention is False:
         return original
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
     ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
     if not isinstance(dispatcher, ours) or dispatcher.ep_size == 1:
         return False
-    problems = [*check_halves(layer.config, context.options), *check_attention(layer.config)]
+    problems = [*check_halves(layer.config, context.options), *check_attention(layer.config, context.options)]
     for problem in problems:
         context.log.warning("attention stays whole: %s", problem, once=True)
     if problems:

@@ -33,14 +33,16 @@ class Options:
     Attributes:
         switched_on: whether the switch itself is on.
         always: layers are cut without being measured.
-        attention: they are cut before attention.
+        attention: they are cut before attention: always, never, or, if ``None``, wherever that is served.
         sparse_rows: sparse attention runs with fewer rows than keys.
+        warmup: layers run without a graph, and their indexers learn beside them.
     """
 
     switched_on: bool
     always: bool
-    attention: bool
+    attention: bool | None
     sparse_rows: bool
+    warmup: bool
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -48,8 +50,9 @@ class Options:
         return cls(
             switched_on=bool(getattr(settings, "moe_batch_overlap", False)),
             always=bool(getattr(settings, "moe_batch_overlap_always", False)),
-            attention=bool(getattr(settings, "moe_batch_overlap_attention", False)),
+            attention=getattr(settings, "moe_batch_overlap_attention", None),
             sparse_rows=_knows_rows(settings),
+            warmup=DSAOptions.of(settings).warmup,
         )
 
 
@@ -62,7 +65,7 @@ def _knows_rows(settings: Any) -> bool:
 def wanted(settings: Any) -> bool:
     """Activation rule: on with the switch, or with an option alone, which validation then refuses."""
     chosen = Options.of(settings)
-    return chosen.switched_on or chosen.always or chosen.attention
+    return chosen.switched_on or chosen.always or bool(chosen.attention)
 
 
 _FLAG = "--moe-batch-overlap"
@@ -127,9 +130,14 @@ _REFUSED_WITH_ATTENTION = {
 """Arguments that are refused where attention is cut, too, and why."""
 
 
-def check_attention(args: Any) -> Iterator[str]:
+def check_attention(args: Any, options: Options) -> Iterator[str]:
     """Refuse arguments, or a configuration, under which halves of attention are not those of the whole."""
     yield from check_refused(args, _ATTENTION, _REFUSED_WITH_ATTENTION)
+    if options.warmup:
+        yield (
+            f"{_ATTENTION} takes apart the layer that --dsa-stage warmup runs without a graph; omit "
+            f"{_ATTENTION}"
+        )
     if "sinkhorn" in (argument(args, "moe_router_load_balancing_type") or ()):
         yield (
             f"{_ATTENTION} routes one half before the other is there, and sinkhorn balances all tokens; use "
@@ -168,7 +176,7 @@ def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
         yield f"{_ONE_SEQUENCE}, which --context-parallel-size has cut already; {_TWO}"
     if length % 2:
         yield f"{_ONE_SEQUENCE}, of which {length} is no even number; {_TWO}"
-    if not argument(args, "multi_latent_attention"):
+    if argument(args, "multi_latent_attention") is False:
         yield f"{_ONE_SEQUENCE} with latent attention alone; {_TWO}"
     elif uses_dsa(args) and not options.sparse_rows:
         yield (
@@ -203,7 +211,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
     yield from check_halves(args, options)
     yield from check_choice(args, options)
     if options.switched_on and options.attention:
-        yield from check_attention(args)
+        yield from check_attention(args, options)
         if argument(args, "micro_batch_size") == 1:
             yield from check_rows(args, options, argument(args, "seq_length") or 0)
 
@@ -234,7 +242,9 @@ FEATURE = Feature(
         Flag("--moe-batch-overlap-always", "Cut the tokens without measuring."),
         Flag(
             "--moe-batch-overlap-attention",
-            "Cut a microbatch's sequences before attention, which then hides transfers of the other half.",
+            "Cut a microbatch's sequences before attention, which then hides transfers of the other half. "
+            "Default: where that gives the same results.",
+            kind="auto",
         ),
     ),
     patches=(
@@ -339,10 +349,6 @@ FEATURE = Feature(
         Conflict(
             "moe-fb-overlap",
             "both hide the same transfers, --moe-fb-overlap behind another microbatch; omit one of them",
-        ),
-        Conflict(
-            "balanced-moe-experts",
-            "balanced-moe-experts plans for a whole microbatch, whose tokens are split; omit one of them",
         ),
     ),
     active=wanted,

@@ -81,7 +81,7 @@ def _alone(router: Any) -> Iterator[None]:
 
 def route_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``TopKRouter.routing``, where attention is cut."""
-    if not context.options.attention:
+    if context.options.attention is False:
         return original
 
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:

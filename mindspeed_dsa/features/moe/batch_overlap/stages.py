@@ -65,7 +65,7 @@ class Stages:
         self._node = _Node(arguments)
         steps = megatron("core.models.gpt.fine_grained_callables").build_transformer_layer_callables(layer)[0]
         # Router and attention are two steps before 0.16.
-        *self._before, self._dispatch, self._experts, self._combine, _ = steps
+        *self._before, _, self._experts, self._combine, _ = steps
         self._passes = Passes(layer, hidden, list(arguments.values()))
         self._dispatched: list[InFlight] = []
         self._combined: list[InFlight] = []
@@ -92,7 +92,8 @@ class Stages:
     def dispatch(self) -> None:
         """Send rows and probabilities to their experts."""
         with self._stage(), launching(self._dispatched):
-            self._hidden = self._dispatch(self._node, *self._hidden)
+            self._dispatcher.token_dispatch(*self._hidden)
+        self._hidden = None
         self._wait_now(self._dispatched)
 
     def arrive(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mindspeed_dsa.log import Log
 from tests.features.attention.context_parallel import dense_model
+from tests.features.moe.balanced_experts.popular_experts import watched
 from tests.features.moe.batch_overlap.layer_in_halves import times
 from tests.support import model, moe
 
@@ -96,6 +97,13 @@ def order(switch: Mapping[str, Any], layers: int = 2, sequences: int = 2) -> dic
         forward, events[:] = list(events), []
         loss.backward()
     return {"forward": forward, "backward": events}
+
+
+def moved(**arguments: Any) -> dict[str, Any]:
+    """As :func:`trained`, with the experts of each plan."""
+    found: dict[str, Any] = {"plans": [], "dispatched": [], "sent": 0, "counts": []}
+    with watched(found):
+        return {**trained(**arguments), **found}
 
 
 def measured(seconds: Mapping[str, float], **arguments: Any) -> dict[str, Any]:

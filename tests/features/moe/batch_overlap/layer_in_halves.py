@@ -15,9 +15,9 @@ from mindspeed_dsa.log import Log
 from tests.features.moe.alltoall_overlap.overlapped_layer import switch_on
 from tests.support import model, moe
 
-ALWAYS = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}
+MEASURED = {"moe_batch_overlap": True, "moe_batch_overlap_attention": False}
+ALWAYS = {**MEASURED, "moe_batch_overlap_always": True}
 ATTENTION = {**ALWAYS, "moe_batch_overlap_attention": True}
-MEASURED = {"moe_batch_overlap": True}
 Times = Mapping[str, float]
 FASTER: Times = {"whole": 1.0, "in turn": 1.1, "interleaved": 0.8}
 SLOWER: Times = {"whole": 1.0, "in turn": 1.3, "interleaved": 1.2}

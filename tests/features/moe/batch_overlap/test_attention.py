@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.features.moe.alltoall_overlap.test_model import MEMORY, OVERLAPPED, RECOMPUTED
-from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION, FASTER, MEASURED, SLOWER
+from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
+from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS, ATTENTION, FASTER, MEASURED, SLOWER
 from tests.features.moe.batch_overlap.test_model import FUSED, INTERLEAVED, WHOLE_EXPERTS
 from tests.support.model import assert_same_gradients, losses_of
 
@@ -89,6 +90,24 @@ def test_losses_and_gradients(pool, name):
     several = overrides.get("num_layers", 2) > 2 and arguments.get("vpp") is None
     recomputed = overrides.get("recompute_granularity") == "full"
     assert all((rank["handed on"] > 0) == (several and not recomputed) for rank in on)
+
+
+@pytest.mark.parametrize(
+    "halves", [ATTENTION, pytest.param(ALWAYS, marks=pytest.mark.full)], ids=["", "of tokens"]
+)
+def test_moved_experts(pool, halves):
+    """Each half has a plan, and each plan's experts travel."""
+    arguments = {"ep": 2, "etp": 1, "overrides": {"num_layers": 3}}
+    stock, found = (
+        pool.run(f"{CASES}:moved", 2, switches=switches, **arguments)
+        for switches in ({}, {**HOT_EXPERTS, **halves})
+    )
+    for before, after in zip(stock, found, strict=True):
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+        assert len(after["plans"]) == 2 * 2  # layers with experts, halves
+        assert any(after["plans"][:2])
+        assert any(after["plans"][2:])
 
 
 @pytest.mark.parametrize("sequences", [2, pytest.param(1, marks=pytest.mark.full)])

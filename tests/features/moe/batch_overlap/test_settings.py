@@ -63,6 +63,7 @@ ATTENTION = {**EP2, **ALWAYS, "moe_batch_overlap_attention": True, "micro_batch_
         ),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"pack_documents": True}, "--pack-documents"),
+        ({**DSA, "dsa_stage": "warmup"}, "--dsa-stage warmup"),
         ({**DSA, "dsa_indexer_topk_freq": 2}, "share a selection"),
         ({**DSA, "calculate_per_token_loss": True}, "--calculate-per-token-loss"),
         ({**ONE, "sequence_parallel": True}, "--micro-batch-size 2"),
