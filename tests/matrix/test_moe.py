@@ -68,7 +68,7 @@ def test_overlapped_halves_beside_stock(pool, switch):
 @pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("beside", [{}, SWITCH], ids=["alone", "beside overlap of the whole"])
 def test_halves_of_attention_beside_stock(pool, beside, recomputed):
-    """Each layer's halves attend under each other's transfers; two layers with experts, one behind the other."""
+    """Each layer attends in halves; two layers with experts, one behind the other."""
     overrides = {"num_layers": 3, "moe_layer_freq": [0, 1, 1], **(WHOLE if recomputed else {})}
     layout = {"overrides": overrides, "num_microbatches": 2, "micro_batch_size": 2, "ep": 2, "etp": 1}
     off, on = (
