@@ -6,7 +6,8 @@ replaced: nothing of its body is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +42,17 @@ class AttributeOverride:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+@contextlib.contextmanager
+def switched_off(module: Any, name: str) -> Iterator[None]:
+    """Run the block with an attribute of a module false."""
+    before = getattr(module, name)
+    setattr(module, name, False)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def activation_of(

@@ -19,6 +19,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.moe.batch_overlap.keys import Keys
 from mindspeed_dsa.features.moe.batch_overlap.routing import Routing
+from mindspeed_dsa.megatron.attribute_override import switched_off
 from mindspeed_dsa.megatron.indexer_loss import part_of_loss
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.split_layers import Passes
@@ -102,7 +103,7 @@ class Stages:
 
     def compute(self) -> None:
         """Run the experts."""
-        with self._stage(), _off(self._layer, "recompute_pre_mlp_layernorm"):
+        with self._stage(), switched_off(self._layer, "recompute_pre_mlp_layernorm"):
             output = self._experts(self._node, self._hidden)
         if isinstance(output, tuple):  # the shared expert's beside it, before 0.16
             output, self._shared = output
@@ -183,13 +184,3 @@ class _Node:
     @staticmethod
     def detach(value: Any) -> Any:
         return value
-
-
-@contextlib.contextmanager
-def _off(module: Any, name: str) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, False)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

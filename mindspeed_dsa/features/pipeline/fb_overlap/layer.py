@@ -19,8 +19,7 @@ the transfers of a group need.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +34,7 @@ from mindspeed_dsa.features.pipeline.fb_overlap.pieces import (
     until_dispatch,
 )
 from mindspeed_dsa.features.pipeline.fb_overlap.recompute import Recomputed, recomputed_part
+from mindspeed_dsa.megatron.attribute_override import switched_off
 from mindspeed_dsa.megatron.shared_expert import shared_expert_of
 from mindspeed_dsa.megatron.split_layers import (
     companion_of,
@@ -191,7 +191,7 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
             handover.dispatch.clear()
             state.dispatched_probs = probs.arrive(state.dispatched_probs)
             arrived = tokens.arrive(edge)
-            with _off(moe, "use_shared_expert"), _off(layer, "recompute_pre_mlp_layernorm"):
+            with switched_off(moe, "use_shared_expert"), switched_off(layer, "recompute_pre_mlp_layernorm"):
                 output = experts(node, arrived)
         if not moe.use_shared_expert:
             handover.discard_norm(output)
@@ -203,16 +203,6 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
         return sent
 
     return step
-
-
-@contextlib.contextmanager
-def _off(module: Any, name: str) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, False)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _after_experts(combine: _Step, handover: Handover) -> _Step:
