@@ -19,7 +19,7 @@ from benchmarks import parts
 from benchmarks.gpu import beside, bounds, words
 from benchmarks.registry import Metrics
 
-PARTS = {"parity": 180, "operators": 65, "layer": 100, "features": 95, "rivals": 30}
+PARTS = {"parity": 180, "operators": 65, "layer": 100, "streams": 15, "features": 80, "rivals": 30}
 """Seconds that each has for certain. What others leave, or did not ask for, is added.
 
 Other projects' kernels come last: what they may do to the device costs none of our figures.
@@ -88,7 +88,7 @@ def failures(found: dict[str, Any]) -> dict[str, str]:
     """By part, or by part and name within it: what went wrong."""
     failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
     failed |= {f"parity, {test}": why for test, why in found.get("parity", {}).get("failures", {}).items()}
-    for name in ("layer", "features"):
+    for name in ("layer", "features", "streams"):
         for case, row in found.get(name, {}).items():
             if isinstance(row, dict) and "refused" in row:
                 failed[f"{name}, {case}"] = row["refused"]

@@ -49,6 +49,11 @@ CASES = {
     "virtual-optimizer": Case("--virtual-optimizer all"),
     "swap-optimizer": Case("--swap-optimizer", _SHARDED),
     "reuse-fp32-param": Case("--reuse-fp32-param", _SHARDED),
+    "two-streams": Case("--two-streams --two-streams-min-tokens 0"),
+    "two-streams, swap-attention": Case(
+        "--two-streams --two-streams-min-tokens 0",
+        f"{_FUSED} --swap-attention --swap-attention-min-bytes 65536",
+    ),
     "moe-grouped-gemm": Case("--moe-grouped-gemm", bounds=BF16),
     "moe-permute-fusion": Case("--moe-permute-fusion", bounds=BF16),
     "dsa-fuse-kl-in-backward": Case("--dsa-fuse-kl-in-backward", bounds=BF16),
@@ -91,7 +96,8 @@ def run(
 def compared(off: dict[str, Any] | str, on: dict[str, Any] | str, case: Case) -> dict[str, Any]:
     """What is reported of both jobs, or why they cannot be compared.
 
-    A feature that changes neither memory nor the operators that are called has done nothing.
+    A feature that changes neither memory nor the operators that are called, nor the stream of any work, has
+    done nothing.
     """
     for what, figures in (("without it", off), ("with it", on)):
         if isinstance(figures, str):
@@ -103,7 +109,7 @@ def compared(off: dict[str, Any] | str, on: dict[str, Any] | str, case: Case) ->
     found: dict[str, Any] = {"apart": distance, "step_ratio": on["step_ms"] / off["step_ms"]}
     memory = [name for name in ("peak_mib", "rest_mib") if name in off]
     found |= {name: {"off": off[name], "on": on[name]} for name in memory}
-    if all(on[name] == off[name] for name in ("calls", *memory)):
+    if all(on[name] == off[name] for name in ("calls", "started", *memory)):
         return {**found, "refused": "memory and operators are as without it: it did nothing"}
     if case.bounds:
         for name in seen:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -82,7 +83,7 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         # What jobs before this one have left does not count.
         level = platform.memory().current
         platform.reset_peak_memory()
-    with _order_of_sums(deterministic), distributed.model_parallel(args):
+    with _order_of_sums(deterministic), distributed.model_parallel(args), _counted_starts() as starts:
         torch.manual_seed(args.seed)
         config = model_config(args)
         model = build_model(args, config)
@@ -97,6 +98,7 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         found["tokens_per_s"] = args.global_batch_size * args.seq_length / found["step_ms"] * 1e3
         found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
         found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
+        found["started"] = len(starts)
         if has_memory:
             memory = platform.memory()
             found["peak_mib"] = (memory.peak - level) / 2**20
@@ -107,6 +109,21 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
             found["kernels"] = _traced(lambda: _step(stepper, steps, stream), trace)
         stepper.release()
     return found
+
+
+@contextlib.contextmanager
+def _counted_starts() -> Iterator[list[None]]:
+    """Have one entry for each start of work on the second stream."""
+    from mindspeed_dsa.megatron import second_stream
+
+    start, starts = second_stream.start, []  # type: Any, list[None]
+
+    def counted(*args: Any) -> Any:
+        starts.append(None)
+        return start(*args)
+
+    with mock.patch.object(second_stream, "start", counted):
+        yield starts
 
 
 @contextlib.contextmanager

@@ -40,6 +40,13 @@ def features(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return steps.run(quick, tell)
 
 
+def streams(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Work of a layer on one stream and on two."""
+    from benchmarks.gpu import streams as beside
+
+    return beside.run(quick, tell)
+
+
 def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     """Attention beside other projects'."""
     from benchmarks.gpu import rivals as beside
@@ -48,4 +55,4 @@ def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 
 if __name__ == "__main__":
-    parts.serve({part.__name__: part for part in (operators, parity, layer, features, rivals)})
+    parts.serve({part.__name__: part for part in (operators, parity, layer, features, streams, rivals)})

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.gpu import beside
+from benchmarks.gpu.streams import least_tokens
 from benchmarks.parts import rows_of, table
 
 
@@ -16,7 +17,7 @@ def report(found: Mapping[str, Any], device: str) -> str:
         found: metrics of the case ``gpu``.
         device: the GPU's name.
     """
-    parts = (_summary, _model, _operators, beside.words, layers, features, _trace)
+    parts = (_summary, _model, _operators, beside.words, layers, features, streams, _trace)
     lines = [f"# {device}", ""]
     for part in parts:
         lines += [*part(found), ""]
@@ -122,6 +123,24 @@ def features(found: Mapping[str, Any]) -> Iterator[str]:
 
     head = ("", "peak MiB off", "on", "at rest MiB off", "on", "time on / off", "loss apart")
     yield from table(head, (row(name, figures) for name, figures in cases.items()))
+
+
+def streams(found: Mapping[str, Any]) -> Iterator[str]:
+    """Work on one stream and on two, of the part ``streams``."""
+    rows = {name: row for name, row in rows_of(found, "streams").items() if "ratio" in row}
+    if not rows:
+        return
+    yield "## Two streams"
+    yield ""
+    yield "Milliseconds of a part of a DeepSeek-V3.2 layer's forward beside other work, and in turns with it."
+    yield ""
+    yield from table(
+        ("", "in turns", "beside", "beside / in turns"),
+        ((name, row["in turns"], row["beside"], f"{row['ratio']:.2f}") for name, row in rows.items()),
+    )
+    if (least := least_tokens(rows)) is not None:
+        yield ""
+        yield f"The indexer's projections are never slower beside from {least} tokens on (LEAST_TOKENS)."
 
 
 def _trace(found: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 _OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
 """Module of the hooks that wait for weights under ``--overlap-param-gather``."""
@@ -33,3 +38,60 @@ def wait_for_all_weights(module: Any) -> None:
         for hook in list(layer._forward_pre_hooks.values()):
             if waits_for_weights(hook):
                 hook(layer, ())
+
+
+# -- weights that are gathered for a call of their module, and freed after it -------------------------
+
+_holders: WeakKeyDictionary[Any, Callable[[], AbstractContextManager[None]]] = WeakKeyDictionary()
+_running: ContextVar[tuple[ref[Any], ...]] = ContextVar("modules that run", default=())
+_apart: ContextVar[bool] = ContextVar("part that runs by itself", default=False)
+
+
+def hold(module: Any, holder: Callable[[], AbstractContextManager[None]]) -> None:
+    """Say how the weights of a module are gathered for parts of it that run outside of its calls.
+
+    Args:
+        module: whose calls gather and free weights.
+        holder: makes a context in which they are there; must not refer to the module.
+    """
+    _holders[module] = holder
+
+
+def note_calls(module: Any) -> None:
+    """Have :func:`running` know the module's calls."""
+    tokens: list[Any] = []
+
+    def enter(module: Any, *_: Any) -> None:
+        tokens.append(_running.set((*_running.get(), ref(module))))
+
+    def leave(*_: Any) -> None:
+        if tokens:  # none if another hook has raised before
+            _running.reset(tokens.pop())
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def running() -> tuple[ref[Any], ...]:
+    """Return the modules that are being called and have holders, outermost first."""
+    return _running.get()
+
+
+@contextlib.contextmanager
+def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
+    """Have the weights of modules, outermost first, for a part of a forward that runs again by itself."""
+    token = _apart.set(True)
+    try:
+        with contextlib.ExitStack() as stack:
+            for each in modules:
+                holder = _holders.get(each())
+                if holder is not None:
+                    stack.enter_context(holder())
+            yield
+    finally:
+        _apart.reset(token)
+
+
+def runs_apart() -> bool:
+    """Return whether what runs is such a part, which other modules do not follow as in a forward."""
+    return _apart.get()

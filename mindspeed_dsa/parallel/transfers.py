@@ -7,7 +7,7 @@ ranks that word does not overtake what is sent the other way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.parallel import buffer_pool
 
 
@@ -22,17 +23,24 @@ from mindspeed_dsa.parallel import buffer_pool
 class Pending:
     """A result that collectives are still writing to.
 
-    ``inputs`` are what they read.
+    ``inputs`` are what they read. It may be waited for on another stream than it was started on: memory of
+    the one does not go back to it before the other is that far.
     """
 
     result: Tensor
     works: list[Any]
     inputs: list[Tensor]
+    stream: Any = field(init=False, default_factory=lambda: platforms.current().current_stream())
 
     def wait(self) -> Tensor:
-        """Return the finished result."""
+        """Return the finished result, for work on the current stream from here on."""
         for work in self.works:
             work.wait()
+        platform = platforms.current()
+        stream = platform.current_stream()
+        if stream != self.stream:
+            for tensor in (self.result, *self.inputs):
+                platform.record_stream(tensor, stream)
         self.works, self.inputs = [], []
         return self.result
 

@@ -13,7 +13,7 @@ from benchmarks import __main__ as cli
 from benchmarks import gpu, parts
 from benchmarks.dsa.floor import needed_flops
 from benchmarks.dsa.problem import Sizes
-from benchmarks.gpu import bounds, features, layer, parity, words
+from benchmarks.gpu import bounds, features, layer, parity, streams, words
 from benchmarks.registry import CASES
 
 FRACTIONS = {
@@ -28,6 +28,7 @@ SIDE = {
     "indexer_loss": [0.1, 0.2],
     "grad_norm": [1.0, 1.5],
     "calls": {"sparse_flash_attention triton": 9},
+    "started": 0,
     "weights": "0a1b",
     "rest_mib": 200.0,
     "step_ms": 40.0,
@@ -73,6 +74,7 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
     answers = {
         "parity": (0, [{"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}], ""),
         "operators": (1, [{"matmul_tflops": 700.0}], "Traceback\nRuntimeError: an illegal memory access"),
+        "streams": (0, [{}], ""),
         "layer": (0, [{}, {"a": {"stock": SIDE, "fused": FAST}, "b": {**NO_FUSED, "refused": "w"}}], ""),
     }
 
@@ -202,6 +204,19 @@ def test_features_train_as_without_them_and_do_something():
     ):
         assert why in features.compared(off, on, case)["refused"]
     assert "refused" not in features.compared(SIDE, {**FAST, "weights": "ff"}, bounded)
+    moved = {**SIDE, "started": 1}
+    assert "refused" not in features.compared(SIDE, moved, exact), "work is on another stream"
+
+
+def test_parts_of_a_layer_beside_each_other():
+    """The same bits on a CPU as on a GPU, by the same code; and from which size on nothing is slower."""
+    found = streams.run(quick=True, rounds=1)
+    assert len(found) == 3
+    assert all(row["ratio"] > 0 and "refused" not in row for row in found.values())
+    ratios = {128: 0.9, 256: 1.1, 512: 0.9, 1024: 1.0, 2048: 0.8, 4096: 0.9, 8192: 1.0}
+    measured = {f"indexer's projections, {tokens} tokens": {"ratio": each} for tokens, each in ratios.items()}
+    assert streams.least_tokens(measured) == 512
+    assert streams.least_tokens({}) is None
 
 
 @pytest.mark.full
@@ -231,6 +246,10 @@ def test_the_report_in_words():
         "operators": operators,
         "layer": {"one": {"stock": "torch.OutOfMemoryError", "fused": traced}, "seconds": 3.0},
         "features": {"swap": features.compared(SIDE, FAST, features.Case("", bounds=BOUNDS)), "seconds": 9.0},
+        "streams": {
+            "shared expert, 128 tokens": {"in turns": 0.2, "beside": 0.1, "ratio": 0.5},
+            "seconds": 1.0,
+        },
         "slower_than_model": {"S4096_H64 x": {"ms": 5.0, "model_ms": 2.0, "times": 2.5}},
         "failed": {},
     }
@@ -243,6 +262,7 @@ def test_the_report_in_words():
         "| one | - | 4,000 | - | 100 | - | - |",
         "* one, stock: torch.OutOfMemoryError",
         "| `forward_kernel` | 1 | 2 |",
+        "| shared expert, 128 tokens | 0.2 | 0.1 | 0.50 |",
         "| swap | 300 | 100 | 200 | 200 | 0.25 | 0.0e+00 |",
     ):
         assert line in text.splitlines(), line

@@ -59,6 +59,8 @@ BESIDE = "started on the second stream"
 """And for what runs beside the rest of a layer."""
 AWAITED = "awaited from the second stream"
 """And for its results where they are used."""
+TAKEN = "projections found by indexers"
+"""And for those that an indexer does not compute itself."""
 HELD = "experts held"
 """In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
@@ -80,6 +82,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     REGIONS: ("compile_regions",),
     BESIDE: ("two_streams",),
     AWAITED: ("two_streams",),
+    TAKEN: ("two_streams",),
 }
 """Switches of which each alone makes an event happen."""
 
@@ -101,9 +104,8 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.moe.expert_placement.placing import _Columns
     from mindspeed_dsa.features.moe.load_report.steps import Counts
     from mindspeed_dsa.features.operators.fused import functions
-    from mindspeed_dsa.features.operators.two_streams import second_stream
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
-    from mindspeed_dsa.megatron import local_modules
+    from mindspeed_dsa.megatron import local_modules, projected_ahead, second_stream
     from mindspeed_dsa.ops.grouped_matmul.backends import Cpu as grouped
     from mindspeed_dsa.ops.linear_cross_entropy.backends import Cpu as loss
     from mindspeed_dsa.ops.moe_permute.backends import Cpu as permutation
@@ -202,6 +204,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(counting(Region, "__call__", lambda *_: REGIONS))
         stack.enter_context(counting_calls(second_stream, "start", BESIDE))
         stack.enter_context(counting(second_stream.Started, "wait", lambda *_: AWAITED))
+        stack.enter_context(counting_calls(projected_ahead, "view_of", TAKEN))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         stack.enter_context(counting(Stages, "attend", lambda *_: ATTENDED))
         for holder, name, feature in (

@@ -8,9 +8,10 @@ stream count as one.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -62,6 +63,9 @@ class OrderedEvent(cpu.CpuEvent):
     def record(self, stream: Any = None) -> None:
         self.clock = (stream or cpu.current_stream()).seen()
 
+    def wait(self, stream: Any = None) -> None:
+        (stream or cpu.current_stream()).wait_event(self)
+
     def synchronize(self) -> None:
         self._host.take(self.clock)
 
@@ -84,6 +88,8 @@ class OrderedPlatform(cpu.CpuPlatform):
         races: what was found, each described.
         used: addresses of storages that side streams have used and that the allocator may give away before
             they are done, with the stream.
+        freed_early: with ``results``, tensors that were freed when another stream than that which made them,
+            and which may get the memory again, was not known to be done with them.
         results: whether what functions return counts as written by them. It lies in new memory then, as on a
             device, whose allocator gives a stream back what it has had itself.
     """
@@ -95,7 +101,33 @@ class OrderedPlatform(cpu.CpuPlatform):
         self.host = OrderedStream()
         self.races: list[str] = []
         self.used: set[tuple[int, OrderedStream]] = set()
-        self._accesses: list[Access] = []
+        self.freed_early: list[str] = []
+        self._accesses: dict[int, list[Access]] = defaultdict(list)
+        self._kept_for: set[tuple[int, OrderedStream]] = set()
+        self._switches: list[tuple[int, OrderedStream]] = []
+        self._accumulators: dict[Any, OrderedStream] = {}
+        self._between = False
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:  # type: ignore[override]
+        """As on any CPU; what is computed inside belongs to the stream in backward, too."""
+        before = cpu.current_stream()
+        self._switches.append((torch.autograd._get_sequence_nr(), stream))
+        with cpu.use_stream(stream):
+            yield
+        self._switches.append((torch.autograd._get_sequence_nr(), before))
+
+    def stream_of(self, node: Any) -> OrderedStream:
+        """Return the stream that was the current one when a node of a graph was made."""
+        if node in self._accumulators:
+            return self._accumulators[node]
+        number = node._sequence_nr()
+        found = self.host
+        for first, stream in self._switches:
+            if first > number:
+                break
+            found = stream
+        return found
 
     def new_stream(self) -> OrderedStream:
         return OrderedStream(self.host)
@@ -106,22 +138,44 @@ class OrderedPlatform(cpu.CpuPlatform):
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """The allocator waits, so whoever gets the memory next need not."""
         first, last = _span(tensor)
-        self.used.discard((tensor.untyped_storage().data_ptr(), stream))
-        self._accesses = [
-            each
-            for each in self._accesses
-            if each.stream is not stream or each.last <= first or last <= each.first
-        ]
+        place = tensor.untyped_storage().data_ptr()
+        self.used.discard((place, stream))
+        self._kept_for.add((place, stream))
+        if not self.results:
+            kept = self._accesses[self._part(tensor)]
+            kept[:] = [
+                each for each in kept if each.stream is not stream or each.last <= first or last <= each.first
+            ]
+
+    def _part(self, tensor: Tensor) -> int:
+        """Which accesses may touch the tensor's: with ``results`` those of its storage, else all."""
+        return tensor.untyped_storage().data_ptr() if self.results else 0
 
     def made(self, what: str, tensor: Tensor) -> None:
         """An operation has returned the tensor, in memory of its own."""
         storage = tensor.untyped_storage()
-        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        self._accesses = [each for each in self._accesses if each.last <= first or last <= each.first]
+        place, owner = storage.data_ptr(), cpu.current_stream()
+        self._forget(place)
+        weakref.finalize(storage, self._freed, place, owner, f"{what} {tuple(tensor.shape)}")
         self.saw(what, tensor, writes=True)
+
+    def _forget(self, place: int) -> None:
+        self._accesses.pop(place, None)
+        self._kept_for = {each for each in self._kept_for if each[0] != place}
+
+    def _freed(self, place: int, owner: OrderedStream, what: str) -> None:
+        """The allocator may give the memory to later work of the stream that it was made on."""
+        awaited = [owner, *(stream for kept, stream in self._kept_for if kept == place)]
+        for each in self._accesses.get(place, ()):
+            if not any(each.stream is one or one.clock[each.stream] >= each.time for one in awaited):
+                self.freed_early.append(what)
+                break
+        self._forget(place)
 
     def saw(self, what: str, tensor: Tensor, writes: bool) -> None:
         """An operation has read or written the tensor on the current stream."""
+        if self._between:
+            return
         stream = cpu.current_stream()
         first, last = _span(tensor)
         if first == last:
@@ -131,15 +185,15 @@ class OrderedPlatform(cpu.CpuPlatform):
             self.used.add((tensor.untyped_storage().data_ptr(), stream))
         new = Access(first, last, writes, stream, stream.clock[stream])
         kept = []
-        for old in self._accesses:
-            if old.last <= first or last <= old.first or not (writes or old.writes):
-                kept.append(old)
-                continue
-            if stream.clock[old.stream] < old.time:
+        for old in self._accesses[self._part(tensor)]:
+            apart = old.last <= first or last <= old.first or not (writes or old.writes)
+            if not apart and stream.clock[old.stream] < old.time:
                 self.races.append(f"{what} {'writes' if writes else 'reads'} {tuple(tensor.shape)}")
-            if not (writes and first <= old.first and old.last <= last):  # else the new one stands for it
+            same = first <= old.first and old.last <= last
+            # The new one stands for what it overwrites, and for earlier ones of its kind and stream.
+            if not (same and (writes or (old.stream is stream and not old.writes))):
                 kept.append(old)
-        self._accesses = [*kept, new]
+        self._accesses[self._part(tensor)] = [*kept, new]
 
 
 class _Watching(TorchDispatchMode):
@@ -151,6 +205,8 @@ class _Watching(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        if function.__name__.startswith(("new_", "empty_like", "set_")):
+            return result  # of a size, or of what a tensor shows
         schema = function._schema.arguments
         given = {**dict(zip((each.name for each in schema), args, strict=False)), **(kwargs or {})}
         known = {each.untyped_storage().data_ptr() for each in _tensors(given)}
@@ -180,6 +236,113 @@ def watched(results: bool = False) -> Iterator[OrderedPlatform]:
         _Watching(platform),
     ):
         yield platform
+
+
+@contextmanager
+def backward_by_streams(platform: OrderedPlatform) -> Iterator[None]:
+    """Autograd of a device: a node runs on the stream of its forward, behind those that give it gradients.
+
+    The node that accumulates a leaf's gradient is made when it is first asked for, and belongs to the current
+    stream of that moment. Sums of gradients on their way to a node are not watched.
+    """
+    backward, edge_of = torch.autograd.backward, torch.autograd.graph.get_gradient_edge
+
+    def get_gradient_edge(tensor: Tensor) -> Any:
+        edge = edge_of(tensor)
+        platform._accumulators.setdefault(edge.node, cpu.current_stream())
+        return edge
+
+    def followed(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with ExitStack() as stack:
+            _follow(platform, [each.grad_fn for each in roots if each.grad_fn is not None], stack)
+            backward(tensors, grad_tensors, *args, **kwargs)
+        platform._between = False
+
+    with (
+        mock.patch.object(torch.autograd, "backward", followed),
+        mock.patch.object(torch.autograd.graph, "get_gradient_edge", get_gradient_edge),
+    ):
+        yield
+
+
+def _follow(platform: OrderedPlatform, roots: list[Any], stack: ExitStack) -> None:
+    arriving: dict[Any, list[Mapping[OrderedStream, int]]] = defaultdict(list)
+    begun = platform.host.seen()
+
+    def hook(node: Any) -> None:
+        stream = platform.stream_of(node)
+        running = ExitStack()
+
+        def before(gradients: Any) -> None:
+            platform._between = False
+            running.enter_context(cpu.use_stream(stream))
+            for clock in arriving.pop(node, [begun]):
+                stream.take(clock)
+            for gradient in _tensors(gradients):
+                platform._kept_for.add((gradient.untyped_storage().data_ptr(), stream))
+
+        def after(gradients: Any, outputs: Any) -> None:
+            for following, _ in node.next_functions:
+                if following is not None:
+                    arriving[following].append(stream.seen())
+            running.close()
+            platform._between = True
+
+        stack.callback(node.register_prehook(before).remove)
+        stack.callback(node.register_hook(after).remove)
+
+    seen, todo = set(), list(roots)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            todo.append(following)
+            if following.name().endswith("AccumulateGrad"):
+                first = platform.stream_of(node)  # of several, whichever is met first
+                platform._accumulators.setdefault(following, first)
+        hook(node)
+
+
+@contextmanager
+def as_on_a_device(platform: OrderedPlatform) -> Iterator[None]:
+    """The platform's streams and events for Megatron's schedule of pairs, and transfers that respect them.
+
+    A transfer reads what the stream that starts it has been given, and whoever waits for it comes after it.
+    """
+    from megatron.core.pipeline_parallel import utils
+
+    from mindspeed_dsa.parallel.all_to_all import InFlight
+    from mindspeed_dsa.parallel.transfers import Pending
+
+    send, wait = InFlight.send, Pending.wait
+
+    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = send(self, *args, **kwargs)
+        pending.clock = cpu.current_stream().seen()
+        return pending
+
+    def awaited(self: Any) -> Tensor:
+        cpu.current_stream().take(self.clock)
+        return wait(self)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "Event", lambda *_, **__: platform.new_event()),
+        (torch.cuda, "Stream", lambda *_, **__: platform.new_stream()),
+        (Tensor, "record_stream", lambda tensor, stream: platform.record_stream(tensor, stream)),
+        (utils, "_COMP_STREAM", None),
+        (utils, "_COMM_STREAM", None),
+        (InFlight, "send", sent),
+        (Pending, "wait", awaited),
+    ]
+    with ExitStack() as stack:
+        for holder, name, value in replaced:
+            stack.enter_context(mock.patch.object(holder, name, value))
+        yield
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -197,7 +197,6 @@ _PLAN = "megatron.core.models.common.model_chunk_schedule_plan"
 _WHOLE_LAYERS = (
     "moe-batch-overlap runs parts of layers, and weights are gathered by whole layers; omit one of them"
 )
-_OWN_ORDER = "recompute-ahead runs layers again when their weights are not gathered; omit one of them"
 
 FEATURE = Feature(
     name="fsdp2",
@@ -413,7 +412,6 @@ FEATURE = Feature(
     requires=Requires(versions={"megatron-core": ">=0.16,<0.21", "torch": ">=2.10"}),
     conflicts=(
         Conflict("moe-batch-overlap", _WHOLE_LAYERS),
-        Conflict("recompute-ahead", _OWN_ORDER),
         Conflict(
             "reuse-fp32-param",
             "weights are gathered from their bf16 halves, which it takes away; use --swap-optimizer, which "

@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
+from mindspeed_dsa.megatron.gathered_weights import hold
 from mindspeed_dsa.megatron.split_layers import transformer_layer
 from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Gradient, defer_gradients
@@ -71,6 +74,7 @@ def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) ->
     for each in root.modules():
         if (unit := by_layer.get(transformer_layer(each))) is not None:
             setattr(each, _PARTS, unit)
+            hold(each, partial(_alone, ref(each)))
         elif hasattr(each, "build_schedule_plan"):
             setattr(each, _PARTS, model)
 
@@ -284,6 +288,22 @@ class _State(FSDPState):
     def _reset_iter_state(self) -> None:
         self.model.drop_gradients()
         super()._reset_iter_state()
+
+
+@contextlib.contextmanager
+def gathered(unit: ref[Any]) -> Iterator[None]:
+    """Have a unit's weights for a part of its forward that runs by itself; free them as after a forward."""
+    module = unit()
+    _gather(module)
+    yield
+    for group in groups_of(module):
+        if group.is_unsharded:
+            with group.use_training_state(TrainingState.FORWARD):
+                group.reshard()
+
+
+def _alone(layer: ref[Any]) -> AbstractContextManager[None]:
+    return beside(getattr(layer(), _PARTS), None)
 
 
 def mark_gathered(unit: Any, *_: Any) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
 from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Reductions
+from mindspeed_dsa.megatron.gathered_weights import runs_apart
 from mindspeed_dsa.parallel.local_shards import like, local_of
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -236,11 +237,11 @@ _graph_task_id = versions.private("torch._C:_current_graph_task_id", "FSDP2's pr
 
 
 class _InForward(list[Any]):
-    """Units that follow in forward; none for a layer that backward runs again, where they have been used."""
+    """Units that follow in forward; none for a layer that runs again, where they have been used."""
 
     def __iter__(self) -> Iterator[Any]:
-        in_backward = _graph_task_id() != -1
-        return iter(()) if in_backward else super().__iter__()
+        again = _graph_task_id() != -1 or runs_apart()
+        return iter(()) if again else super().__iter__()
 
 
 def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: bool = False) -> None:

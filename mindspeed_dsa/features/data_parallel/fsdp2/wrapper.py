@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import pairs, shards
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options, check_sharding_size
 from mindspeed_dsa.features.data_parallel.fsdp2.placements import Placements, class_of, place
+from mindspeed_dsa.megatron.gathered_weights import hold, note_calls
 from mindspeed_dsa.parallel.local_shards import local_of, shard_axis
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -120,6 +123,8 @@ def _shard(
     first_gradients = shards.shard(self.module, units, plan)
     for unit in units:
         unit.register_forward_pre_hook(pairs.mark_gathered)
+        note_calls(unit)
+        hold(unit, partial(pairs.gathered, ref(unit)))
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
     for unit in units:
         if isinstance(unit, embeddings.LanguageModelEmbedding):

@@ -223,6 +223,8 @@ class LayerPass:
         self._gone: list[ref[SwappedStorage]] = []
         self.largest_too_small = 0
         self._choice = choice
+        # Parts of the layer, and of the schedule around it, may run on another one (--two-streams).
+        self._stream = platforms.current().current_stream()
         self._limit, self._clock = (None, None) if choice is None else choice.starts(layer, self)
 
     @contextlib.contextmanager
@@ -270,10 +272,12 @@ class LayerPass:
         if self._clock is not None and self._clock.asked is None:
             self._clock.asked = now()
             self._clock.above = above._clock if above is not self else None
-        for former in reversed(self._gone):
-            swapped = former()
-            if swapped is not None:
-                swapped.come_back()
+        platform = platforms.current()
+        with platform.use_stream(self._stream):  # whose memory they lie in
+            for former in reversed(self._gone):
+                swapped = former()
+                if swapped is not None:
+                    swapped.come_back()
 
     def _pack(self, tensor: Tensor) -> _Saved:
         if not self._may_leave(tensor):
@@ -287,7 +291,8 @@ class LayerPass:
         if self._is_full(storage.nbytes()):
             return _Kept(tensor, self.name)
         copies = None if self._clock is None else Copies(storage.nbytes())
-        swapped = SwappedStorage(storage, tensor.dtype, self._of_any_stream, copies)
+        of_any_stream = self._of_any_stream or platforms.current().current_stream() != self._stream
+        swapped = SwappedStorage(storage, tensor.dtype, of_any_stream, copies)
         if copies is not None and self._clock is not None:
             self._clock.save(copies)
         if self._choice is not None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
+from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron import dsa
 from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.two_streams import FLAG, LEAST_TOKENS, Streams
 from mindspeed_dsa.patches.spec import Patch
 
-FLAG = "--two-streams"
 _REFUSED = {
-    "overlap_moe_expert_parallel_comm": "takes the shared expert's output before it is awaited",
     "cpu_offloading": "brings activations back for one stream",
     "use_megatron_fsdp": "frees a layer's weights when one stream is done",
     "use_custom_fsdp": "frees a layer's weights when one stream is done",
@@ -19,18 +20,39 @@ _REFUSED = {
 """Arguments of Megatron that are refused when they are set, and why."""
 
 
-def check_streams(args: Any, options: Any) -> Iterator[str]:
+@dataclass(frozen=True)
+class Options:
+    """Options of ``--two-streams``.
+
+    Attributes:
+        streams: what every kind of feature reads of them.
+        dsa: parts of attention that run on our operators, which decide who projects for the indexer.
+        overlaps_tp: linear layers hide tensor parallel communication, in buffers for one stream.
+    """
+
+    streams: Streams
+    dsa: dsa.Options
+    overlaps_tp: bool = False
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Read them from resolved settings."""
+        names = ("use_ascend_coc", "coc_fused_kernel", "use_ascend_mc2")
+        overlaps = any(getattr(settings, name, False) for name in names)
+        chunks = getattr(settings, "coc_parallel_num", None) or 1
+        return cls(Streams.of(settings), dsa.Options.of(settings), overlaps or chunks > 1)
+
+
+def check_streams(args: Any, options: Options) -> Iterator[str]:
     """Yield what in a job's arguments does not go with a second stream."""
-    is_dsa = argument(args, "experimental_attention_variant") == "dsa"
-    if not is_dsa and not argument(args, "moe_shared_expert_intermediate_size"):
+    streams = options.streams
+    yield from _check_work(args, streams)
+    if streams.least_tokens < 0:
+        yield f"--two-streams-min-tokens {streams.least_tokens}: use a number of tokens, at least 0"
+    if argument(args, "overlap_moe_expert_parallel_comm") and not streams.pairs:
         yield (
-            f"{FLAG}: the model has neither an indexer nor a shared expert; add "
-            f"--experimental-attention-variant dsa or --moe-shared-expert-intermediate-size, or omit {FLAG}"
-        )
-    if argument(args, "moe_shared_expert_overlap"):
-        yield (
-            f"{FLAG} and --moe-shared-expert-overlap both run the shared expert on a stream of its own; omit "
-            "one of them"
+            f"{FLAG} cannot be used with --overlap-moe-expert-parallel-comm, which takes the shared expert's "
+            "output before it is awaited; use --moe-fb-overlap, or omit one of them"
         )
     for name, why in _REFUSED.items():
         if argument(args, name):
@@ -43,12 +65,31 @@ def check_streams(args: Any, options: Any) -> Iterator[str]:
         )
 
 
-_IMPL = "mindspeed_dsa.features.operators.two_streams.second_stream"
+def _check_work(args: Any, streams: Streams) -> Iterator[str]:
+    """Refuse models without work for the second stream."""
+    if dsa.uses_dsa(args) or streams.pairs:
+        return
+    if not argument(args, "moe_shared_expert_intermediate_size"):
+        yield (
+            f"{FLAG}: the model has neither an indexer nor a shared expert; add "
+            f"--experimental-attention-variant dsa or --moe-shared-expert-intermediate-size, or omit {FLAG}"
+        )
+        return
+    elsewhere = streams.shared_elsewhere
+    if argument(args, "moe_shared_expert_overlap"):
+        elsewhere = "--moe-shared-expert-overlap"
+    if elsewhere:
+        yield (
+            f"{FLAG}: {elsewhere} runs the shared expert elsewhere, and the model has no indexer, so nothing "
+            f"is left for a second stream; omit {FLAG}"
+        )
+
+
+_IMPL = "mindspeed_dsa.features.operators.two_streams.layer"
 _DSA = "megatron.core.transformer.experimental_attention_variant"
 _INDEXER = f"{_DSA}.dsa:DSAIndexer"
 _WHY_BESIDE = "the indexer needs nothing but products of the hidden states, which attention reads here first"
 _WHY_INDEXER = "the indexer's products of the hidden states are there already"
-_MOVES_SHARED = "both move the shared expert, the other feature under the transfers; omit one of them"
 
 FEATURE = Feature(
     name="two-streams",
@@ -58,7 +99,16 @@ FEATURE = Feature(
         Flag(
             "--two-streams",
             "Run the indexer's projections of the hidden states beside the main attention's "
-            "down-projections, and the shared expert beside the router, on a second stream.",
+            "down-projections, and the shared expert beside the router, on a second stream; with "
+            "--moe-fb-overlap also permutation and unpermutation, beside the other direction's matmuls.",
+        ),
+        Flag(
+            "--two-streams-min-tokens",
+            "Leave microbatches on the first stream that have fewer tokens on a rank; default: "
+            f"{LEAST_TOKENS}.",
+            kind="value",
+            type=int,
+            metavar="N",
         ),
     ),
     patches=(
@@ -83,7 +133,7 @@ FEATURE = Feature(
             "wrap",
             f"{_IMPL}:take_projections",
             _WHY_INDEXER,
-            params=("x",),
+            params=("x", "qr"),
             versions=">=0.16,<0.17",
         ),
         Patch(
@@ -91,7 +141,7 @@ FEATURE = Feature(
             "wrap",
             f"{_IMPL}:take_projections",
             _WHY_INDEXER,
-            params=("x",),
+            params=("x", "qr"),
             versions=">=0.17,<0.21",
         ),
         Patch(
@@ -105,13 +155,7 @@ FEATURE = Feature(
         ),
     ),
     requires=Requires(versions={"megatron-core": ">=0.16,<0.21"}),
-    conflicts=(
-        Conflict("moe-alltoall-overlap-comm", _MOVES_SHARED),
-        Conflict("moe-batch-overlap", _MOVES_SHARED),
-        Conflict("moe-fb-overlap", _MOVES_SHARED),
-        Conflict("swap-attention", "swapped tensors are brought back for one stream; omit one of them"),
-        Conflict("fsdp2", "FSDP2 frees a layer's weights when one stream is done; omit one of them"),
-    ),
+    options=Options.of,
     check=check_streams,
     on_finalize=f"{_IMPL}:say_how_many",
     doc="two-streams.md",

@@ -17,25 +17,34 @@ from mindspeed_dsa.megatron.expert_parallel import (
     check_refused,
     number_of_experts,
 )
+from mindspeed_dsa.megatron.two_streams import ONE_STREAM, Streams
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
 
 @dataclass(frozen=True)
 class Options:
-    """Abilities of the installed release.
+    """Abilities of the installed release, and other features that change a layer's pieces.
 
     Attributes:
         counts_uses: overlapped reduction knows parameters that two backwards of a microbatch use.
+        streams: where rows may be moved.
+        moves_experts: hot experts travel with the rows.
     """
 
     counts_uses: bool
+    streams: Streams = ONE_STREAM
+    moves_experts: bool = False
 
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings, or from arguments."""
         release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
-        return cls(counts_uses=release is None or Version(release) >= Version("0.16.0"))
+        return cls(
+            counts_uses=release is None or Version(release) >= Version("0.16.0"),
+            streams=Streams.of(settings),
+            moves_experts=bool(getattr(settings, "balanced_moe_experts", False)),
+        )
 
 
 FLAG = "--moe-fb-overlap"

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.fb_overlap.feature import Options
+from mindspeed_dsa.features.pipeline.fb_overlap.permutation import Nodes, permute, postponed, serves
 from mindspeed_dsa.features.pipeline.fb_overlap.pieces import (
     Handover,
     Pieces,
@@ -137,38 +138,51 @@ def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -
 def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context: Context[Options]) -> Pieces:
     layer = transformer_layer(plan.layer)
     moe, shared, handover = layer.mlp, None, Handover()
+    permutation, choose_stream = None, None
+
+    def make(step: _Step, name: str) -> Any:
+        state, chunk = plan.layer_state, plan.chunk_state
+        return type(plan.mlp)(stream, event, state, chunk, step, name=name, extra_args=extra_args)
+
     if hasattr(moe, "token_dispatcher"):
-        router = until_dispatch(plan)[-1]
-        router.submodule = _before_experts(router.submodule, plan.moe_dispatch.submodule, layer, handover)
+        router, dispatch = until_dispatch(plan)[-1], _dispatch(plan.moe_dispatch.submodule, moe, handover)
+        apart = serves(layer, context.options)
+        router.submodule = _before_experts(router.submodule, None if apart else dispatch, layer, handover)
         plan.mlp.submodule = _experts(plan.mlp.submodule, layer, handover)
         plan.moe_combine.submodule = _after_experts(plan.moe_combine.submodule, handover)
         plan.mlp.free_input = plan.moe_combine.free_input = False
         plan.moe_dispatch = None
+        if apart:
+            permutation = make(permute(moe, dispatch, handover), "permutation")
+            # A chunk's end is read by what follows it on the first stream, and so is the final norm in it.
+            nodes = [permutation] if plan.moe_combine.is_last_layer else [permutation, plan.moe_combine]
+            choose_stream = Nodes(moe.token_dispatcher, stream, nodes, context.options.streams).choose_stream
         if moe.use_shared_expert:
-            node = type(plan.mlp)(
-                stream,
-                event,
-                plan.layer_state,
-                plan.chunk_state,
-                _shared_expert(moe, context),
-                name="shared_expert",
-                extra_args=extra_args,
-            )
+            node = make(_shared_expert(moe, context), "shared_expert")
             shared = Shared(node, moe, plan.layer_state, handover)
     elif not hasattr(plan, "post_attn"):
         plan.mlp.submodule = _normalised_at_end(plan.mlp.submodule)
-    return Pieces(plan, layer, shared, handover)
+    return Pieces(plan, layer, shared, handover, permutation, choose_stream)
 
 
-def _before_experts(router: _Step, dispatch: _Step, layer: Any, handover: Handover) -> _Step:
-    def step(node: Any, hidden: Tensor) -> Tensor:
-        with running_in_pieces():
+def _before_experts(router: _Step, dispatch: _Step | None, layer: Any, handover: Handover) -> _Step:
+    """Make the step up to the dispatch, or up to the permutation where a node does both."""
+
+    def step(node: Any, hidden: Tensor) -> Any:
+        with running_in_pieces(), contextlib.nullcontext() if dispatch else postponed(layer.mlp, handover):
             tokens, probs = router(node, hidden)
         if layer.recompute_pre_mlp_layernorm:
             handover.norm = layer.pre_mlp_norm_checkpoint
+        return (tokens, probs) if dispatch is None else dispatch(node, tokens, probs)
+
+    return step
+
+
+def _dispatch(dispatch: _Step, moe: Any, handover: Handover) -> _Step:
+    def step(node: Any, tokens: Tensor, probs: Tensor) -> Tensor:
         with departing(handover.dispatch):
             edge: Tensor = dispatch(node, tokens, probs)
-        if (companion := companion_of(layer.mlp.token_dispatcher)) is not None:
+        if (companion := companion_of(moe.token_dispatcher)) is not None:
             companion.leave_router(node.detach)
         return edge
 

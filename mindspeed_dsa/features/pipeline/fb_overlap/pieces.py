@@ -38,6 +38,7 @@ class Handover:
         combined: of a forward that is run again up to the experts' output, the combine that it had.
         shared: takes the place of the shared expert's output, where that has no graph.
         norm: Megatron's checkpoint of the output of the norm before the experts, where that is recomputed.
+        routing_map: between router and permutation, where that is a node of its own.
     """
 
     dispatch: list[InFlight] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Handover:
     combined: list[InFlight] = field(default_factory=list)
     shared: WithoutGraph | None = None
     norm: Any = None
+    routing_map: Tensor | None = None
 
     def discard_norm(self, first: Tensor) -> None:
         """Free the norm's output, once every piece has read it, until the gradient of ``first`` is there.
@@ -65,10 +67,26 @@ class Pieces:
         layer: Megatron's transformer layer.
         shared: of the shared expert, if the layer has one.
         handover: of this forward.
+        permutation: node between router and dispatch, if that is one of its own.
+        choose_stream: gets the input of a forward, and chooses where rows are moved.
+
+    Attributes:
+        router: the last node that computes something before the dispatch.
     """
 
-    def __init__(self, plan: Any, layer: Any, shared: Shared | None, handover: Handover) -> None:
+    def __init__(
+        self,
+        plan: Any,
+        layer: Any,
+        shared: Shared | None,
+        handover: Handover,
+        permutation: Any = None,
+        choose_stream: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self.before, self.experts, self.after = until_dispatch(plan), plan.mlp, plan.moe_combine
+        self.router = self.before[-1]
+        self.before += [] if permutation is None else [permutation]
+        self._choose_stream = choose_stream
         self.prediction, self.shared, self.handover = plan.mtp_post_process, shared, handover
         self._layer, self._state = layer, plan.chunk_state
         self._passes = Pass()
@@ -83,6 +101,8 @@ class Pieces:
         if followed:
             others = [value for name, value in vars(self._state).items() if name != "model"]
             self._passes = Passes(self._layer, hidden, others)
+        if self._choose_stream is not None:
+            self._choose_stream(hidden)
         with self._passes.piece():
             for node in self.before:
                 hidden = node.forward(hidden)

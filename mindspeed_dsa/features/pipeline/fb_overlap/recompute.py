@@ -222,7 +222,7 @@ class Recomputed:
         state, chunk = self._plan.layer_state, self._plan.chunk_state
         self._leaves = [] if self._residual is None else [(state.residual, self._residual)]
         if self._predicted:
-            node = again.before[-1]
+            node = again.router
             leaves = [node.detach(each) for each in chunk.mtp_hidden_states]
             self._leaves += zip(leaves, self._predicted, strict=True)
 
@@ -267,6 +267,7 @@ class Recomputed:
             gradient = again.backward_before(gradient)
             if self._attention is not None:
                 gradient = self._attention.backward()
+                self._plan.event.record()  # as nodes do, for those on another stream that follow
         # The plan, and the order of recomputation, refer to this object, which ends here.
         vars(self).clear()
         result: Tensor | None = gradient

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.pipeline.recomputation import RunsAgain, as_in_forward
 from mindspeed_dsa.features.pipeline.recompute_ahead.feature import Options
-from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron import gathered_weights, pipeline_steps
 from mindspeed_dsa.schedule import megatron_order
 from mindspeed_dsa.schedule.events import Event, Kind
 
@@ -34,8 +35,8 @@ class Ahead(pipeline_steps.Follower):
         self.unit: Unit | None = None
         """Unit of the forward that is running."""
         self.segments: dict[Unit, list[Any]] = {}
-        self.layers: dict[Unit, list[RunsAgain]] = {}
-        """In a schedule of pairs, whose layers have no such segments."""
+        self.layers: dict[Unit, list[tuple[RunsAgain, Any]]] = {}
+        """In a schedule of pairs, whose layers have no such segments; with each a reference to Megatron's."""
         self.pairs = False
         self._order: list[Unit] = []
         self._done, self._warmup = 0, 0
@@ -96,9 +97,10 @@ class Ahead(pipeline_steps.Follower):
                 if segment.outputs is None and _has_inputs(segment):
                     _recompute(segment, self.megatron, self._on_chunk(unit[0]))
             layers, self.layers[unit] = self.layers.get(unit, []), []
-            for layer in reversed(layers):
-                layer.recompute_before()
-                layer.recompute_experts()
+            for layer, module in reversed(layers):
+                with gathered_weights.there([module]):
+                    layer.recompute_before()
+                    layer.recompute_experts()
             self.recomputed["ahead"] += len(layers)
 
     def _on_chunk(self, chunk: int) -> _Function:
@@ -134,7 +136,7 @@ def collect_layers(original: _Function, context: Context[Options]) -> _Function:
         original(self, *args, **kwargs)
         pieces = getattr(self, "pieces", None)
         if ahead.unit is not None and isinstance(pieces, RunsAgain):
-            ahead.layers[ahead.unit].append(pieces)
+            ahead.layers[ahead.unit].append((pieces, ref(self.layer)))
 
     return _build_callable_nodes
 
@@ -161,6 +163,7 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segments: list[Any], random: Any, function: _Function, *args: Any) -> Any:
         ctx.random, ctx.outputs, ctx.inputs = random, None, None
+        ctx.modules = gathered_weights.running()
         segments.append(ctx)
         return random.CheckpointFunction.forward(ctx, function, False, *args)
 
@@ -195,7 +198,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 def _recompute(ctx: Any, megatron: Megatron, run_there: _Function) -> None:
     """Run a segment's forward again, with its graph, as Megatron's backward would."""
-    with as_in_forward(megatron, ctx.rng_states):
+    with as_in_forward(megatron, ctx.rng_states), gathered_weights.there(ctx.modules):
         ctx.inputs = ctx.random.detach_variable(ctx.saved_tensors)
         outputs = run_there(lambda: ctx.run_function(*ctx.inputs))
     ctx.outputs = (outputs,) if torch.is_tensor(outputs) else outputs

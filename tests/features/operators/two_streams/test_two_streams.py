@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from mindspeed_dsa import features, platforms
-from mindspeed_dsa.features.operators.two_streams import second_stream
+from mindspeed_dsa.features.operators.two_streams import layer as beside
+from mindspeed_dsa.features.operators.two_streams.feature import Options
+from mindspeed_dsa.megatron import second_stream
+from tests.features.dsa import cp_cases
 from tests.support import memory_events, model
 from tests.support.contexts import context
-from tests.support.stream_order import OrderedPlatform, OrderedStream, watched
+from tests.support.stream_order import OrderedPlatform, OrderedStream, backward_by_streams, watched
 
 # -- what runs in the pool's workers ---------------------------------------------------------------
 
@@ -23,32 +27,47 @@ ON = {"two_streams": True}
 
 
 def step(**arguments: Any) -> dict[str, Any]:
-    """A step as :func:`model.run` makes it, and how often something was started on the second stream."""
+    """A step as :func:`model.run` makes it, and what was started on the second stream, and used."""
+    run = cp_cases.step if "cp" in arguments else partial(model.run, num_microbatches=2)
     with memory_events.counted() as counts:
-        result = model.run(num_microbatches=2, **arguments)
-    return {**result, "starts": counts[memory_events.BESIDE]}
+        result = run(**arguments)
+    events = (memory_events.BESIDE, memory_events.AWAITED, memory_events.TAKEN)
+    return {**result, "starts": [counts[event] for event in events]}
 
 
-def watched_layer(dropped: Sequence[int | None]) -> list[dict[str, Any]]:
+def watched_layer(
+    dropped: Sequence[int | None],
+    tokens: int = 0,
+    switches: Mapping[str, Any] | None = None,
+    **layout: int,
+) -> list[dict[str, Any]]:
     """Races in a layer's forward and backward, each time without one of the waits for events.
 
     Args:
         dropped: which wait is left out, in the order of a forward; ``None``: none is.
+        tokens: fewer stay on one stream.
+        switches: of other features.
+        **layout: of :func:`model.start`.
     """
-    model.start(ON)
-    layer = model.gpt_model(model.config()).train().decoder.layers[-1]
-    return [_watch(layer, number) for number in dropped]
+    model.start({**ON, "two_streams_min_tokens": tokens, **(switches or {})}, **layout)
+    tp = layout.get("tp", 1)
+    cfg = model.config(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
+    layer = model.gpt_model(cfg).train().decoder.layers[-1]
+    return [_watch(layer, number, tp) for number in dropped]
 
 
-def _watch(layer: Any, dropped: int | None) -> dict[str, Any]:
+def _watch(layer: Any, dropped: int | None, parts: int) -> dict[str, Any]:
     wait, keep = OrderedStream.wait_event, OrderedPlatform.record_stream
     waits: list[OrderedStream] = []
     kept: list[tuple[int, bool]] = []
 
     def wait_unless_dropped(self: OrderedStream, event: Any) -> None:
         waits.append(self)
-        if len(waits) - 1 != dropped:
-            wait(self, event)
+        in_backward = torch._C._current_graph_task_id() != -1
+        beside = self is second_stream.second() and in_backward
+        if beside if dropped == BACKWARD else len(waits) - 1 == dropped:
+            return
+        wait(self, event)
 
     def keep_and_note(self: OrderedPlatform, tensor: torch.Tensor, stream: Any) -> None:
         kept.append((tensor.size(-1), stream is self.host))
@@ -58,25 +77,45 @@ def _watch(layer: Any, dropped: int | None) -> dict[str, Any]:
         mock.patch.object(OrderedStream, "wait_event", wait_unless_dropped),
         mock.patch.object(OrderedPlatform, "record_stream", keep_and_note),
         watched(results=True) as platform,
+        backward_by_streams(platform),
     ):
-        hidden = torch.randn(model.SEQUENCE, 2, 32, generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(model.SEQUENCE // parts, 2, 32, generator=generator)
         output, _ = layer(hidden.requires_grad_(), attention_mask=None)
-        output.backward(torch.ones_like(output))
-    return {"races": platform.races, "waits": len(waits), "kept": kept}
+        torch.autograd.backward(output, torch.ones_like(output))
+    second = [node for node, stream in platform._accumulators.items() if stream is not platform.host]
+    return {
+        "races": platform.races,
+        "waits": len(waits),
+        "kept": kept,
+        "freed early": list(platform.freed_early),
+        "accumulated beside": len(second),
+    }
 
 
+BACKWARD = -1
+"""In place of a number: every wait of the second stream in backward."""
 CASES = "tests.features.operators.two_streams.test_two_streams"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]}
-RUNS = {
-    "as it is": {},
-    "fused DSA": {"switches": {"use_fused_dsa": True}},
-    "attention and shared expert recomputed": {"overrides": SELECTIVE},
-    "overlapped gathering": {
-        "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
-    },
+FUSED = {"use_fused_dsa": True}
+SWAPPED = {
+    "swap_attention": True,
+    "swap_modules": "input_norm,self_attention,post_attention_norm",
+    "swap_attention_min_bytes": 0,
 }
-OTHERS = {
+CP = {"context_parallel_size": 2, "cp_comm_type": "allgather"}
+DATA = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "fused DSA": {"switches": FUSED},
+    "attention and shared expert recomputed": {"overrides": SELECTIVE},
+    "overlapped gathering": {"ddp": DATA},
+    "TP2+SP": {"tp": 2},
+    "CP2": {"cp": 2, "switches": FUSED, "overrides": CP},
+    "swapped attention": {"switches": {**FUSED, **SWAPPED}},
+}
+OTHERS: dict[str, dict[str, Any]] = {
     "layers recomputed": {"overrides": FULL},
     "recomputed norms and activations": {
         "switches": {"recompute_norm": True, "recompute_activation_function": True}
@@ -88,25 +127,41 @@ OTHERS = {
     },
     "EP2": {"ep": 2},
     "PP2": {"pp": 2},
-    "TP2+SP": {"tp": 2},
+    "TP2+SP, fused DSA": {"tp": 2, "switches": FUSED},
+    "TP2+SP, in chunks": {"tp": 2, "switches": {"coc_parallel_num": 2}},
+    "TP2+SP x CP2": {"tp": 2, "cp": 2, "switches": FUSED, "overrides": CP},
+    "swapped, recomputed": {"switches": SWAPPED, "overrides": SELECTIVE},
+    "EP2, shared expert under transfers": {"ep": 2, "switches": {"moe_alltoall_overlap_comm": True}},
+    "EP2, in halves": {"ep": 2, "switches": {"moe_batch_overlap": "on"}},
+    "EP2, shared expert on Megatron's stream": {"ep": 2, "overrides": {"moe_shared_expert_overlap": True}},
 }
-STARTS = {
-    "layers recomputed": [12],  # the layers' second pass starts them again
-    "EP2": [6, 6],
-    "PP2": [2, 4],  # the first stage has the dense layer
-    "TP2+SP": [0, 0],
+BOTH, INDEXERS = [6, 6, 4], [4, 4, 4]
+"""Starts, waits, and products that indexers take: two attentions and a shared expert, two microbatches."""
+STARTS: dict[str, list[list[int]]] = {
+    "layers recomputed": [[12, 12, 8]],  # the layers' second pass starts them again
+    "EP2": [BOTH] * 2,
+    "PP2": [[2, 2, 2], [4, 4, 2]],  # the first stage has the dense layer
+    "CP2": [BOTH] * 2,
+    "TP2+SP": [BOTH] * 2,
+    "TP2+SP, fused DSA": [BOTH] * 2,
+    "TP2+SP, in chunks": [INDEXERS] * 2,
+    "TP2+SP x CP2": [BOTH] * 4,
+    "EP2, shared expert under transfers": [INDEXERS] * 2,
+    "EP2, in halves": [INDEXERS] * 2,
+    "EP2, shared expert on Megatron's stream": [INDEXERS] * 2,
 }
-"""Of each rank; else those of two attentions and a shared expert, in two microbatches."""
+"""Of each rank, else :data:`BOTH`."""
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
 def test_the_same_bits(pool, name):
     arguments = dict({**RUNS, **OTHERS}[name])
-    switches, ranks = arguments.pop("switches", {}), len(STARTS.get(name, [6]))
+    expected = STARTS.get(name, [BOTH])
+    switches, ranks = arguments.pop("switches", {}), len(expected)
     one = pool.run(f"{CASES}:step", ranks, switches=switches, **arguments)
     two = pool.run(f"{CASES}:step", ranks, switches={**switches, "two_streams": True}, **arguments)
-    assert [each["starts"] for each in one] == [0] * ranks
-    assert [each["starts"] for each in two] == STARTS.get(name, [6])
+    assert [each["starts"] for each in one] == [[0, 0, 0]] * ranks
+    assert [each["starts"] for each in two] == expected
     for theirs, ours in zip(one, two, strict=True):
         assert len(ours["losses"]) == len(theirs["losses"])
         assert all(map(torch.equal, ours["losses"], theirs["losses"]))
@@ -118,23 +173,48 @@ def test_the_same_bits(pool, name):
 def test_a_wait_that_is_missing_is_a_race(pool):
     (found,) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None, 0, 1, 2, 3])
     complete, *others = found
-    assert complete["races"] == []
+    assert complete["races"] == complete["freed early"] == []
     assert complete["waits"] == 4, "there and back, for the indexer and for the shared expert"
+    assert complete["accumulated beside"] == 0, "what reads a weight's gradient finds it on the first stream"
     second, first = False, True
-    assert complete["kept"] == [(32, second), (16, first), (4, first), (32, second), (32, first)], (
-        "the other stream's use of each tensor that crosses is known to the allocator"
-    )
+    assert complete["kept"] == [
+        *((32, second), (32, first), (16, first), (4, first)),  # hidden states; key and weights
+        *((32, second), (32, first)),
+    ], "the other stream's use of each tensor that crosses is known to the allocator"
     for number, without in enumerate(others):
         assert without["races"], f"nobody missed wait {number}"
 
 
+def test_a_gather_and_its_products_come_in_order_too(pool):
+    for found in pool.run(f"{CASES}:watched_layer", 2, dropped=[None, 1], tp=2):
+        complete, without = found
+        assert complete["races"] == complete["freed early"] == []
+        assert complete["waits"] == 4
+        assert without["races"]
+
+
+def test_what_was_swapped_is_there_for_the_stream_that_reads_it(pool):
+    """Autograd runs the indexer's products backward on the second stream, which reads the hidden states."""
+    swapped = {"swap_attention": True, "swap_attention_min_bytes": 0}
+    ((complete, without),) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None, BACKWARD], switches=swapped)
+    assert complete["races"] == complete["freed early"] == []
+    assert without["races"], "the second stream waits for the copy"
+
+
+def test_few_tokens_stay_on_the_first_stream(pool):
+    tokens = 2 * model.SEQUENCE
+    for least, waits in ((tokens, 4), (tokens + 1, 0)):
+        ((found,),) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None], tokens=least)
+        assert (found["waits"], found["races"]) == (waits, [])
+
+
 def test_one_stream_is_said(caplog, monkeypatch):
     (feature,) = (each for each in features.built_in() if each.name == "two-streams")
-    own = context(feature.name)
+    own = context(feature.name, Options.of(None))
     with caplog.at_level(logging.INFO):
-        second_stream.say_how_many(own)
+        beside.say_how_many(own)
         monkeypatch.setattr(platforms, "_current", OrderedPlatform())
-        second_stream.say_how_many(own)
+        beside.say_how_many(own)
     assert [each.getMessage() for each in caplog.records] == [
         "--two-streams: cpu has one stream, so everything runs in turns"
     ]
@@ -144,7 +224,11 @@ def test_one_stream_is_said(caplog, monkeypatch):
     ("given", "said"),
     [
         ({}, "has neither an indexer nor a shared expert"),
-        ({"experimental_attention_variant": "dsa", "moe_shared_expert_overlap": True}, "omit one of them"),
+        ({"experimental_attention_variant": "dsa", "moe_shared_expert_overlap": True}, None),
+        (
+            {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
+            "runs the shared expert elsewhere",
+        ),
         ({"moe_shared_expert_intermediate_size": 8, "cuda_graph_impl": "local"}, "omit --cuda-graph-impl"),
         *(
             ({"moe_shared_expert_intermediate_size": 8, name: True}, said)

@@ -1,0 +1,157 @@
+"""Parts of a layer on the second stream: the indexer's projections and the shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.operators.two_streams.feature import Options
+from mindspeed_dsa.megatron import projected_ahead, second_stream
+from mindspeed_dsa.megatron.attribute_override import AttributeOverride
+from mindspeed_dsa.megatron.dsa import shares_keys
+from mindspeed_dsa.megatron.projected_ahead import Projected
+from mindspeed_dsa.megatron.shared_expert import SharedOutput
+from mindspeed_dsa.megatron.two_streams import FLAG
+
+
+def say_how_many(context: Context[Options]) -> None:
+    """Say where there is one stream only, and what runs elsewhere: the flag is for other work then."""
+    platform = platforms.current()
+    if not platform.asynchronous:
+        context.log.info("%s: %s has one stream, so everything runs in turns", FLAG, platform.name, once=True)
+    if elsewhere := context.options.streams.shared_elsewhere:
+        context.log.info("%s: the shared expert runs under transfers, by %s", FLAG, elsewhere, once=True)
+
+
+# -- the indexer's key and weights, projected while the main attention projects its latents -----------
+#
+# Under sequence parallelism Megatron's indexer gathers the hidden states first: the second stream does that,
+# too. Context parallel ranks that share keys project own rows.
+
+
+def project_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_query_key_value_tensors`` of ``MLASelfAttention``, or of 0.19's absorbed form.
+
+    A layer that shares another one's selection has no indexer. The products are awaited where attention's
+    own projections end: what comes next reads them, and so nothing is left on the second stream where an
+    indexer has no turn.
+    """
+
+    def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        indexer = getattr(self.core_attention, "indexer", None)
+        if indexer is None or not second_stream.is_worth(context.options.streams, hidden_states):
+            return original(self, hidden_states, *args, **kwargs)
+        if (reason := _why_not(self.config, indexer)) is not None:
+            context.log.info("the indexer projects when its turn comes: %s", reason, once=True)
+            return original(self, hidden_states, *args, **kwargs)
+        states = hidden_states.detach()  # the indexer's gradient ends here
+        key, weights = indexer.linear_wk, indexer.linear_weights_proj
+        gather = _gather_of(self.config, indexer, context)
+
+        def project() -> tuple[Tensor, ...]:
+            rows = states if gather is None else gather(states)
+            return rows, key(rows)[0], weights(rows)[0]
+
+        started = second_stream.start(project, states, key, weights)
+        result = original(self, hidden_states, *args, **kwargs)
+        rows, own_key, own_weights = started.wait()
+        projected = Projected(states, rows, own_key, own_weights, torch.is_grad_enabled())
+        projected_ahead.put(indexer, projected)
+        return result
+
+    return get_query_key_value_tensors
+
+
+def _why_not(config: Any, indexer: Any) -> str | None:
+    if getattr(config, "fine_grained_activation_offloading", False):
+        return "activations are moved to the host on the other stream"
+    if any(map(second_stream.gathers_for_itself, (indexer.linear_wk, indexer.linear_weights_proj))):
+        return "FSDP2 gathers its weights by themselves"
+    return None
+
+
+def _gather_of(config: Any, indexer: Any, context: Context[Options]) -> Callable[[Tensor], Tensor] | None:
+    """Return what the indexer does to hidden states before it projects; ``None`` for nothing."""
+    ranks_share = config.context_parallel_size > 1 and shares_keys(config, context.options.dsa)
+    if ranks_share or not _is_split(config, indexer):
+        return None
+    return _over_ranks(indexer, context)
+
+
+def _is_split(config: Any, indexer: Any) -> bool:
+    return bool(config.sequence_parallel and indexer.pg_collection.tp.size() > 1)
+
+
+def _over_ranks(indexer: Any, context: Context[Options]) -> Callable[[Tensor], Tensor]:
+    gather = context.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
+
+    def gathered(rows: Tensor) -> Tensor:
+        result: Tensor = gather(rows, group=indexer.pg_collection.tp)
+        return result
+
+    return gathered
+
+
+def take_projections(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate the function of ``DSAIndexer`` that projects: in 0.16 it goes on to scores."""
+
+    def project(self: Any, x: Tensor, qr: Tensor, *args: Any, **kwargs: Any) -> Any:
+        projected = projected_ahead.take(self, x)
+        if projected is None or projected.is_gathered != _is_split(self.config, self):
+            return original(self, x, qr, *args, **kwargs)
+        early = projected_ahead.view_of(self, projected)
+        if projected.is_gathered:
+            # Both inputs are whole then, and Megatron's function takes them as they are without the setting.
+            whole = AttributeOverride(self.config, sequence_parallel=False)
+            early = AttributeOverride(early, config=whole)
+            x, qr = projected.rows, _over_ranks(self, context)(qr)
+        return original(early, x, qr, *args, **kwargs)
+
+    return project
+
+
+# -- the shared expert beside the router and the experts, awaited where its output is added -----------
+
+
+class _Beside(SharedOutput):
+    """Output that the second stream computes."""
+
+    def __init__(self, started: second_stream.Started) -> None:
+        self._started = started
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return the output, for the current stream."""
+        return self._started.wait()[0]
+
+
+def compute_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``MoELayer.shared_experts_compute``."""
+
+    def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
+        streams = context.options.streams
+        if (
+            not self.use_shared_expert
+            or self.shared_expert_overlap
+            or streams.shared_elsewhere
+            or not second_stream.is_worth(streams, hidden_states)
+        ):
+            return original(self, hidden_states)
+        reason = None
+        if context.options.overlaps_tp and self.config.tensor_model_parallel_size > 1:
+            reason = "overlapped tensor parallel communication has buffers for one stream"
+        elif second_stream.gathers_for_itself(self.shared_experts):
+            reason = "FSDP2 gathers its weights by themselves"
+        if reason is not None:
+            context.log.info("the shared expert runs in its turn: %s", reason, once=True)
+            return original(self, hidden_states)
+        return _Beside(
+            second_stream.start(lambda: (original(self, hidden_states),), hidden_states, self.shared_experts)
+        )
+
+    return shared_experts_compute

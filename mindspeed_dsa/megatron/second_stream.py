@@ -1,0 +1,106 @@
+"""A second stream of the device, for work that needs nothing of what the first one has been given since.
+
+Backward needs little of its own: autograd runs a node on the stream of its forward, and makes streams wait
+for each other's gradients. Weights' gradients are the exception: nobody waits for those that a later hook
+reads from the parameter. So the nodes that accumulate them belong to the first stream, which autograd then
+makes wait for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.megatron.gathered_weights import wait_for_all_weights
+from mindspeed_dsa.megatron.two_streams import Streams
+
+_streams: WeakKeyDictionary[platforms.Platform, Any] = WeakKeyDictionary()
+"""Second stream of each platform, one for all layers."""
+
+
+def second() -> Any:
+    """Return the second stream."""
+    platform = platforms.current()
+    if platform not in _streams:
+        _streams[platform] = platform.new_stream()
+    return _streams[platform]
+
+
+def is_worth(streams: Streams, states: Tensor) -> bool:
+    """Return whether work on hidden states, ``[sequence, batch, hidden]``, belongs on the second stream.
+
+    On a CPU, where there is nothing to wait for, it does whatever the size.
+    """
+    large = states[..., 0].numel() >= streams.least_tokens
+    return streams.second and (large or not platforms.current().asynchronous)
+
+
+def keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:
+    """Keep the memory of tensors from being given away before a stream that did not make them is done."""
+    platform = platforms.current()
+    for tensor in tensors:
+        if tensor.device.type == platform.device_type:
+            platform.record_stream(tensor, stream)
+
+
+class Started:
+    """Tensors that the second stream computes."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], done: Any) -> None:
+        self._tensors, self._done = tensors, done
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the tensors, for work on the current stream from here on."""
+        stream = platforms.current().current_stream()
+        stream.wait_event(self._done)
+        keep_for(stream, self._tensors)
+        return self._tensors
+
+
+def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: nn.Module) -> Started:
+    """Compute on the second stream, behind what the current one has been given so far.
+
+    Args:
+        compute: reads the states and the modules' weights, and what is older than this step.
+        states: of the current stream.
+        modules: whose weights may still be on their way to the current stream.
+    """
+    for module in modules:
+        wait_for_all_weights(module)
+    held = _accumulators(modules)
+    platform = platforms.current()
+    stream = second()
+    ready, done = platform.new_event(), platform.new_event()
+    ready.record()
+    stream.wait_event(ready)
+    with platform.use_stream(stream):
+        tensors = compute()
+        done.record()
+    del held  # the graph has them now
+    keep_for(stream, [states])
+    return Started(tensors, done)
+
+
+def _accumulators(modules: Iterable[nn.Module]) -> list[Any]:
+    """Make the nodes that accumulate weights' gradients, on the current stream, unless there are any."""
+    if not torch.is_grad_enabled():
+        return []
+    return [
+        torch.autograd.graph.get_gradient_edge(weight).node
+        for module in modules
+        for weight in module.parameters()
+        if weight.requires_grad
+    ]
+
+
+def gathers_for_itself(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers and frees weights in calls of this module, or of one inside of it.
+
+    It does so on the stream of the call, and is told by nobody that another one reads them.
+    """
+    return any(hasattr(each, "_get_fsdp_state") for each in module.modules())

@@ -1,0 +1,125 @@
+"""Sharded weights of segments that are recomputed while their gradient is on its way: gathered first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mindspeed_dsa.features.data_parallel.fsdp2 import shards
+from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as direct
+from tests.support import model
+from tests.support.contexts import running
+
+CASES = "tests.features.data_parallel.fsdp2.test_recompute_ahead"
+MICROBATCHES = 4
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DROPOUT = {"hidden_dropout": 0.1}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    """Arguments that recompute these modules of every layer."""
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+# -- what runs in the pool's workers ---------------------------------------------------------------
+
+
+def step(
+    switches: dict[str, Any], overrides: dict[str, Any], vpp: int | None = None, ep: int = 1
+) -> dict[str, Any]:
+    """Losses and this rank's pieces of gradients of a step of PP2, and what happened in it."""
+    model.start({"use_torch_fsdp2": True, **switches}, pp=2, vpp=vpp, ep=ep)
+    from megatron.core.distributed import (
+        TorchFullyShardedDataParallel,
+        TorchFullyShardedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
+
+    cfg = model.config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        **overrides,
+    )
+    chunks = [model.gpt_model(cfg, vp_stage=stage if vpp else None) for stage in range(vpp or 1)]
+    config = TorchFullyShardedDataParallelConfig()
+    wrapped = [TorchFullyShardedDataParallel(cfg, config, chunk) for chunk in chunks]
+    cfg.finalize_model_grads_func = finalize_model_grads
+    gathers: Counter[str] = Counter()
+    gather = direct.gather
+
+    def gathered(parameters: Any, group: Any) -> Any:
+        gathers[parameters[0]._param_fqn.partition(".")[0]] += 1
+        most.append(sum(each.is_unsharded for chunk in wrapped for each in shards._groups(chunk.module)))
+        return gather(parameters, group)
+
+    most: list[int] = []
+    batch = list(model.samples(MICROBATCHES).view(MICROBATCHES, 1, -1))
+    with mock.patch.object(direct, "gather", gathered):
+        losses = get_forward_backward_func()(
+            forward_step_func=lambda *args, **kwargs: model._forward_step_of(cfg, *args, **kwargs),
+            data_iterator=[iter(batch) for _ in wrapped] if vpp else iter(batch),
+            model=wrapped if vpp else wrapped[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=model.SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    context = running("recompute-ahead")
+    return {
+        "losses": [float(each["lm loss"]) for each in losses],
+        "gradients": [each for chunk in wrapped for each in shards.sharded_gradients(chunk.module)],
+        "gathers": sum(gathers.values()),
+        "gathered at once": max(most),
+        "recomputed": context.state(Ahead).recomputed if context else None,
+    }
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+RUNS = {
+    # name: model, chunks, EP, other switches, segments ahead by stage: in bubbles, in advance
+    "layers": ({**FULL, **DROPOUT}, None, 1, {}, [(4, 0), (8, 0)]),
+    "layers, a chunk each": (FULL, 2, 1, {}, [(5, 2), (8, 4)]),
+    "experts": (selective("moe"), None, 1, {"fsdp2_prefetch": 2}, [(2, 0), (4, 0)]),
+    "sharded experts": (selective("moe"), None, 1, {"fsdp2_shard_experts": True}, [(2, 0), (4, 0)]),
+    "pairs, layers": (FULL, 2, 2, {"moe_fb_overlap": True}, [(6, 2), (8, 4)]),
+    "pairs, experts": (selective("moe"), 2, 2, {"moe_fb_overlap": True}, [(3, 2), (4, 4)]),
+}
+QUICK = ("layers", "experts")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in RUNS]
+)
+def test_the_bits_of_recomputation_in_place(pool, name):
+    overrides, vpp, ep, others, expected = RUNS[name]
+    flags = ("", "recompute_in_bubble", "recompute_in_advance")
+    place, *ahead = (
+        pool.run(
+            f"{CASES}:step",
+            4,
+            switches={**others, **({flag: True} if flag else {})},
+            overrides=overrides,
+            vpp=vpp,
+            ep=ep,
+        )
+        for flag in flags
+    )
+    for ranks, counts in zip(ahead, expected, strict=True):
+        for rank, (before, after) in enumerate(zip(place, ranks, strict=True)):
+            assert after["losses"] == before["losses"]
+            assert len(after["gradients"]) == len(before["gradients"]) > 0
+            assert all(map(torch.equal, after["gradients"], before["gradients"]))
+            assert after["recomputed"]["ahead"] == counts[rank // 2]
+            # A layer is gathered for its segments, and no neighbour with it.
+            assert after["gathers"] <= before["gathers"] + counts[rank // 2]
+            assert after["gathered at once"] <= before["gathered at once"] + 1
