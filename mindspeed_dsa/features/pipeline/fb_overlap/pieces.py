@@ -69,9 +69,6 @@ class Pieces:
         handover: of this forward.
         permutation: node between router and dispatch, if that is one of its own.
         choose_stream: gets the input of a forward, and chooses where rows are moved.
-
-    Attributes:
-        router: the last node that computes something before the dispatch.
     """
 
     def __init__(
@@ -84,12 +81,17 @@ class Pieces:
         choose_stream: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.before, self.experts, self.after = until_dispatch(plan), plan.mlp, plan.moe_combine
-        self.router = self.before[-1]
-        self.before += [] if permutation is None else [permutation]
+        self._permutes = permutation is not None
+        self.before += [permutation] if self._permutes else []
         self._choose_stream = choose_stream
         self.prediction, self.shared, self.handover = plan.mtp_post_process, shared, handover
         self._layer, self._state = layer, plan.chunk_state
         self._passes = Pass()
+
+    @property
+    def router(self) -> Any:
+        """Return the last node that computes something before the dispatch."""
+        return self.before[-2 if self._permutes else -1]
 
     def forward_before(self, hidden: Tensor, followed: bool = True) -> Tensor:
         """Run attention, router and permutation; the dispatch is on its way.
@@ -103,6 +105,7 @@ class Pieces:
             self._passes = Passes(self._layer, hidden, others)
         if self._choose_stream is not None:
             self._choose_stream(hidden)
+            self._choose_stream = None  # it knows the nodes, which a recomputed layer lets go
         with self._passes.piece():
             for node in self.before:
                 hidden = node.forward(hidden)

@@ -90,7 +90,9 @@ class _Storages(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
-def kept(layers: int, overrides: dict[str, Any], micro_batch_size: int) -> int:
+def kept(
+    layers: int, overrides: dict[str, Any], micro_batch_size: int, switches: dict[str, Any] | None = None
+) -> int:
     """Bytes that the first microbatch's forward has left when its loss is there."""
     storages = _Storages()
     levels: list[int] = []
@@ -114,7 +116,7 @@ def kept(layers: int, overrides: dict[str, Any], micro_batch_size: int) -> int:
         mock.patch.object(model, "train_step", watched),
     ):
         model.run(
-            paired_steps.SWITCH,
+            {**paired_steps.SWITCH, **(switches or {})},
             {"num_layers": layers, "moe_layer_freq": 1, **overrides},
             num_microbatches=2,
             micro_batch_size=micro_batch_size,

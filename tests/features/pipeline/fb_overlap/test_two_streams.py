@@ -137,3 +137,21 @@ def test_memory_that_the_allocator_is_not_told_of_is_given_away_early(pool):
 def test_few_tokens_stay_on_the_first_stream(pool):
     for found in pool.run(f"{CASES}:races", 2, switches={"two_streams_min_tokens": model.SEQUENCE + 1}):
         assert found["waits"] == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", [UNIFORM, MOE, {}], ids=["layers", "experts", "nothing"])
+def test_nothing_more_is_kept_for_backward(pool, overrides):
+    """The norm's output, with which the permutation's graph begins, is kept anyway, or recomputed."""
+    one, two = (
+        pool.run(
+            "tests.features.pipeline.fb_overlap.recomputed_steps:kept",
+            2,
+            layers=3,
+            overrides=overrides,
+            micro_batch_size=16,
+            switches=switches,
+        )
+        for switches in ({}, SWITCHES)
+    )
+    assert all(after <= 1.02 * before for before, after in zip(one, two, strict=True)), (one, two)
