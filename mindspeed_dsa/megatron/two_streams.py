@@ -10,7 +10,7 @@ from typing import Any
 
 FLAG = "--two-streams"
 LEAST_TOKENS = 1024
-"""Tokens of a rank's microbatch below which waits cost more than they hide: ``benchmarks gpu`` measures it."""
+"""Tokens of a rank's microbatch below which waits cost more than they hide; ``benchmarks gpu`` measures."""
 _SHARED_ELSEWHERE = ("moe_alltoall_overlap_comm", "moe_batch_overlap")
 """Switches of features that run the shared expert under transfers, on the first stream."""
 
