@@ -19,6 +19,7 @@ the transfers of a group need.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
