@@ -85,6 +85,11 @@ def test_features_that_work_in_a_layers_forward_are_served_or_named():
         if any(patch.target.endswith("TransformerLayer.forward") for patch in feature.patches)
     }
     refused = {conflict.feature for conflict in FEATURE.conflicts}
+    refused |= {
+        feature.name
+        for feature in all_features()
+        if any(conflict.feature == FEATURE.name for conflict in feature.conflicts)
+    }
     assert served <= whole
     assert whole - served <= refused
     assert "moe-alltoall-overlap-comm" in refused
