@@ -103,5 +103,6 @@ def _torch_takes(rows: Tensor, weight: Tensor) -> bool:
         and rows.dtype == torch.bfloat16
         and hasattr(F, "grouped_mm")
         and aligned(rows)
+        and rows.stride(0) > 0  # that of a single row says nothing, and torch asks for one
         and aligned(weight if weight.stride(2) == 1 else weight.transpose(1, 2))
     )
