@@ -22,6 +22,8 @@ TARGETS = (90, 80, 100, 120)
 INDEXERS = {"indexer": (64, 128), "indexer 32 x 128": (32, 128)}
 # Heads, their width, whether they share a key, and index heads.
 DENSE = ((128, 576, True, 64), (16, 192, False, 64), (64, 256, False, 32))
+# Behind what is said of rows that share tiles.
+SHARED = ", tiles shared"
 # What tells apart kernels of one call, and what is counted of each.
 _FLAGS = ("WITH_OUT", "WITH_SUM", "GATHERED", "RANGES")
 _COUNTED = (
@@ -90,7 +92,7 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
 
 def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
     """FLOP per byte, and for each GPU of this target the fraction of its peak that the model allows."""
-    from benchmarks.kernels import model
+    from benchmarks.kernels import cases, model
 
     work = _work(words, kernel)
     if work is None:
@@ -106,6 +108,10 @@ def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
     for name, gpu in model.GPUS.items():
         if gpu.target == target:
             found[name] = round(work.useful / model.seconds(kernel, work, gpu) / gpu.flops, 3)
+            if kernel.name == model.SHARING:
+                shared = model.attention(kernel, int(words.split()[0]), cases.TOPK, sharers=model.SHARERS)
+                share = shared.useful / model.seconds(kernel, shared, gpu) / gpu.flops
+                found[f"{name}{SHARED}"] = round(share, 3)
     return found
 
 
@@ -132,15 +138,17 @@ def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
         for heads in HEADS:
-            flops = taken = 0.0
-            for words, row in table.items():
-                if f"_keys_kernel, {heads} heads, WITH_SUM=False" in words or (
-                    f"backward_query_kernel, {heads} heads" in words
-                ):
-                    flops += row["useful_flop"]
-                    taken += row["useful_flop"] / row[name]
-            if flops:
-                fractions[f"backward, {heads} heads"] = round(flops / taken, 3)
+            both = [
+                row
+                for words, row in table.items()
+                if f"_keys_kernel, {heads} heads, WITH_SUM=False" in words
+                or f"backward_query_kernel, {heads} heads" in words
+            ]
+            flops = sum(row["useful_flop"] for row in both)
+            for kind in ("", SHARED) if any(f"{name}{SHARED}" in row for row in both) else ("",):
+                taken = sum(row["useful_flop"] / row.get(f"{name}{kind}", row[name]) for row in both)
+                if flops:
+                    fractions[f"backward, {heads} heads{kind}"] = round(flops / taken, 3)
         if fractions:
             found[name] = fractions
     return found

@@ -44,13 +44,11 @@ def _table(target: str, metrics: Mapping[str, Any]) -> Iterator[str]:
         cells += [row.get("flop_per_l2_byte", "-")]
         cells += [f"{row[gpu]:.0%}" if gpu in row else "-" for gpu in gpus]
         yield f"| {' | '.join(map(str, cells))} |"
-    for heads in (128, 64, 32, 16):
-        bounds = [
-            metrics["model_fraction_of_peak"].get(gpu, {}).get(f"backward, {heads} heads") for gpu in gpus
-        ]
-        if any(bounds):
-            cells = [f"backward, {heads} heads", *["-"] * 6, *(f"{bound:.0%}" for bound in bounds)]
-            yield f"| {' | '.join(cells)} |"
+    bound_of = metrics["model_fraction_of_peak"]
+    for name in dict.fromkeys(name for gpu in gpus for name in bound_of.get(gpu, {})):
+        if name.startswith("backward, "):
+            bounds = (f"{bound_of[gpu][name]:.0%}" for gpu in gpus)
+            yield f"| {' | '.join([name, *['-'] * 6, *bounds])} |"
 
 
 if __name__ == "__main__":

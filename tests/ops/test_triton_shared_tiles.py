@@ -6,8 +6,11 @@ from what the kernels that put entries in order leave, to the gradients of keys 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.ops.random_inputs import drifting_indices, random_indices
 from tests.ops.triton_backend import DEVICE, shared_tiles
@@ -151,19 +154,30 @@ def gradients_of_keys(query, key_value, indices, grad_out, value_dim):
     return expected.flatten(0, 1), total, by_entry[:-1], shared
 
 
-@pytest.mark.parametrize("kind", ["drifting", "random"])
+def trained_indices():
+    """Rows of two sequences, the first and some later ones: 256 keys of up to 1024.
+
+    Of a layer of the example's model after 60 steps on text.
+    """
+    return load_file(Path(__file__).with_name("trained_selections.safetensors"))["indices"].int()
+
+
+@pytest.mark.parametrize("kind", ["drifting", "random", "trained"])
 def test_the_sums_over_tiles_are_the_gradients_of_keys(kind):
     generator = torch.Generator().manual_seed(2)
     batch, rows, keys, heads, dim, value_dim, topk = 2, 10, 300, 3, 24, 16, 140
     if kind == "drifting":
         indices = drifting_indices(batch, rows, keys, topk)
-    else:
+    elif kind == "random":
         indices = random_indices(batch, rows, keys, topk)
+    else:
+        indices, keys = trained_indices(), 1024
+        batch, rows, topk = indices.shape
     query, key_value, grad_out = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
         for shape in ((batch, rows, heads, dim), (batch, keys, dim), (batch, rows, heads, value_dim))
     )
     expected, *found, shared = gradients_of_keys(query, key_value, indices, grad_out, value_dim)
-    assert (shared > 0) == (kind == "drifting")
+    assert (shared > 0) == (kind != "random")
     for sums in found:
         torch.testing.assert_close(sums, expected, rtol=1e-10, atol=1e-12)
