@@ -74,6 +74,19 @@ def check_all_to_all(args: Any, flag: str, to: str = "hide") -> Iterator[str]:
         )
 
 
+def run_shared_expert(args: Any, flag: str) -> list[str]:
+    """Switch off Megatron's own way to hide transfers by the shared expert; for ``Feature.rewrite``.
+
+    Args:
+        args: a job's arguments.
+        flag: of the feature that runs the shared expert under transfers.
+    """
+    if not argument(args, "moe_shared_expert_overlap"):
+        return []
+    args.moe_shared_expert_overlap = False
+    return [f"the shared expert runs under transfers by {flag}, in place of --moe-shared-expert-overlap"]
+
+
 def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[str]:
     """Refuse arguments that are set.
 

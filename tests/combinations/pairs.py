@@ -220,7 +220,7 @@ class Table:
         """Ask the library, which takes a minute."""
         said = {pair: Job(pair).refusal() for pair in pairs()}
         refused = {pair: shortened(why) for pair, why in said.items() if why is not None}
-        return cls(refused, _dealt(said.keys() - refused.keys()))
+        return cls(refused, _dealt(said.keys() - refused.keys(), cls.kept().jobs))
 
     def write(self) -> None:
         """Keep it, and write the page."""
@@ -257,15 +257,21 @@ class Table:
         )
 
 
-def _dealt(together: Set[tuple[str, str]]) -> list[Job]:
+def _dealt(together: Set[tuple[str, str]], kept: Sequence[Job] = ()) -> list[Job]:
     """Deal out pairs to jobs of many features, so that each pair is in one.
 
     From the first pair that is in none on, the feature that adds most new pairs is added until none does.
+    Jobs that were dealt before stay, as long as all of their pairs are together: they have been run.
     """
     order = list(ROWS)
     all_pairs = {frozenset(pair) for pair in together}
     left = set(all_pairs)
     found: list[Job] = []
+    for job in kept:
+        own = {frozenset(pair) for pair in itertools.combinations(job.rows, 2)}
+        if own <= all_pairs and own & left and job.refusal() is None:
+            found.append(job)
+            left -= own
     while left:
         chosen = sorted(min(left, key=lambda pair: sorted(map(order.index, pair))), key=order.index)
         while (added := _next(chosen, left, all_pairs)) is not None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
-from mindspeed_dsa.megatron.expert_parallel import ROWS, check_all_to_all, check_experts, number_of_experts
+from mindspeed_dsa.megatron.expert_parallel import (
+    ROWS,
+    check_all_to_all,
+    check_experts,
+    number_of_experts,
+    run_shared_expert,
+)
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--moe-alltoall-overlap-comm"
@@ -113,6 +120,7 @@ FEATURE = Feature(
         *ROWS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.13,<0.21"}),
+    rewrite=partial(run_shared_expert, flag=FLAG),
     check=check_overlap,
     doc="moe-alltoall-overlap-comm.md",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from packaging.version import Version
@@ -16,6 +17,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     check_experts,
     check_refused,
     number_of_experts,
+    run_shared_expert,
 )
 from mindspeed_dsa.megatron.two_streams import ONE_STREAM, Streams
 from mindspeed_dsa.patches import versions
@@ -246,6 +248,7 @@ FEATURE = Feature(
         Conflict("dsa-warmup", _WHOLE_LAYERS),
     ),
     options=Options.of,
+    rewrite=partial(run_shared_expert, flag=FLAG),
     check=check_overlap,
     doc="moe-fb-overlap.md",
 )

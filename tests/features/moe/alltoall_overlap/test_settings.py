@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from mindspeed_dsa.features.moe.alltoall_overlap.feature import FEATURE
@@ -37,3 +39,11 @@ EP2 = {
 )
 def test_refused_in_one_sentence(arguments, flag):
     moe.assert_refused(FEATURE, EP2, arguments, "--moe-alltoall-overlap-comm", flag)
+
+
+def test_megatrons_own_overlap_gives_way():
+    args = Namespace(moe_shared_expert_overlap=True)
+    (line,) = FEATURE.rewrite(args)
+    assert not args.moe_shared_expert_overlap
+    assert "--moe-alltoall-overlap-comm, in place of --moe-shared-expert-overlap" in line
+    assert FEATURE.rewrite(args) == []

@@ -114,3 +114,11 @@ def test_a_configuration_is_refused_too(pool):
         switches={"moe_fb_overlap": True},
     )
     assert "--moe-fb-overlap: with --expert-model-parallel-size 1 no token leaves its rank" in error
+
+
+def test_megatrons_own_overlap_gives_way():
+    args = Namespace(moe_shared_expert_overlap=True)
+    (line,) = FEATURE.rewrite(args)
+    assert not args.moe_shared_expert_overlap
+    assert "--moe-fb-overlap, in place of --moe-shared-expert-overlap" in line
+    assert FEATURE.rewrite(args) == []
