@@ -64,7 +64,6 @@ def told(args: argparse.Namespace) -> dict[str, Any]:
         "multi_latent_attention": True,
         "transformer_impl": args.transformer_impl,
         "seq_length": args.seq_length,
-        "calculate_per_token_loss": args.calculate_per_token_loss,
         **{name: getattr(args, name) for name in names},
     }
 

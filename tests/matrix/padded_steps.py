@@ -40,18 +40,35 @@ class _Batch(dict[str, Tensor]):
 
 
 def step(
-    overrides: Mapping[str, Any] | None = None, garbage: bool = False, cp: int = 1, **layout: Any
+    overrides: Mapping[str, Any] | None = None,
+    switches: Mapping[str, Any] | None = None,
+    garbage: bool = False,
+    by_run: bool = False,
+    cp: int = 1,
+    **layout: Any,
 ) -> dict[str, Any]:
-    """Run :func:`tiny.one_step`, with the sum of a rank's losses and the tokens that each expert got."""
+    """Run :func:`tiny.one_step`, with the sum of a rank's losses and the tokens that each expert got.
+
+    Args:
+        overrides: of the configuration.
+        switches: beside those of fused DSA and of the layout.
+        garbage: rows of padding hold tokens like others.
+        by_run: operators run as those on Ascend want it.
+        cp: context parallel ranks.
+        **layout: more of it.
+    """
+    from mindspeed_dsa.features.dsa import core_attention
+
     sizes = {
         "context_parallel_size": cp,
         "tensor_model_parallel_size": layout.get("tp", 1),
         "sequence_parallel": layout.get("tp", 1) > 1,
     }
-    switches = {"use_fused_dsa": True, "seq_length": TOKENS, **sizes}
+    switches = {"use_fused_dsa": True, "seq_length": TOKENS, **sizes, **(switches or {})}
+    runs = mock.patch.object(core_attention, "in_runs", return_value=by_run)
     told = {**MODEL, **({"cp_comm_type": "allgather"} if cp > 1 else {}), **(overrides or {})}
     _forget_losses()
-    with job_of_any_release(cp, 0), _batches(), _filled(garbage), _experts() as tokens:
+    with job_of_any_release(cp, 0), _batches(), _filled(garbage), runs, _experts() as tokens:
         result = tiny.one_step(switches, told, cp=cp, num_microbatches=2, micro_batch_size=2, **layout)
         return {**result, "tokens": [each.tolist() for each in tokens], "at work": at_work()}
 

@@ -11,8 +11,21 @@ pytestmark = pytest.mark.releases(">=0.16", quick=True)
 
 STEP = "tests.matrix.padded_steps:step"
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
+# With it Megatron weighs a rank's share of routers' losses by its own tokens, padding or not.
+PER_TOKEN = {
+    "calculate_per_token_loss": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_z_loss_coeff": None,
+}
+TWO_SELECT = {"num_layers": 4, "moe_layer_freq": [0, 1, 0, 1], "dsa_indexer_topk_freq": 2}
 CASES = {
     "CP2": (2, {"cp": 2}, {}),
+    "CP2, run by run": (2, {"cp": 2, "by_run": True}, {}),
+    "TP2+SP, per token": (2, {"tp": 2}, PER_TOKEN),
+    "CP2, per token": (2, {"cp": 2}, PER_TOKEN),
+    "TP2+SP, dense indexer loss": (2, {"tp": 2}, {"dsa_indexer_use_sparse_loss": False}),
+    "CP2, shared selections": (2, {"cp": 2}, TWO_SELECT),
+    "TP2+SP, shared selections": (2, {"tp": 2}, TWO_SELECT),
     "TP2+SP": (2, {"tp": 2}, {}),
     "CP2, MTP": (2, {"cp": 2}, MTP),
     "TP2+SP, MTP": (2, {"tp": 2}, MTP),

@@ -6,7 +6,7 @@ context parallel ranks from 0.19 on. What lies behind takes the call and nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -69,11 +69,32 @@ class Call:
         return key_exchange(self.layer, self.options, self.megatron, self.documents)
 
     def whole_rows(self, rows: Rows) -> Rows:
-        """Return the rows of whole sequences, of which those of padding do not count."""
-        group = self.groups.context
+        """Return the rows of whole sequences, of which those of padding do not count.
+
+        Where this rank has them all, and no part of the attention is Megatron's, they are left out.
+        """
+        group, padding = self.groups.context, self.options.padding
         rank = 0 if group is None else group.rank()
         shape = (self.query.shape[0], self.query.shape[1])
-        return rows.without(self.options.padding, rank, shape, self.query.device)
+        rows = rows.without(padding, rank, shape, self.query.device)
+        if rows.counted is not None and group is None and self.options.all_ours:
+            rows = replace(rows, end=padding.tokens)
+        return rows
+
+    def whole_runs(self, exchange: KeyExchange) -> list[tuple[int, int, int, int]]:
+        """Return the runs of this rank's rows of whole sequences, of which those of padding see no key."""
+        padding, rows = self.options.padding, self.query.shape[0]
+        runs = exchange.runs(rows)
+        if not padding.rows or rows * exchange.ranks != padding.length:
+            return runs
+        found = []
+        for first, end, low, high in runs:
+            data = max(first, end - max(0, high - padding.tokens))
+            if data > first:
+                found.append((first, data, low, high - (end - data)))
+            if end > data:
+                found.append((data, end, 0, 0))
+        return found
 
     @property
     def earlier(self) -> int:

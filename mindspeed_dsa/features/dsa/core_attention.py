@@ -190,7 +190,7 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
     problem = Problem(complete, topk, rows, call.groups, loss, options.backend)
     shared = None if call.shared is None else call.shared.topk_indices
     if in_runs(query.device):
-        runs = exchange.runs(query.shape[0]) if documents is None else documents.runs()
+        runs = call.whole_runs(exchange) if documents is None else documents.runs()
         result = attend_by_runs(problem, index, runs, all_rows, shared)
     else:
         result = sparse_attention(problem, index, shared)

@@ -225,7 +225,9 @@ class Rows:
     def first(self, rows: int) -> Rows:
         """Return it without the rows from this one on, none of which counts."""
         starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
-        counted = None if self.count == rows or self.counted is None else self.counted[:, :rows]
+        counted = self.counted
+        if counted is not None:
+            counted = None if self.count == rows * counted.shape[0] else counted[:, :rows]
         return replace(self, starts=starts, ends=ends, counted=counted, end=None)
 
     def most_visible(self, keys: int) -> int:

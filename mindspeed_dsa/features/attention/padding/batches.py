@@ -46,7 +46,10 @@ def pad_batches(original: Callable[..., Any], context: Context[Options]) -> Call
                 step["data_iterator"] = [_padded(each, padding) for each in data]
             else:
                 step["data_iterator"] = _padded(data, padding)
-            if padding.ranks > 1 and not context.options.per_token:
+            chunks = step["model"]
+            model = chunks[0] if isinstance(chunks, list) else chunks
+            config = context.megatron("core.utils").get_model_config(model)
+            if padding.ranks > 1 and not config.calculate_per_token_loss:
                 group = context.megatron("core.parallel_state").get_context_parallel_group()
                 step["forward_step_func"] = _averaged(step["forward_step_func"], group)
             return schedule(*inner, **step)

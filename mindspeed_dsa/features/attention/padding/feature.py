@@ -17,8 +17,6 @@ from mindspeed_dsa.patches.spec import Patch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_PER_TOKEN = Flag("--calculate-per-token-loss", "Megatron's own flag.", megatron=True)
-
 
 @dataclass(frozen=True)
 class Options:
@@ -26,19 +24,16 @@ class Options:
 
     Attributes:
         padding: of its sequences.
-        per_token: losses are summed over tokens, and divided by all of a step's.
         fused: the parts of DSA that run on our operators.
     """
 
     padding: Padding
-    per_token: bool
     fused: Fused
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """Build from resolved settings, or from arguments."""
-        per_token = bool(getattr(settings, _PER_TOKEN.dest, False))
-        return cls(Padding.of(settings), per_token, Fused.of(settings))
+        return cls(Padding.of(settings), Fused.of(settings))
 
 
 def is_wanted(settings: Any) -> bool:
@@ -102,7 +97,6 @@ FEATURE = Feature(
         CONTEXT_PARALLEL_SIZE,
         megatron_flag("--tensor-model-parallel-size", int),
         Flag("--sequence-parallel", "Megatron's own flag.", megatron=True),
-        _PER_TOKEN,
         BLOCK_ROWS,
     ),
     active=is_wanted,
@@ -147,7 +141,6 @@ FEATURE = Feature(
             "wrap",
             f"{_HERE}.routers:average_over_ranks",
             "the z-loss is averaged over each rank's own tokens, of which padding leaves different numbers",
-            params=("logits", "z_loss_coeff", "padding_mask"),
         ),
         Patch(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",

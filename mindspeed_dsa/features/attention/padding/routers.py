@@ -7,14 +7,17 @@ while Megatron is being imported.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.padding.feature import Options
+
+_share: ContextVar[float] = ContextVar("_share", default=1.0)
+"""Weight of the z-loss of the router that is running, by its rank's tokens."""
 
 
 def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -35,7 +38,14 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
         if split:
             counted = counted.chunk(parts)[state.get_tensor_model_parallel_rank()]
         left_out = ~counted[:, None].expand(logits.shape[:2]).to(logits.device)
-        return original(self, logits, left_out if padding_mask is None else left_out | padding_mask, **others)
+        # Of this rank's tokens in the mean over ranks; a loss per token is weighed by them afterwards.
+        share = float(counted.float().mean()) * padding.length / padding.tokens
+        token = _share.set(1.0 if self.config.calculate_per_token_loss else share)
+        try:
+            mask = left_out if padding_mask is None else left_out | padding_mask
+            return original(self, logits, mask, **others)
+        finally:
+            _share.reset(token)
 
     return routing
 
@@ -53,21 +63,13 @@ def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
     return _apply_expert_bias
 
 
-def average_over_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
+def average_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``z_loss_func``: a rank's share of the mean over the tokens of all ranks.
 
-    Megatron averages the ranks' means. A loss per token is weighed by each rank's own tokens afterwards.
+    Megatron averages the ranks' means.
     """
-    padding, per_token = context.options.padding, context.options.per_token
-    rows_to_tokens = padding.length / padding.tokens
 
-    def z_loss_func(
-        logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None, **others: Any
-    ) -> Tensor:
-        value = original(logits, z_loss_coeff, padding_mask, **others)
-        if padding_mask is None or per_token:
-            return value
-        share = (~padding_mask).mean(dtype=torch.float32)
-        return value * (share * rows_to_tokens)
+    def z_loss_func(*args: Any, **kwargs: Any) -> Tensor:
+        return original(*args, **kwargs) * _share.get()
 
     return z_loss_func
