@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 FLAG = "--two-streams"
-LEAST_TOKENS = 1024
-"""Tokens of a rank's microbatch below which waits cost more than they hide; ``benchmarks gpu`` measures."""
+LEAST_TOKENS = 0
+"""Tokens of a rank's microbatch below which waits cost more than they hide; ``benchmarks gpu`` measures them,
+and until that was run on a device no microbatch is too small."""
 _SHARED_ELSEWHERE = ("moe_alltoall_overlap_comm", "moe_batch_overlap")
 """Switches of features that run the shared expert under transfers, on the first stream."""
 
