@@ -41,7 +41,8 @@ USED = {
     "balanced experts, rates": (2, f"{BALANCED} --balanced-moe-matmul-rate 1 --balanced-moe-link-rate 1"),
     "batch overlap": (
         2,
-        f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {WIDE} {EP}",
+        f"--moe-batch-overlap --moe-batch-overlap-always --moe-batch-overlap-attention --micro-batch-size 2 "
+        f"{WIDE} {EP}",
     ),
     "compiled regions": (1, "--compile-regions"),
     "context parallel": (2, f"{CP} --cp-comm-type allgather"),

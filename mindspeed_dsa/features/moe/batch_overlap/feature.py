@@ -1,4 +1,4 @@
-"""Two halves of one microbatch in a MoE layer, one of which computes while the other communicates."""
+"""Two halves of one microbatch, one of which attends or computes while the other communicates."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ _OUTERMOST = 10
 
 FEATURE = Feature(
     name="moe-batch-overlap",
-    summary="Runs the tokens of a MoE layer in two halves, one of which computes while the other travels.",
+    summary="Runs a microbatch in two halves, one of which attends or computes while the other travels.",
     flags=(
         Flag(
             "--moe-batch-overlap",
