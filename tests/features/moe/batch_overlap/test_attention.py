@@ -64,6 +64,12 @@ RUNS = {
     "fused DSA": (2, {"overrides": {"num_layers": 3}}, {"use_fused_dsa": True}),
     "all layers recomputed": (2, {"overrides": {"num_layers": 3, **RECOMPUTED}}, {}),
     "distributed optimizer, overlap": (2, {"num_microbatches": 2, "ddp": OVERLAPPED}, {}),
+    "two streams": (2, {"overrides": {"num_layers": 3}}, {"use_fused_dsa": True, "two_streams": True}),
+    "rows, two streams": (
+        2,
+        {"overrides": {"num_layers": 3}, **ONE},
+        {"use_fused_dsa": True, "two_streams": True},
+    ),
     "PP2 x VPP2": (4, INTERLEAVED, {}),
 }
 QUICK = ("three layers", "balanced", "dense attention", "rows")
