@@ -30,6 +30,7 @@ EP = "--expert-model-parallel-size 2"
 WIDE = "--global-batch-size 4"
 PP = "--pipeline-model-parallel-size 2"
 BALANCED = f"--balanced-moe-experts --num-experts 8 {EP}"
+HALVES = "--moe-batch-overlap --moe-batch-overlap-always --moe-batch-overlap-attention"
 MEASURED = "--no-deterministic-mode"
 SWAP = "--swap-attention --swap-modules self_attention"
 RECOMPUTE = "--recompute-granularity selective"
@@ -41,8 +42,7 @@ USED = {
     "balanced experts, rates": (2, f"{BALANCED} --balanced-moe-matmul-rate 1 --balanced-moe-link-rate 1"),
     "batch overlap": (
         2,
-        f"--moe-batch-overlap --moe-batch-overlap-always --moe-batch-overlap-attention --micro-batch-size 2 "
-        f"{WIDE} {EP}",
+        f"{HALVES} --micro-batch-size 2 {WIDE} {EP}",
     ),
     "compiled regions": (1, "--compile-regions"),
     "context parallel": (2, f"{CP} --cp-comm-type allgather"),
