@@ -122,7 +122,7 @@ def test_selection_lists_what_it_needs_or_counts(case):
 
 def test_packed_rows_in_slabs_and_megatron_layout(monkeypatch):
     """Rows see their range only, an empty one nothing; slabs cut the rows anywhere; any strides."""
-    monkeypatch.setattr(indexer, "_SLAB_ROWS", 7)
+    monkeypatch.setattr(indexer, "_SELECTED_ROWS", 7)
     inputs = indexer_inputs(2, 20)
     starts, ends = packed_ranges(6, 1, 13)
     ends[9] = starts[9]
@@ -141,6 +141,10 @@ def test_slabs_stay_within_their_bytes():
     assert indexer.slab_rows(10**6, 128 * 1024) * 128 * 1024 * 4 <= 256 << 20
     assert indexer.slab_rows(10, 4096) == 10
     assert indexer.slab_rows(10**6, 10**9) == 1
+    assert indexer.selected_rows(10**6, 8192, 4096) == 4096
+    assert indexer.selected_rows(10, 8192, 4096) == 10
+    assert indexer.selected_rows(10**6, 128 * 1024, 4096) * (128 * 1024 * 4 + 4096 * 8) <= 256 << 20
+    assert indexer.selected_rows(10**6, 10**9, 4096) == 1
 
 
 def test_takes_every_visible_key_when_topk_is_large():

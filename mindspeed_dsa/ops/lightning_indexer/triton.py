@@ -44,8 +44,9 @@ from mindspeed_dsa.ops.triton.launch import (
     shared_memory,
 )
 
-# Rows of scores held at a time: as many as fit into the bytes, but at most so many.
-_SLAB_ROWS = 1024
+# Rows of scores held at a time: as many as fit into the bytes, but at most so many. A selection takes more at
+# once: of short sequences the launches, two for each slab, would take longer than what they launch.
+_SLAB_ROWS, _SELECTED_ROWS = 1024, 4096
 _SLAB_BYTES = 256 << 20
 # Scores of a row that the selection lists before it finds the last one to be taken: a program's registers.
 _MIN_LIST, _MAX_LIST = 1024, 8192
@@ -107,9 +108,9 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
     if topk_indices.numel() == 0:
         return topk_indices, topk_scores
     starts, ends = ranges.starts.contiguous(), ranges.ends.contiguous()
-    rows = slab_rows(query_length, key_length)
-    slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
     length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
+    rows = selected_rows(query_length, key_length, length)
+    slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
     listed_indices = torch.empty(rows, length, dtype=torch.int32, device=device)
     listed_scores = torch.empty(rows, length, dtype=torch.float32, device=device)
     for b in range(batch):
@@ -139,6 +140,11 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
 def slab_rows(query_length: int, key_length: int) -> int:
     """Return how many rows of fp32 scores with all keys are held at a time, by the lengths alone."""
     return max(1, min(query_length, _SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
+
+
+def selected_rows(query_length: int, key_length: int, length: int) -> int:
+    """Return how many rows of scores, and of lists of ``length`` entries, a selection holds at a time."""
+    return max(1, min(query_length, _SELECTED_ROWS, _SLAB_BYTES // (4 * key_length + 8 * length)))
 
 
 def score_slab(
