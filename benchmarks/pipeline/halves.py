@@ -1,7 +1,7 @@
 """Steps with microbatches in two halves, EP2 without a pipeline: what of the transfers is hidden.
 
 The ceiling is what a step would gain if every transfer were hidden as far as there is work above it, by the
-times of the parts alone.
+times of the stages alone.
 """
 
 from __future__ import annotations
@@ -39,10 +39,20 @@ def run(link: str, quick: bool) -> Metrics:
     with LinkBed(2, link) as bed:
         found = bed.run("benchmarks.pipeline.halves:measure", sizes=sizes)[0]
     print(f"halves: {found}", file=sys.stderr, flush=True)
+    return metrics(found, sizes.layers)
+
+
+def metrics(found: Mapping[str, Any], layers: int) -> Metrics:
+    """Convert least times to ratios.
+
+    Args:
+        found: of :func:`measure`.
+        layers: all with experts.
+    """
     wall = {name: 1e3 * timing.wall for name, timing in found["times"].items()}
     parts = _by_way({name: 1e3 * timing.wall for name, timing in found["parts"].items()})
     exposed = wall["stock"] - wall["no transfers"]
-    ceiling = wall["stock"] / (wall["stock"] - min(hideable(parts, sizes.layers), exposed))
+    ceiling = wall["stock"] / (wall["stock"] - hideable(parts, exposed, layers))
     speedup = wall["stock"] / wall["halves"]
     return {
         "batch_overlap_speedup": speedup,
@@ -63,24 +73,29 @@ def run(link: str, quick: bool) -> Metrics:
     }
 
 
-def hideable(parts: Mapping[str, float], layers: int) -> float:
+_TRANSFERS = 8
+"""Of the halves of one layer, in forward and backward."""
+
+
+def hideable(parts: Mapping[str, float], exposed: float, layers: int) -> float:
     """Return what of a step's transfers has work above it.
 
-    Of each layer a dispatch is above attention, one above experts and shared expert of a half, and so is a
+    A transfer takes an equal part of what all of them cost the stock step, more than alone on the link. Of
+    each layer a dispatch is above attention, one above experts and shared expert of a half, and so is a
     combine; the other one above the next layer's attention, behind the last layer above the shared expert.
 
     Args:
-        parts: times of a half's attention, experts and shared expert, in either direction, and of one of
-            its transfers.
+        parts: times of a half's attention, experts and shared expert, in either direction.
+        exposed: time of all transfers of a stock step.
         layers: all with experts.
     """
-    total = 0.0
+    total, transfer = 0.0, exposed / (_TRANSFERS * layers)
     for way in ("forward", "backward"):
         attention, experts, shared = (parts[f"{part}, {way}"] for part in ("attention", "experts", "shared"))
         above = [attention, experts + shared, experts + shared, attention]
         above_last = [attention, experts, experts, 2 * shared]
         for works in [above] * (layers - 1) + [above_last]:
-            total += sum(min(parts["transfer"], work) for work in works)
+            total += sum(min(transfer, work) for work in works)
     return total
 
 
