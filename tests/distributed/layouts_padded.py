@@ -25,6 +25,8 @@ from tests.distributed.flags import (
 )
 from tests.distributed.parity import Bounds, Layout
 from tests.distributed.rows import row
+from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION as HALVES_OF_ATTENTION
+from tests.support import memory_events as events
 
 # Rounding leaves a hundredth of it; tokens that count too much or not at all would leave parts in 30.
 BOUNDS = Bounds(loss=1e-6, grad_norm=1e-5, first_gradient=1e-5, last_gradient=1e-4, update=1e-3)
@@ -63,6 +65,16 @@ PADDED = (
     ),
     dsa("CP2 x TP2+SP, MTP", 4, TP2, model=f"{ODD} {MTP}", cp=2),
     dsa("CP2, loss in backward, blocks of 2 rows", 2, cp=2, blocks=2, dsa_fuse_kl_in_backward=True),
+    dsa(
+        "CP2 x EP2, attention in halves",
+        2,
+        EP2,
+        model=BALANCED,
+        watched=(events.STARTED, events.ATTENDED),
+        **HALVES_OF_ATTENTION,
+        cp=2,
+    ),
+    dsa("CP2 x TP2+SP, second stream", 4, TP2, cp=2, two_streams=True, watched=(events.BESIDE,)),
     dense("ring of 2, dense", 2, cp=2, context_parallel_algo="megatron_cp_algo"),
     dense("heads over 2 x TP2+SP, dense", 4, TP2, cp=2, context_parallel_algo="ulysses_cp_algo"),
     dense("TP2+SP, dense", 2, TP2, mla_sp_tp_sp=True),

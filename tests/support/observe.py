@@ -282,8 +282,8 @@ class Observer:
         for axis in (1, 2) if key[0] == "topk" else (1,):
             widths[axis] = (0, self._args.seq_length - chosen.shape[axis])
         chosen = np.pad(chosen, widths)
-        rows = self._rows[key][call] if _recomputing() else self._own_rows(chosen.shape[1]).numpy()
-        chosen = chosen[:, rows]
+        own = self._rows[key][call] if _recomputing() else self._own_rows(chosen.shape[1]).numpy()
+        chosen = chosen[:, own]
         if key[0] == "router" and self.place.sequence_parallel:
             length = chosen.shape[1] // self._args.tensor_model_parallel_size
             chosen = chosen[:, self.place.tensor * length :][:, :length]
