@@ -94,7 +94,7 @@ RUNS = {
     "pairs, layers": (FULL, 2, 2, {"moe_fb_overlap": True}, [(6, 2), (8, 4)]),
     "pairs, experts": (selective("moe"), 2, 2, {"moe_fb_overlap": True}, [(3, 2), (4, 4)]),
 }
-QUICK = ("layers", "experts")
+QUICK = ("experts",)
 
 
 @pytest.mark.parametrize(

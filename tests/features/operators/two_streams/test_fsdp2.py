@@ -72,7 +72,8 @@ def watched_step(leaves_out: str = "") -> dict[str, list[str]]:
 # -- tests -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [2, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("prefetch", [2, 0])
 def test_the_same_bits(pool, prefetch):
     one, two = (
         pool.run(f"{CASES}:trained", 2, switches={"fsdp2_prefetch": prefetch, **more}) for more in ({}, ON)

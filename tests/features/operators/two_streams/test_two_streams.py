@@ -111,9 +111,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fused DSA": {"switches": FUSED},
     "attention and shared expert recomputed": {"overrides": SELECTIVE},
     "overlapped gathering": {"ddp": DATA},
-    "TP2+SP": {"tp": 2},
     "CP2": {"cp": 2, "switches": FUSED, "overrides": CP},
-    "swapped attention": {"switches": {**FUSED, **SWAPPED}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "layers recomputed": {"overrides": FULL},
@@ -126,6 +124,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "overrides": {"moe_grouped_gemm": True, "moe_permute_fusion": True},
     },
     "EP2": {"ep": 2},
+    "TP2+SP": {"tp": 2},
+    "swapped attention": {"switches": {**FUSED, **SWAPPED}},
     "PP2": {"pp": 2},
     "TP2+SP, fused DSA": {"tp": 2, "switches": FUSED},
     "TP2+SP, in chunks": {"tp": 2, "switches": {"coc_parallel_num": 2}},
