@@ -134,7 +134,8 @@ def compared(problem: Problem, peak: float, deadline: float) -> dict[str, Any]:
     for name, build in builders.items():
         calls = _tried(lambda build=build: build(problem))
         if isinstance(calls, str):
-            found["forward"][name] = calls
+            for figures in found.values():
+                figures[name] = calls
             continue
         for direction, call in calls.items():
 

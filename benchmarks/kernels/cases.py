@@ -18,7 +18,8 @@ from mindspeed_dsa.ops.moe_permute import triton as permutation
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
-from mindspeed_dsa.ops.triton.launch import meta
+from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles import share_tiles, tasks_of
+from mindspeed_dsa.ops.triton.launch import HOPPER, capability_of, meta
 
 Call = tuple[str, Callable[[], object]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,6 +53,7 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
     if odd:
         yield "128 heads, 128k", partial(run_attention, dtype, 128, length=LONG)
         yield "16 heads, no rope", partial(run_attention, dtype, 16, 128, 128)
+    yield "one row behind others", run_last_row
     yield "one head of 256 + 256", partial(run_head, dtype, GLM)
     for heads, dim, shared in ((128, 576, True), (16, 192, False), (16, 576, False)):
         kind = "shared" if shared else "per head"
@@ -69,6 +71,7 @@ def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Every kernel that is launched where determinism is not asked for, in one small configuration."""
     yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
     yield "128 heads", partial(run_forward, dtype, 128)
+    yield "one row behind others", run_last_row
     yield "16 heads, plain", partial(run_plain_attention, dtype, 16)
     yield "indexer 8 x 64", partial(run_indexer, dtype, 8, 64)
     yield "loss, 16 heads of 192 per head", partial(run_loss, dtype, 16, 192, False)
@@ -103,6 +106,14 @@ def run_attention(
     """Forward, sum over heads, and backward with and without it."""
     shape = _shape(dtype, heads=heads, dim=dim, value_dim=value_dim, topk=TOPK)
     attention.rehearse(shape, length, length, sums)
+
+
+def run_last_row() -> None:
+    """The order of entries of a single row: a number that is 1 is another kind to the compiler."""
+    if capability_of(torch.device("meta")) == HOPPER:
+        indices, lengths = meta(1, TOPK, dtype=torch.int32), meta(1, dtype=torch.int32)
+        shared = share_tiles(indices, lengths, SHORT, SHORT + 1, SHORT, SHORT)
+        tasks_of(shared.ends, lengths, TOPK, SHORT)
 
 
 def run_forward(dtype: torch.dtype, heads: int, dim: int = 576, value_dim: int = 512) -> None:

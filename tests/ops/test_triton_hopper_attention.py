@@ -78,7 +78,7 @@ def test_the_gradient_that_an_up_projection_leaves_is_taken(batch, monkeypatch):
     (grad,) = torch.autograd.grad(torch.einsum("bshc,hdc->sbhd", latent_out, value).sum(), latent_out)
     tensors = rows_of(batch, 2, 8, 576), rows_of(batch, 9, 576)
     with rehearsal(90, lambda kernel: None):
-        assert hopper.takes_backward(*tensors, dense_rows(grad), 512)
+        assert hopper.takes_backward(*tensors, dense_rows(grad), 512, 2048)
     assert torch.equal(dense_rows(grad), grad)
     assert dense_rows(grad).data_ptr() == grad.data_ptr()
 
@@ -175,8 +175,8 @@ def test_gradients(heads, dtype, deterministic, on_hopper):
         out, lse, _ = attention.forward(call, False)
         # The plain kernels take the second, whose rows begin beside lines of memory.
         beside = torch.empty(*grad.shape[:-1], 520, dtype=dtype, device=DEVICE)[..., :512].copy_(grad)
-        assert hopper.takes_backward(*tensors[:2], grad.to(DEVICE), 512)
-        assert not hopper.takes_backward(*tensors[:2], beside, 512)
+        assert hopper.takes_backward(*tensors[:2], grad.to(DEVICE), 512, topk)
+        assert not hopper.takes_backward(*tensors[:2], beside, 512, topk)
         for other in (grad.to(DEVICE), beside):
             found = attention.backward(call, other, out, lse, True)
             for value, expected_value in zip(found[:2], expected_grads, strict=True):

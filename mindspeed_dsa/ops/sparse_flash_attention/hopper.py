@@ -11,6 +11,7 @@ import triton
 from packaging.version import Version
 from torch import Tensor
 
+from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles import MOST_ENTRIES
 from mindspeed_dsa.ops.triton.common import LOG2E, block, interpreted
 from mindspeed_dsa.ops.triton.launch import HOPPER, capability_of, on_grid
 
@@ -57,9 +58,9 @@ def _in_lines(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
-def takes_backward(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
+def takes_backward(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int, topk: int) -> bool:
     """Return whether :func:`gradients_of_keys` computes this."""
-    return takes(query, key_value, value_dim) and _in_lines(grad_out)
+    return topk <= MOST_ENTRIES and takes(query, key_value, value_dim) and _in_lines(grad_out)
 
 
 def backward_heads(heads: int) -> int:

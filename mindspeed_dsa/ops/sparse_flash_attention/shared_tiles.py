@@ -25,7 +25,7 @@ from mindspeed_dsa.ops.triton.launch import on_grid
 # Neighbours that may share a tile, and the keys of one.
 FELLOWS, TILE = 4, 64
 # Entries of a row that a program holds at once.
-_MOST_ENTRIES = 8192
+MOST_ENTRIES = 8192
 # Rows whose tiles are taken one after another before a row has its next: their queries and output gradients
 # fit into the second-level cache, and what they select at about the same place in their rows as well.
 _ABREAST = 64
@@ -47,11 +47,12 @@ def share_tiles(
 ) -> SharedTiles:
     """Put the entries of some rows in the order of :class:`SharedTiles`.
 
-    Rows share nothing whose entries do not ascend, or name something that is no key before their last key;
-    nor do the last ones of a sequence that are no four.
+    Neighbours are four rows whose number over the batch, from ``first`` on, begins with a multiple of four.
+    They share nothing where they are of two sequences, or of a row whose entries do not ascend or name
+    something that is no key before its last key.
 
     Args:
-        indices: ``[rows, topk]`` int32, contiguous; of more than 8192 entries nothing is shared.
+        indices: ``[rows, topk]`` int32, contiguous, of at most :data:`MOST_ENTRIES` entries.
         lengths: of these rows and maybe others after them, int32, one past a row's last entry that is a key.
         first: number of the first row over the batch.
         rows_per_batch: rows of a sequence.
@@ -60,7 +61,7 @@ def share_tiles(
     """
     rows, topk = indices.shape
     places = torch.empty_like(indices)
-    if topk > _MOST_ENTRIES or chunk < FELLOWS:
+    if chunk < FELLOWS:
         places.copy_(torch.arange(topk, device=indices.device))
         return SharedTiles(indices, places, indices.new_zeros(rows, 2))
     reordered = torch.empty_like(indices)
@@ -89,11 +90,11 @@ def tasks_of(ends: Tensor, lengths: Tensor, topk: int, chunk: int) -> tuple[Tens
         ends: of :class:`SharedTiles`.
         lengths: of at least these rows.
         topk: entries of a row.
-        chunk: rows of a chunk, as :func:`whole_chunk` returns it.
+        chunk: rows of a chunk, all of them or as many as :func:`whole_chunk` returns.
 
     Returns:
         ``(row of the chunk * tiles of a row + tile) * 8 + rows that share it`` for each tile; and
-        ``[chunks, 4]``, the first one of each chunk, one past its last, and nothing. int32.
+        ``[chunks, 4]``, the first one of each chunk, one past its last, and two that are not used. int32.
     """
     rows, device = len(ends), ends.device
     tiles = triton.cdiv(topk, TILE)

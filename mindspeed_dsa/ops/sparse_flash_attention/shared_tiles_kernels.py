@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def position_of(wanted, row_indices, length, BITS: tl.constexpr):
-    """Where ``wanted`` stand in an ascending list, or would, and whether they do."""
+    """Return where ``wanted`` stand in an ascending list, or would, and whether they do."""
     position = tl.zeros_like(wanted)
     for step in tl.static_range(BITS):
         further = position + (1 << (BITS - 1 - step))
@@ -40,7 +40,7 @@ def find_shared_kernel(
     """
     row = (tl.program_id(0) * FELLOWS).to(tl.int64)
     position = tl.arange(0, BLOCK)
-    plane = rows.to(tl.int64) * topk
+    plane = (row * 0 + rows) * topk  # of int64; a number that is 1 is no tensor
     batch = (first_row + row) // rows_per_batch
     everyone = True
     for other in tl.static_range(FELLOWS):
@@ -90,7 +90,8 @@ def reorder_kernel(
     marks = shared + row * topk
     index = tl.load(indices + row * topk + position, mask=inside, other=-1)
     by_four = tl.load(marks + position, mask=inside, other=0).to(tl.int32)
-    by_two = tl.load(marks + rows.to(tl.int64) * topk + position, mask=inside, other=0).to(tl.int32)
+    plane = (row * 0 + rows) * topk  # of int64; a number that is 1 is no tensor
+    by_two = tl.load(marks + plane + position, mask=inside, other=0).to(tl.int32)
     first_end = tl.sum(by_four, axis=0) // TILE * TILE
     four_rank = tl.cumsum(by_four, axis=0) - 1
     by_four = (by_four > 0) & (four_rank < first_end)
@@ -108,8 +109,8 @@ def reorder_kernel(
 
 
 @triton.jit
-def rows_of(row, ends, lengths, inside, TILE: tl.constexpr):
-    """Tiles that four rows share, ends of those that two share, and of all, of some rows."""
+def tiles_of_rows(row, ends, lengths, inside, TILE: tl.constexpr):
+    """Return for some rows how many tiles four share, those and what two share, and all."""
     by_four = tl.load(ends + row * 2, mask=inside, other=0) // TILE
     by_two = tl.load(ends + row * 2 + 1, mask=inside, other=0) // TILE
     return by_four, by_two, tl.cdiv(tl.load(lengths + row, mask=inside, other=0), TILE)
@@ -125,7 +126,7 @@ def list_tasks_kernel(
     before = tl.zeros([1024], tl.int32)
     for start in range(0, first, 1024):
         row = start + tl.arange(0, 1024)
-        by_four, by_two, last = rows_of(row, ends, lengths, row < first, TILE)
+        by_four, by_two, last = tiles_of_rows(row, ends, lengths, row < first, TILE)
         # As the first of four or of two a row has those that it shares; it always has the rest.
         before += last - tl.where(row % 2 == 0, 0, by_two - by_four) - tl.where(row % 4 == 0, 0, by_four)
     place = tl.sum(before, axis=0)
@@ -137,7 +138,7 @@ def list_tasks_kernel(
     turn = tl.arange(0, BLOCK_R)
     row = first + turn
     inside = (turn < abreast) & (row < rows)
-    by_four, by_two, last = rows_of(row, ends, lengths, inside, TILE)
+    by_four, by_two, last = tiles_of_rows(row, ends, lengths, inside, TILE)
     tile = tl.arange(0, BLOCK_T)[:, None]
     # [tiles, rows]
     sharers = tl.where(tile < by_four[None, :], 4, tl.where(tile < by_two[None, :], 2, 1))

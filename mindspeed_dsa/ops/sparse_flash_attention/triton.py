@@ -1,9 +1,9 @@
 """Sparse flash attention in Triton, for CUDA devices.
 
 The backward recomputes the probabilities once, tile of keys by tile of keys, over all heads: the gradient of
-a key leaves a program once per row that selected it, whatever the number of heads. The gradient of the
-scores goes through memory to a second kernel, which is a plain product with the gathered keys. Rows are cut
-into chunks that bound this memory.
+a key leaves a program once per row that selected it, whatever the number of heads, and on Hopper once for up
+to four neighbours that did. The gradient of the scores goes through memory to a second kernel, which is a
+plain product with the gathered keys. Rows are cut into chunks that bound this memory.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def backward(
         constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
         key_tiles = _backward_keys_tiles(query, heads)
         query_tiles = _backward_query_tiles(query, heads, value_dim)
-        on_hopper = hopper.takes_backward(query, key_value, grad_out, value_dim)
+        on_hopper = hopper.takes_backward(query, key_value, grad_out, value_dim, topk)
         # Where a kernel stores the gradient of a head, see `backward_query_kernel`.
         stored, groups = heads, 1
         if on_hopper:
@@ -224,13 +224,15 @@ def backward(
         row_bytes = topk * (stored * query.element_size() + (4 * dim if deterministic else 0))
         workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
         chunk = max(1, min(batch * rows, workspace // row_bytes))
-        if on_hopper:
+        if on_hopper and chunk < batch * rows:
             chunk = whole_chunk(chunk)
         grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
         gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
         target = grad_key_value if gathered is None else gathered
-        # As many as are put in order within the bound; a sort takes up to 32 bytes for each entry.
-        ordered_rows = max(1, WORKSPACE_BYTES // (32 * chunk * topk)) * chunk
+        # As many as are put in order within a bound: for each entry a sort takes up to 32 bytes, tiles ten,
+        # and those of before are let go of afterwards.
+        order_bytes = WORKSPACE_BYTES // 42 if deterministic else WORKSPACE_BYTES // 8 // 10
+        ordered_rows = max(1, order_bytes // (chunk * topk)) * chunk
         for first in range(0, batch * rows, chunk):
             count = min(chunk, batch * rows - first)
             if first % ordered_rows == 0:
