@@ -104,8 +104,6 @@ REDUNDANT = {"first": {2, 5, 7, 11}, "second": {8, 13, 14, 16}}
 
 
 @pytest.mark.parametrize("switches", [{}, pytest.param(SWAPPING, marks=pytest.mark.full)], ids=["", "swap"])
-    "switches", [{}, pytest.param(SWAPPING, marks=pytest.mark.full)], ids=["", "swapped"]
-)
 def test_no_stream_reads_what_another_has_not_done(pool, switches):
     """Nor is memory that one has made given away before the other is done with it."""
     for found in pool.run(f"{CASES}:races", 2, switches=switches):
