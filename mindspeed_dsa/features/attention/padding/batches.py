@@ -75,14 +75,19 @@ def pad(batch: Any, padding: Padding) -> dict[str, Any]:
         padding: of its sequences.
 
     Raises:
-        ValueError: it is no mapping, or its sequences have another length.
+        ValueError: it is no mapping, it is not of a causal model, or its sequences have another length.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"pad-sequences: a batch is a {type(batch).__name__}, and rows of padding are put behind tensors "
             f"that have names; let the data iterator return a dictionary, or {_INSTEAD}"
         )
-    tokens = batch.get("tokens")
+    if "tokens" not in batch:  # of other models than GPT, whose rows may see those of padding
+        raise ValueError(
+            f"pad-sequences: a batch has {', '.join(map(str, batch))}, and no tokens: rows of padding are "
+            f"put behind those of causal models alone; {_INSTEAD}"
+        )
+    tokens = batch["tokens"]
     if isinstance(tokens, Tensor) and tokens.size(-1) != padding.tokens:
         raise ValueError(
             f"pad-sequences: sequences of {padding.tokens} tokens are padded to {padding.length}, and a "

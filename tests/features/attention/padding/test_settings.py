@@ -114,6 +114,8 @@ def test_batches_get_rows_behind_their_data():
 def test_batches_of_another_kind_are_an_error():
     with pytest.raises(ValueError, match=r"a batch is a Tensor.*return a dictionary"):
         pad(torch.zeros(2, 5), ODD)
+    with pytest.raises(ValueError, match=r"has text, types, and no tokens.*causal models alone"):
+        pad({"text": torch.zeros(2, 5), "types": torch.zeros(2, 5)}, ODD)
     with pytest.raises(ValueError, match=r"5 tokens are padded to 8, and a batch has 8.*GPTDatasetConfig"):
         pad({"tokens": torch.zeros(2, 8)}, ODD)
 
