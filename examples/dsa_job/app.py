@@ -97,7 +97,7 @@ def prepare(args: argparse.Namespace, world: World) -> Run | None:
     if args.load:
         from dsa_job import checkpoint
 
-        checkpoint.check_fits(args, checkpoints.choose(Path(args.load), args.ckpt_step))
+        checkpoint.check_fits(args, checkpoints.find(Path(args.load), args.ckpt_step)[0])
     if world.rank:
         return None
     if not args.train_iters:

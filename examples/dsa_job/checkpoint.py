@@ -25,6 +25,7 @@ from dsa_job.model import unwrapped
 from dsa_job.torch_dist import save_in_this_process
 from mindspeed_dsa.megatron.across_layouts import fitted
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.runs.whole_checkpoints import RELEASE
 
 _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
@@ -167,7 +168,7 @@ def load(
 
 def _from_step_0(args: argparse.Namespace, checkpoint: Path) -> bool:
     """Return whether nothing but the weights of a checkpoint is read."""
-    return args.finetune or checkpoint.name == checkpoints.RELEASE
+    return args.finetune or checkpoint.name == RELEASE
 
 
 def _stage(args: Any) -> str:

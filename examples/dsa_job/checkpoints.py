@@ -14,59 +14,51 @@ import shutil
 import socket
 from pathlib import Path
 
+from mindspeed_dsa.runs import manifest, whole_checkpoints
 from mindspeed_dsa.runs.files import RunError, number, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""Name, in the tracker as well, of weights that no job has written, such as imported ones."""
 _ATTEMPTS = 3
-_SHOWN = 40  # characters of a damaged file that a message repeats
 _PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
 
 
 def latest(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint of a job; ``None`` if there is none.
+    """Step of the newest whole checkpoint of a job; ``None`` if there is none.
 
     Raises:
-        RunError: the tracker file cannot be read, or names a checkpoint that is missing or incomplete.
+        RunError: the folder cannot be read, or no checkpoint in it is whole.
     """
-    try:
-        text = (folder / TRACKER).read_bytes().decode("ascii", errors="backslashreplace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(
-            f"{folder / TRACKER} cannot be read ({error.strerror or error}); name a folder that holds "
-            "checkpoints"
-        ) from error
-    if text == RELEASE and is_complete(folder / RELEASE):
-        return None
-    step = number(text)
-    if step is None or not _is_there(folder, step):
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise RunError(
-            f"{folder / TRACKER} says {shown!r}, and there is no complete checkpoint of that name; "
-            f"complete ones: {complete_steps(folder) or 'none'}; choose one with --ckpt-step, or write its "
-            "number into that file"
-        )
-    return step
+    choice = _find(folder)
+    return choice.state.iteration if choice.state else None
 
 
-def choose(folder: Path, step: int | None = None) -> Path:
-    """Folder of the checkpoint of a step, by default of the latest, or else of imported weights.
+def find(folder: Path, step: int | None = None, contents: bool = False) -> tuple[Path, str]:
+    """Find the checkpoint of a step, by default the newest whole one, or else imported weights.
+
+    Args:
+        folder: of checkpoints.
+        step: this one alone.
+        contents: read all files of those that come into question, besides their sizes.
+
+    Returns:
+        Its folder, and a line about those that were passed over; an empty one if none was.
 
     Raises:
-        RunError: it is missing or incomplete.
+        RunError: it is missing or damaged.
     """
-    wanted = latest(folder) if step is None else step
-    if wanted is None and is_complete(folder / RELEASE):
-        return folder / RELEASE
-    if wanted is None or not _is_there(folder, wanted):
+    choice = _find(folder, step, contents)
+    if choice.state is None:
         raise RunError(
-            f"{folder} has no complete checkpoint{'' if wanted is None else f' of step {wanted}'}; "
-            f"complete ones: {complete_steps(folder) or 'none'}"
+            f"{folder} has no complete checkpoint; complete ones: {complete_steps(folder) or 'none'}"
         )
-    return folder_of(folder, wanted)
+    return choice.state.path, whole_checkpoints.describe(folder, choice) if choice.passed else ""
+
+
+def _find(folder: Path, step: int | None = None, contents: bool = False) -> Choice:
+    named = whole_checkpoints.tracked(folder)[0] if step is None else step
+    if isinstance(named, int) and not is_complete(folder_of(folder, named)):
+        _give_names_back(folder)
+    return whole_checkpoints.choose(folder, step, contents)
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -85,13 +77,6 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / "metadata.json").is_file() and (checkpoint / "common.pt").is_file()
 
 
-def _is_there(folder: Path, step: int) -> bool:
-    """Whether there is a complete checkpoint of a step, or one that gets its name back."""
-    if not is_complete(folder_of(folder, step)):
-        _give_names_back(folder)
-    return is_complete(folder_of(folder, step))
-
-
 def begin(folder: Path, step: int) -> Path:
     """Create the folder to write a checkpoint into until :func:`publish`; one process calls this."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,12 +87,14 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(partial: Path, step: int) -> Path:
-    """Bring what was written since :func:`begin` to the disk, name it, and let the tracker name it.
+    """List what was written since :func:`begin`, bring it to the disk, and let the tracker name it.
 
     Returns:
         The checkpoint's folder.
     """
     final = folder_of(partial.parent, step)
+    files = manifest.sums(partial, manifest.names(partial))
+    manifest.write(partial, f"{socket.gethostname()}-{os.getpid()}", files, final.name)
     sync_tree(partial)
     _rename(partial, final)
     write_atomically(final.parent / TRACKER, str(step))

@@ -163,7 +163,9 @@ class _Job:
         args, stepper = self.args, self.stepper
 
         def chosen() -> Path:
-            folder = checkpoints.choose(Path(args.load), args.ckpt_step)
+            folder, passed = checkpoints.find(Path(args.load), args.ckpt_step, args.verify_checkpoint)
+            if passed:
+                print(f"checkpoint: {passed}", flush=True)
             checkpoint.check_fits(args, folder)
             return folder
 

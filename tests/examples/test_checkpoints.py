@@ -36,16 +36,16 @@ def test_the_tracker_names_the_newest(tmp_path: Path) -> None:
     [b"12", b"11", b"", b"release", b"\xff\xfe\x00", "\u0663".encode(), "\u00b2".encode(), b"1" * 5000],
     ids=["half written", "absent", "empty", "a word", "binary", "another script", "superscript", "endless"],
 )
-def test_a_tracker_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path, content: bytes) -> None:
+def test_a_tracker_that_names_nothing_is_said_and_the_newest_is_taken(tmp_path: Path, content: bytes) -> None:
     checkpoint(tmp_path, 3)
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 12, whole=False)
     (tmp_path / "iter_\u00b2").mkdir()
     (tmp_path / files.TRACKER).write_bytes(content)
-    with pytest.raises(RunError, match=r"complete ones: \[3, 10\]; choose one with --ckpt-step") as refused:
-        files.latest(tmp_path)
-    assert str(refused.value).startswith(f"{tmp_path / files.TRACKER} says ")
-    assert len(str(refused.value)) < 400
+    found, passed = files.find(tmp_path)
+    assert found == files.folder_of(tmp_path, 10)
+    assert len(passed) < 500
+    assert "passed over: " in passed
 
 
 def test_a_file_in_place_of_the_folder_is_an_error_with_a_way_out(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_made_room_in_vain_comes_back_on_another_machine(tmp_p
         (old / "common.pt").write_bytes(content)
         os.utime(old / "metadata.json", (0, 2e9 if content == b"old" else 1e9))
     half = checkpoint(tmp_path, 4, whole=False).rename(tmp_path / ".iter_0000004.elsewhere-1.partial")
-    assert files.choose(tmp_path, 4) == files.folder_of(tmp_path, 4)
+    assert files.find(tmp_path, 4)[0] == files.folder_of(tmp_path, 4)
     assert files.latest(tmp_path) == 4
     assert (files.folder_of(tmp_path, 4) / "common.pt").read_bytes() == b"old"
     assert half.exists()
@@ -105,8 +105,8 @@ def test_a_checkpoint_that_made_room_in_vain_comes_back_on_another_machine(tmp_p
 def test_what_made_room_for_a_process_that_runs_stays_where_it_is(tmp_path: Path) -> None:
     running = f".iter_0000004.{socket.gethostname()}-{os.getppid()}.replaced"
     checkpoint(tmp_path, 4).rename(tmp_path / running)
-    with pytest.raises(RunError, match="no complete checkpoint of step 4"):
-        files.choose(tmp_path, 4)
+    with pytest.raises(RunError, match="iter_0000004 is not whole: it is missing"):
+        files.find(tmp_path, 4)
     assert (tmp_path / running).is_dir()
 
 

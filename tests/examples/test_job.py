@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from dsa_job.checkpoints import complete_steps, latest
 
+from mindspeed_dsa.runs import manifest
+
 from .conftest import Finished, JobServer, records, results
 
 FIELDS = sorted("step lm_loss indexer_loss grad_norm tokens_per_s step_time_s peak_memory_bytes".split())
@@ -129,25 +131,29 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_
         == 0
     )
     assert_refused(
-        jobs.run(tmp_path / "d", *load, "--ckpt-step", "9"), "has no complete checkpoint of step 9"
+        jobs.run(tmp_path / "d", *load, "--ckpt-step", "9"), "iter_0000009 is not whole: it is missing"
     )
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
     metadata = checkpoints / "iter_0000002" / "metadata.json"
     metadata.write_bytes(b"\xff\xfe")
+    assert_refused(jobs.run(tmp_path / "e", *load), "is whole (iter_0000002: metadata.json has 2 bytes")
+    (checkpoints / "iter_0000002" / manifest.NAME).unlink()
     assert_refused(jobs.run(tmp_path / "e", *load), f"checkpoint {metadata.parent} cannot be read")
     (checkpoints / "iter_0000002" / "common.pt").write_bytes(b"broken")
     assert_refused(jobs.run(tmp_path / "e", *load), "cannot be read")
     shutil.rmtree(checkpoints / "iter_0000002")
-    assert_refused(jobs.run(tmp_path / "f", *load), "there is no complete checkpoint of that name")
+    assert_refused(jobs.run(tmp_path / "f", *load), "is whole (iter_0000002: it is missing)")
     assert not list(tmp_path.glob("[abdef]"))  # refused before a folder was made
 
 
-def test_damaged_weights_are_refused(jobs: JobServer, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused_or_passed_over(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert jobs.run(run, "--exit-interval", "4").code == 0
     checkpoints = run / "checkpoints"
     weights = checkpoints / "iter_0000004" / "__0_0.distcp"
     whole = weights.read_bytes()
+    listed = (weights.parent / manifest.NAME).read_bytes()
+    (weights.parent / manifest.NAME).unlink()  # as Megatron alone writes it
     for damaged in (whole[: len(whole) // 2], b""):
         weights.write_bytes(damaged)
         finished = jobs.run(run)
@@ -156,6 +162,12 @@ def test_damaged_weights_are_refused(jobs: JobServer, tmp_path: Path) -> None:
         assert f"--load {checkpoints} --ckpt-step, which has: [2]" in finished.output
         assert "Traceback" not in finished.output
         assert finished.output.count("pretrain_dsa.py:") == 1
+    (weights.parent / manifest.NAME).write_bytes(listed)
+    finished = jobs.run(run)
+    assert finished.code == 0, finished.output
+    assert f"resuming the unfinished run in {run} from step 2" in finished.output
+    assert f"passed over: iter_0000004: __0_0.distcp has 0 bytes of {len(whole)}" in finished.output
+    assert weights.read_bytes() == whole
 
 
 def test_checkpoints_are_not_replaced_by_another_job(jobs: JobServer, tmp_path: Path) -> None:

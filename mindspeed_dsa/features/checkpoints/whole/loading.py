@@ -1,0 +1,117 @@
+"""The newest whole checkpoint of a folder, in place of the one that the tracker names, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.checkpoints.whole.feature import Options
+from mindspeed_dsa.features.checkpoints.whole.saving import Work
+from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
+from mindspeed_dsa.runs import whole_checkpoints
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import Choice
+
+
+def load_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``_load_base_checkpoint``, called for what a checkpoint says of itself and again to load."""
+
+    def _load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if load_dir is None:
+            return original(load_dir, args, *rest, **kwargs)
+        choice = _chosen(Path(load_dir), getattr(args, "ckpt_step", None) or None, context)
+        with _step(args, choice):
+            return original(load_dir, args, *rest, **kwargs)
+
+    return _load_base_checkpoint
+
+
+@contextlib.contextmanager
+def _step(args: Any, choice: Choice) -> Iterator[None]:
+    """Name the iteration as ``--ckpt-step`` would: then Megatron needs no tracker."""
+    if choice.state is None or choice.state.iteration is None:
+        yield
+        return
+    before = getattr(args, "ckpt_step", None)
+    args.ckpt_step = choice.state.iteration
+    try:
+        yield
+    finally:
+        args.ckpt_step = before
+
+
+def read_chosen(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``read_metadata``; it returns the iteration, and whether the weights are a ``release``."""
+    work = context.state(Work)
+
+    def read_metadata(tracker_filename: Any) -> tuple[int, bool]:
+        tracker = Path(tracker_filename)
+        if tracker.name != whole_checkpoints.TRACKER:
+            result: tuple[int, bool] = original(tracker_filename)
+            return result
+        made = [choice for (folder, _), choice in work.choices.items() if folder == tracker.parent]
+        choice = made[-1] if made else _chosen(tracker.parent, None, context)
+        if choice.state is None:
+            return -1, False
+        return choice.state.iteration or 0, choice.state.iteration is None
+
+    return read_metadata
+
+
+def pass_over_non_persistent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``_get_non_persistent_iteration``; -1 stands for none."""
+
+    def _get_non_persistent_iteration(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except RunError as error:
+            context.log.warning("non-persistent checkpoints are passed over: %s", error)
+            return -1
+
+    return _get_non_persistent_iteration
+
+
+def forget_choices(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``load_checkpoint``."""
+    work = context.state(Work)
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            work.choices.clear()
+
+    return load_checkpoint
+
+
+def _chosen(folder: Path, step: int | None, context: Context[Options]) -> Choice:
+    """Choose on the first rank, for all of them; each for itself before there are process groups.
+
+    Raises:
+        RunError: on all ranks: no checkpoint there is whole, or not the one of ``step``.
+    """
+    known = context.state(Work).choices
+    outcome: list[Choice | Exception | None] = [known.get((folder, step))]
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    if outcome[0] is None and not (together and dist.get_rank()):
+        try:
+            outcome[0] = whole_checkpoints.choose(folder, step, context.options.verify)
+        except MindSpeedDSAError as error:
+            outcome[0] = error
+    if together:
+        dist.broadcast_object_list(outcome, src=0)
+    choice = outcome[0]
+    if isinstance(choice, Exception):
+        show_without_traceback()
+        raise choice
+    assert choice is not None
+    if (folder, step) not in known:
+        say = context.log.warning if choice.passed else context.log.info
+        say("%s", whole_checkpoints.describe(folder, choice))
+    known[folder, step] = choice
+    return choice

@@ -1,0 +1,93 @@
+"""``checkpoints``: which checkpoints of a folder are whole, and which of them stay."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs import whole_checkpoints
+from mindspeed_dsa.runs.files import RunError, amount
+from mindspeed_dsa.runs.whole_checkpoints import State
+from mindspeed_dsa.session import start_report
+
+_DESCRIPTION = """\
+Lists the checkpoints in a folder of Megatron-LM's --save, and which of them are whole. A checkpoint that
+--whole-checkpoints has written has a manifest of its files: their sizes are compared with it, and what small
+ones
+hold; with --verify all of them are read. Ends with 1 if a checkpoint is damaged."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the table, and delete what is not to be kept."""
+    options = _parse(argv)
+    folder: Path = options.folder
+    found = whole_checkpoints.iterations(folder)
+    numbered = [whole_checkpoints.state_of(folder, iteration, options.verify) for iteration in found]
+    known = [*numbered, *_release(folder, options.verify)]
+    if not known:
+        raise SettingsError(
+            f"{folder} holds no checkpoints: there is no folder like iter_0000100 in it; name the folder "
+            "that "
+            "was given to --save"
+        )
+    latest, wrong = whole_checkpoints.tracked(folder)
+    rows: list[tuple[str, ...]] = [("checkpoint", "files", "size", "state")]
+    rows += [_row(state, latest, options.verify) for state in known]
+    print("\n".join(start_report.aligned(rows)))
+    if wrong:
+        print(wrong)
+    if options.keep is not None:
+        _keep(folder, numbered, options.keep)
+    return int(any(state.damage for state in known))
+
+
+def _release(folder: Path, verify: bool) -> list[State]:
+    if not (folder / whole_checkpoints.RELEASE).is_dir():
+        return []
+    return [whole_checkpoints.state_of(folder, None, verify)]
+
+
+def _row(state: State, latest: int | str | None, verified: bool) -> tuple[str, ...]:
+    named = state.iteration == latest if state.iteration is not None else latest == whole_checkpoints.RELEASE
+    if state.damage:
+        text = f"damaged: {state.damage}"
+    elif state.listed is None:
+        text = "unknown: it has no manifest"
+    else:
+        text = "whole, all files read" if verified else "whole"
+    sizes = ("", "") if state.listed is None else (str(len(state.listed.files)), amount(state.listed.size))
+    return (state.path.name, *sizes, f"{text}{', the latest' if named else ''}")
+
+
+def _keep(folder: Path, known: Sequence[State], keep: int) -> None:
+    old = whole_checkpoints.superfluous(folder, known, keep)
+    for state in reversed(old):  # the oldest first
+        try:
+            whole_checkpoints.remove(state.path)
+        except OSError as error:
+            raise RunError(
+                f"{state.path} cannot be deleted ({error.strerror or error}); see whose it is, and try again"
+            ) from error
+        print(f"{state.path.name} is deleted")
+    if not old:
+        print("nothing is deleted")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_dsa checkpoints", description=_DESCRIPTION)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder given to --save")
+    parser.add_argument("--verify", action="store_true", help="read all files and compare their checksums")
+    parser.add_argument(
+        "--keep",
+        type=int,
+        metavar="K",
+        help="delete what is older than the K newest whole checkpoints; never the newest whole one, the "
+        "one that "
+        "the tracker file names, or a folder with files that no manifest lists",
+    )
+    options = parser.parse_args(list(argv))
+    if options.keep is not None and options.keep < 1:
+        parser.error(f"--keep {options.keep}: at least 1 stays")
+    return options

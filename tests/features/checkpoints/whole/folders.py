@@ -1,0 +1,42 @@
+"""Folders of checkpoints for tests, as Megatron lays them out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mindspeed_dsa.runs import manifest
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of
+
+SHARD = 5000
+"""Bytes of files that only ``--verify-checkpoint`` reads, where a test makes small ones smaller."""
+
+
+def checkpoint(folder: Path, iteration: int | None, job: str = "mine", listed: bool = True) -> Path:
+    """Write what Megatron does of a ``torch_dist`` checkpoint, and its manifest."""
+    path = folder / name_of(iteration)
+    path.mkdir(parents=True)
+    for rank in range(2):
+        (path / f"__{rank}_0.distcp").write_bytes(os.urandom(SHARD))
+    (path / "common.pt").write_bytes(f"{job} {iteration}".encode())
+    (path / ".metadata").write_bytes(b"names of tensors")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    if listed:
+        manifest.write(path, job, manifest.sums(path, manifest.names(path)))
+    return path
+
+
+def legacy(folder: Path, iteration: int, listed: bool = True) -> Path:
+    """Write what Megatron does of a checkpoint in the format ``torch``."""
+    path = folder / name_of(iteration)
+    for rank in range(2):
+        (path / f"mp_rank_{rank:02d}").mkdir(parents=True)
+        (path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt").write_bytes(os.urandom(SHARD))
+    if listed:
+        manifest.write(path, "mine", manifest.sums(path, manifest.names(path)))
+    return path
+
+
+def track(folder: Path, content: object) -> None:
+    """Write the tracker."""
+    (folder / TRACKER).write_text(str(content))

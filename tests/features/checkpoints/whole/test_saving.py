@@ -1,0 +1,368 @@
+"""Saves of a training loop with the calls of Megatron-LM's: what is there, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa import features
+from mindspeed_dsa.features.checkpoints.whole.claims import FILE, Claims
+from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
+from mindspeed_dsa.features.checkpoints.whole.saving import Summed
+from mindspeed_dsa.runs import manifest
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, state_of
+from tests.features.checkpoints.whole.folders import SHARD, checkpoint, track
+from tests.support import fork
+
+FILES = {
+    "training/__init__.py": """
+        from types import SimpleNamespace
+
+        ARGS = SimpleNamespace(
+            save=None, async_save=False, ckpt_step=None, non_persistent_ckpt_type=None,
+            non_persistent_global_ckpt_dir=None,
+        )
+
+
+        def get_args():
+            return ARGS
+        """,
+    "training/async_utils.py": """
+        QUEUE = []
+
+
+        def schedule_async_save(async_request):
+            QUEUE.append(async_request)
+
+
+        def finalize():
+            request = QUEUE.pop(0)
+            if request.async_fn is not None:
+                request.async_fn(*request.async_fn_args)
+            for function in request.finalize_fns:
+                function()
+        """,
+    "training/checkpointing.py": """
+        import os
+        from typing import Callable, NamedTuple
+
+        from {root}.training import get_args
+        from {root}.training.async_utils import schedule_async_save
+
+        SEEN = []
+
+
+        class Request(NamedTuple):
+            async_fn: Callable
+            async_fn_args: tuple
+            finalize_fns: list
+
+            def add_finalize_fn(self, function):
+                self.finalize_fns.append(function)
+
+
+        def get_checkpoint_tracker_filename(checkpoints_path):
+            return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
+
+
+        def write_shards(folder, content):
+            for number in range(2):
+                with open(f"{{folder}}/__0_{{number}}.distcp", "wb") as file:
+                    file.write(content)
+
+
+        def save_checkpoint(iteration, model, non_persistent_ckpt=False, release=False):
+            args = get_args()
+            save_dir = os.path.join(args.save, "non_persistent") if non_persistent_ckpt else args.save
+            folder = os.path.join(save_dir, "release" if release else f"iter_{{iteration:07d}}")
+            os.makedirs(folder, exist_ok=True)
+            with open(f"{{folder}}/common.pt", "w") as file:
+                file.write(str(iteration))
+            finalize_fns = [lambda: open(f"{{folder}}/metadata.json", "w").write("1")]
+            request = Request(write_shards, (folder, model), finalize_fns)
+            tracker_filename = get_checkpoint_tracker_filename(save_dir)
+
+            def end():
+                before = open(tracker_filename).read() if os.path.exists(tracker_filename) else ""
+                SEEN.append(before)
+                with open(tracker_filename, "w") as file:
+                    file.write("release" if release else str(iteration))
+
+            request.add_finalize_fn(end)
+            if args.async_save:
+                schedule_async_save(request)
+                return
+            request.async_fn(*request.async_fn_args)
+            for function in finalize_fns:
+                function()
+
+
+        def read_metadata(tracker_filename):
+            with open(tracker_filename) as file:
+                text = file.read()
+            return (0, True) if text == "release" else (int(text), False)
+
+
+        def _get_non_persistent_iteration(folder, args, checkpointing_context=None):
+            if args.non_persistent_ckpt_type is None:
+                return -1
+            iteration, _ = read_metadata(get_checkpoint_tracker_filename(folder))
+            return iteration
+
+
+        def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None):
+            newest = _get_non_persistent_iteration(os.path.join(load_dir, "non_persistent"), args)
+            iteration, release = -1, False
+            tracker_filename = get_checkpoint_tracker_filename(load_dir)
+            if os.path.isfile(tracker_filename):
+                iteration, release = read_metadata(tracker_filename)
+            if args.ckpt_step:
+                iteration = args.ckpt_step
+            if newest > iteration:
+                return f"non_persistent/iter_{{newest:07d}}"
+            if iteration == -1:
+                return None
+            return "release" if release else f"iter_{{iteration:07d}}"
+
+
+        def load_checkpoint(load_dir):
+            args = get_args()
+            first = _load_base_checkpoint(load_dir, args, rank0=True)
+            second = _load_base_checkpoint(load_dir, args, sharded_state_dict=1)
+            assert first == second
+            return second
+        """,
+}
+ROOT = "megatron_that_saves"
+
+
+class Job(SimpleNamespace):
+    """Modules of the fork, and the folder that it saves into."""
+
+    def save(self, iteration: int, content: bytes = b"", **kwargs: Any) -> None:
+        self.checkpointing.save_checkpoint(iteration, content or os.urandom(SHARD), **kwargs)
+
+    def load(self) -> Any:
+        return self.checkpointing.load_checkpoint(str(self.folder))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A fork with the feature on."""
+    fork.write(tmp_path, ROOT)
+    for name, text in FILES.items():
+        path = tmp_path / ROOT / name
+        path.write_text(textwrap.dedent(text).format(root=ROOT), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", ROOT)
+    # The fork is too small for the platform's own redirections.
+    monkeypatch.setattr(features, "built_in", lambda: (FEATURE,))
+    folder = tmp_path / "checkpoints"
+    with mindspeed_dsa.enabled(whole_checkpoints=True):
+        training = import_module(f"{ROOT}.training")
+        training.ARGS.save = str(folder)
+        yield Job(
+            args=training.ARGS,
+            checkpointing=import_module(f"{ROOT}.training.checkpointing"),
+            async_utils=import_module(f"{ROOT}.training.async_utils"),
+            folder=folder,
+        )
+    for name in [name for name in sys.modules if name.split(".")[0] == ROOT]:
+        del sys.modules[name]
+
+
+def test_a_save_ends_with_a_manifest_of_all_files_and_then_the_tracker(job: Job) -> None:
+    job.save(3)
+    job.save(6)
+    for iteration in (3, 6):
+        state = state_of(job.folder, iteration, contents=True)
+        assert state.damage == ""
+        assert state.listed is not None
+        assert sorted(state.listed.files) == ["__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json"]
+    assert (job.folder / TRACKER).read_text() == "6"
+    assert job.checkpointing.SEEN == ["", "3"]  # what --save-retain-interval deletes by
+    left = {path.name for path in job.folder.iterdir()}
+    assert left == {"iter_0000003", "iter_0000006", TRACKER, FILE}
+
+
+def test_a_save_that_fails_on_the_way_is_not_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.save(3)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", full)
+    with pytest.raises(RunError, match=r"iter_0000006 cannot be written: .*No space left .*make room"):
+        job.save(6)
+    assert (job.folder / TRACKER).read_text() == "3"
+    assert job.load() == "iter_0000003"
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(job: Job) -> None:
+    job.save(3)
+    job.save(6)
+    job.args.async_save = True
+    job.save(6)
+    assert not (job.folder / "iter_0000006" / manifest.NAME).exists()
+    job.async_utils.finalize()
+    assert state_of(job.folder, 6, contents=True).damage == ""
+
+
+def test_an_asynchronous_save_is_summed_where_it_is_written(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.args.async_save = True
+    job.save(3)
+    (request,) = job.async_utils.QUEUE
+    path = job.folder / "iter_0000003"
+    assert not (path / manifest.NAME).exists()
+    assert not (job.folder / TRACKER).exists()
+    request.async_fn(*request.async_fn_args)  # another process may run it
+    assert (path / f"{manifest.SUMS}0").is_file()
+    read: list[str] = []
+    sums = manifest.sums
+
+    def remember(at: Path, names: list[str]) -> dict[str, manifest.Entry]:
+        read.extend(names)
+        return sums(at, names)
+
+    monkeypatch.setattr(manifest, "sums", remember)
+    for function in request.finalize_fns:
+        function()
+    assert sorted(read) == ["common.pt", "metadata.json"]  # the shards are not read again
+    assert state_of(job.folder, 3, contents=True).damage == ""
+    assert (job.folder / TRACKER).read_text() == "3"
+    assert not list(path.glob(f"{manifest.SUMS}*"))
+
+
+def test_two_asynchronous_saves_end_one_after_the_other(job: Job) -> None:
+    job.args.async_save = True
+    job.save(3)
+    job.save(6)
+    for done in (3, 6):
+        job.async_utils.finalize()
+        assert (job.folder / TRACKER).read_text() == str(done)
+        assert state_of(job.folder, done, contents=True).damage == ""
+
+
+def test_what_writes_in_the_background_can_be_sent_to_a_process() -> None:
+    write = pickle.loads(pickle.dumps(Summed(partial(print, "x"), "nowhere", "token", 0)))
+    assert write.write.func is print
+    write()
+
+
+def test_sums_of_an_earlier_save_are_not_taken(job: Job) -> None:
+    job.args.async_save = True
+    path = job.folder / "iter_0000003"
+    job.save(3)
+    (path / f"{manifest.SUMS}7").write_text(json.dumps({"token": "else", "files": {"__0_0.distcp": [1, 2]}}))
+    job.async_utils.finalize()
+    assert state_of(job.folder, 3, contents=True).damage == ""
+
+
+def test_loading_passes_over_what_is_damaged_and_restores_the_arguments(job: Job) -> None:
+    assert job.load() is None
+    for iteration in (3, 6):
+        job.save(iteration)
+    assert job.load() == "iter_0000006"
+    (job.folder / "iter_0000006" / "__0_1.distcp").unlink()
+    assert job.load() == "iter_0000003"
+    assert job.args.ckpt_step is None
+    for content in ("", '{"foreign": 1}', "9"):
+        track(job.folder, content)
+        assert job.load() == "iter_0000003"
+    (job.folder / TRACKER).unlink()
+    assert job.load() == "iter_0000003"
+    job.args.ckpt_step = 6
+    with pytest.raises(RunError, match=r"iter_0000006 is not whole: __0_1.distcp is missing"):
+        job.load()
+    assert job.args.ckpt_step == 6
+
+
+def test_one_load_takes_one_checkpoint_although_another_job_saves(job: Job) -> None:
+    job.save(3)
+    load, found = job.checkpointing._load_base_checkpoint, []
+    found.append(load(str(job.folder), job.args, rank0=True))
+    checkpoint(job.folder, 6)
+    track(job.folder, 6)
+    found.append(load(str(job.folder), job.args, sharded_state_dict=1))
+    assert found == ["iter_0000003", "iter_0000003"]
+    assert job.checkpointing.read_metadata(str(job.folder / TRACKER)) == (3, False)
+    job.save(9)
+    assert job.load() == "iter_0000009"
+
+
+def test_released_weights(job: Job) -> None:
+    job.save(1, release=True)
+    assert state_of(job.folder, None, contents=True).damage == ""
+    assert job.load() == "release"
+
+
+def test_temporary_checkpoints_are_checked_and_passed_over(job: Job) -> None:
+    job.args.non_persistent_ckpt_type = "global"
+    job.save(3)
+    job.save(5, non_persistent_ckpt=True)
+    assert job.load() == "non_persistent/iter_0000005"
+    (job.folder / "non_persistent" / "iter_0000005" / "common.pt").unlink()
+    assert job.load() == "iter_0000003"
+
+
+def test_a_folder_has_one_job(tmp_path: Path) -> None:
+    """A job that runs is not disturbed; one of another machine is told when it saves again."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        theirs = {"job": "x", "host": socket.gethostname(), "pid": other.pid, "started": started}
+        (tmp_path / FILE).write_text(json.dumps(theirs))
+        with pytest.raises(RunError, match=f"another job saves there, process {other.pid} of this machine"):
+            Claims().claim(tmp_path)
+        (tmp_path / FILE).write_text(json.dumps({**theirs, "started": "1"}))  # the number came again
+        Claims().claim(tmp_path)
+        other.communicate(b"\n")
+    (tmp_path / FILE).write_text(json.dumps(theirs))
+    first, second = Claims(), Claims()
+    first.claim(tmp_path)
+    first.claim(tmp_path)
+    second.claim(tmp_path)  # as from another machine
+    with pytest.raises(RunError, match=r"another job saves there since then .*each its own folder"):
+        first.claim(tmp_path)
+    shutil.rmtree(tmp_path)
+    second.claim(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pid": "x", "host": 3}', '{"pid": -1}', "\x00"])
+def test_a_claim_that_nobody_understands_is_replaced(content: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(content)
+    Claims().claim(tmp_path)
+    assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read-only and vanished file systems raise where the claim is written."""
+    job.save(3)
+
+    def readonly(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system", str(job.folder))
+
+    monkeypatch.setattr(Path, "mkdir", readonly)
+    with pytest.raises(RunError, match=r"Read-only file system.*name a folder that can be read and written"):
+        job.save(6)
+    monkeypatch.undo()
+    assert choose(job.folder).state == state_of(job.folder, 3)
