@@ -29,6 +29,7 @@ NOT_PAIRED = {
     "save-hf": "after a checkpoint",
     "sft-prompts": "data of Megatron-LM's own loop",
     "step-metrics": "Megatron-LM's own loop",
+    "whole-checkpoints": "Megatron-LM's own checkpoints; the example job has its own",
 }
 """Features whose flags no row has, and what they are instead; DSA's own are part of the model."""
 
