@@ -129,6 +129,9 @@ PACKS_ALONE, PACKS_ALONE_PER_TOKEN = (
     Layout("packed", 1, PACK, model, switches=PACKED) for model in (PACKS, PACKS_PER_TOKEN)
 )
 packed = partial(row, "pack-documents", model=PACKS, reference=PACKS_ALONE, **PACKED)
+halved_packs = partial(
+    packed, watched=(events.STARTED,), moe_batch_overlap=True, moe_batch_overlap_always=True
+)
 packed_on = partial(packed, model=PACKS_PER_TOKEN, reference=PACKS_ALONE_PER_TOKEN, steps=10, blocks=16)
 
 ATTENTION = (
@@ -190,6 +193,7 @@ ATTENTION = (
     packed("PP2 x VPP2", 2, f"{PP2} {VPP2} {PACK}"),
     packed("DP2", 2, PACK),
     packed_on("CP2", 2, PACK, cp=2),
+    halved_packs("EP2, halves of tokens", 2, f"{EP2} {PACK}"),
     packed_on("CP4", 4, PACK, cp=4),
     packed_on("CP2 x TP2+SP", 4, f"{TP2} {PACK}", cp=2),
     packed_on("CP2 x PP2", 4, f"{PP2} {PACK}", cp=2),
@@ -333,6 +337,7 @@ with_experts = partial(
     watched={events.EXPERTS_GATHERED: 10 * 4 * 3 * 2, events.GROUPED: 1},
     **EXPERTS_CUT,
 )
+halved = partial(fsdp2, watched=(events.GATHERED, events.STARTED, events.ATTENDED), **HALVES_OF_ATTENTION)
 in_pairs = partial(fsdp2, watched=(events.GATHERED, events.STARTED), **PAIRS)
 
 chunks = partial(row, "ascend-coc", watched=(events.CHUNKED, events.MEASURED))
@@ -344,6 +349,24 @@ COMMUNICATION = (
     fsdp2("TP2+SP x EP2 x DP2", 4, f"{TP2} {EP2} {ETP1}"),
     fsdp2("PP2 x DP2, MTP", 4, PP2, model=SHALLOW_MTP),
     fsdp2("EP2, MTP", 2, EP2, model=SHALLOW_MTP),
+    halved("EP2, MTP, halves", 2, EP2, model=SHALLOW_MTP),
+    halved("PP2 x VPP2 x EP2, halves", 4, f"{PP2} {VPP2} {EP2}"),
+    halved("EP2, layers recomputed, halves", 2, f"{EP2} {FULL_RECOMPUTE}"),
+    fsdp2("EP2, halves of tokens", 2, EP2, watched=(events.GATHERED, events.STARTED), **HALVES),
+    with_experts(
+        "sharded experts, EP2 x EDP2, halves",
+        4,
+        EP2,
+        watched=(events.EXPERTS_GATHERED, events.ATTENDED),
+        **HALVES_OF_ATTENTION,
+    ),
+    with_experts(
+        "sharded experts, EP2 x EDP2, halves of tokens",
+        4,
+        EP2,
+        watched=(events.EXPERTS_GATHERED, events.STARTED),
+        **HALVES,
+    ),
     fsdp2("EP2 x EDP2", 4, EP2),
     fsdp2("PP2 x EP2", 4, f"{PP2} {EP2}", quick=True),
     fsdp2("PP2 x VPP2 x EP2, loss per token", 4, f"{PP2} {VPP2} {EP2} {PER_TOKEN}"),

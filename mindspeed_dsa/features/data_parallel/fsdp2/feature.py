@@ -194,9 +194,6 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _UTILS = "megatron.core.utils"
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan"
-_WHOLE_LAYERS = (
-    "moe-batch-overlap runs parts of layers, and weights are gathered by whole layers; omit one of them"
-)
 
 FEATURE = Feature(
     name="fsdp2",
@@ -411,7 +408,6 @@ FEATURE = Feature(
     ),
     requires=Requires(versions={"megatron-core": ">=0.16,<0.21", "torch": ">=2.10"}),
     conflicts=(
-        Conflict("moe-batch-overlap", _WHOLE_LAYERS),
         Conflict(
             "reuse-fp32-param",
             "weights are gathered from their bf16 halves, which it takes away; use --swap-optimizer, which "

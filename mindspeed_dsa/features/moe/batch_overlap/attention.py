@@ -142,16 +142,21 @@ def _takes_part(
     unknown = [
         name
         for name, value in kwargs.items()
-        if value is not None and name not in ("hidden_states", "attention_mask", *_WHOLE)
+        if value is not None and name not in ("hidden_states", "attention_mask", *_ANGLES)
     ]
     if len(args) > 1 or unknown:
         why = f"layers were given {', '.join(unknown) or 'arguments without names'}"
-    elif hidden.size(1) == 1 and (
-        problems := list(check_rows(layer.config, context.options, hidden.size(0)))
-    ):
-        why = problems[0]
-    else:
+    elif layer.mlp._forward_hooks:
+        why = "a forward hook is on a layer's mlp, which is taken apart"
+    elif hidden.size(1) > 1:
         return True
+    elif not _knows_rows(layer):
+        why = "microbatches have one sequence, and Megatron's own attention knows no rows without all keys"
+    else:
+        problems = list(check_rows(layer.config, context.options, hidden.size(0)))
+        if not problems:
+            return True
+        why = problems[0]
     context.log.warning("attention stays whole: %s", why, once=True)
     return False
 
@@ -180,8 +185,10 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
     return True
 
 
-_WHOLE = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset")
-"""Arguments of a layer's forward that are the same for both halves."""
+_ANGLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+"""Arguments of a layer's forward that are the same for whole sequences."""
+_NONE = ("packed_seq_params", "sequence_len_offset")
+"""Those that Megatron's functions read, and no half has."""
 
 
 def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -192,7 +199,8 @@ def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]
         masks = (None, None)  # rows are causal
     elif mask is not None and mask.size(0) == hidden.size(1):
         masks = mask.tensor_split(2)
-    return [{name: kwargs.get(name) for name in _WHOLE} | {"attention_mask": mask} for mask in masks]
+    angles = {name: kwargs.get(name) for name in _ANGLES}
+    return [{**angles, **dict.fromkeys(_NONE), "attention_mask": mask} for mask in masks]
 
 
 def _hands_on(layer: Any, context: Context[Options]) -> bool:

@@ -119,7 +119,6 @@ _REFUSED_WITH_ATTENTION = {
     "hidden_dropout": "draws other random numbers for halves than for the whole",
     "attention_dropout": "draws other random numbers for halves than for the whole",
     "moe_enable_routing_replay": "counts one routing for each layer and microbatch",
-    "use_torch_fsdp2": "gathers weights by whole layers",
     "use_megatron_fsdp": "gathers weights by whole layers",
     "pack_documents": "has one row of tokens for a microbatch, and no whole sequences to cut it by",
     "reset_position_ids": "has one row of tokens for a microbatch, and no whole sequences to cut it by",

@@ -61,7 +61,7 @@ ATTENTION = {**EP2, **ALWAYS, "moe_batch_overlap_attention": True, "micro_batch_
             {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
             "--recompute-granularity full",
         ),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"pack_documents": True}, "--pack-documents"),
         ({**DSA, "dsa_stage": "warmup"}, "--dsa-stage warmup"),
         ({**DSA, "dsa_indexer_topk_freq": 2}, "share a selection"),
