@@ -83,6 +83,24 @@ def test_halves_of_attention_beside_stock(pool, beside, recomputed):
 
 
 @pytest.mark.releases(">=0.14")
+def test_halves_beside_recomputed_core_attention(pool):
+    """A part of the indexer loss that is computed in backward is what it is in forward, or none is cut."""
+    overrides = {
+        "moe_layer_freq": 1,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    }
+    layout = {"overrides": overrides, "num_microbatches": 1, "micro_batch_size": 2, "ep": 2, "etp": 1}
+    off, on = (
+        pool.run(f"{__name__}:whole_step", 2, switches=switches, **layout)
+        for switches in ({}, HALVES_OF_ATTENTION)
+    )
+    for before, after in zip(off, on, strict=True):
+        assert losses_of(after) == pytest.approx(losses_of(before), rel=1e-6)
+        assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-5)
+
+
+@pytest.mark.releases(">=0.14")
 def test_moved_experts_beside_stock(pool):
     runs = {name: RUNS[name] for name in ("shared expert", "layer recomputed")}
     for rank in pool.run(f"{__name__}:balanced", 2, runs=runs):

@@ -35,6 +35,7 @@ class Options:
         always: layers are cut without being measured.
         attention: they are cut before attention: always, never, or, if ``None``, wherever that is served.
         sparse_rows: sparse attention runs with fewer rows than keys.
+        weighs_again: an indexer loss has a half's weight where core attention is recomputed, too.
         warmup: layers run without a graph, and their indexers learn beside them.
     """
 
@@ -42,24 +43,22 @@ class Options:
     always: bool
     attention: bool | None
     sparse_rows: bool
+    weighs_again: bool
     warmup: bool
 
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings, or from arguments."""
+        release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
+        own_loop = release is not None and SpecifierSet(OWN_LOOP, prereleases=True).contains(release)
         return cls(
             switched_on=bool(getattr(settings, "moe_batch_overlap", False)),
             always=bool(getattr(settings, "moe_batch_overlap_always", False)),
             attention=getattr(settings, "moe_batch_overlap_attention", None),
-            sparse_rows=_knows_rows(settings),
+            sparse_rows=own_loop and DSAOptions.of(settings).all_ours,
+            weighs_again=own_loop,
             warmup=DSAOptions.of(settings).warmup,
         )
-
-
-def _knows_rows(settings: Any) -> bool:
-    release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
-    own_loop = release is not None and SpecifierSet(OWN_LOOP, prereleases=True).contains(release)
-    return own_loop and DSAOptions.of(settings).all_ours
 
 
 def wanted(settings: Any) -> bool:
@@ -149,7 +148,7 @@ def check_attention(args: Any, options: Options) -> Iterator[str]:
             f"--recompute-granularity full, other modules, or omit {_ATTENTION}"
         )
     if uses_dsa(args):
-        yield from _check_dsa(args)
+        yield from _check_dsa(args, options)
 
 
 _ONE_SEQUENCE = f"{_ATTENTION} cuts a microbatch of one sequence by its rows"
@@ -192,13 +191,22 @@ def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
         )
 
 
-def _check_dsa(args: Any) -> Iterator[str]:
+def _check_dsa(args: Any, options: Options) -> Iterator[str]:
     if Sharing.of(args).is_on:
         yield (
             f"{_ATTENTION}: layers that share a selection would read that of the other half; omit "
             f"{_ATTENTION}, with which tokens are cut behind attention"
         )
-    if argument(args, "calculate_per_token_loss") and (argument(args, "dsa_indexer_loss_coeff") or 0) > 0:
+    if not (argument(args, "dsa_indexer_loss_coeff") or 0) > 0:
+        return
+    selective = argument(args, "recompute_granularity") == "selective"
+    if selective and "core_attn" in (argument(args, "recompute_modules") or ()) and not options.weighs_again:
+        yield (
+            f"{_ATTENTION}: --recompute-modules core_attn computes the indexer loss of a half again as if it "
+            "were the whole, but on megatron-core 0.16 to 0.18; use --recompute-granularity full, or omit "
+            f"{_ATTENTION}"
+        )
+    if argument(args, "calculate_per_token_loss"):
         yield (
             f"{_ATTENTION} weighs halves of an indexer loss that is a mean, and --calculate-per-token-loss "
             "makes it a sum; omit one of them"
