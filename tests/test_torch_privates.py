@@ -17,6 +17,8 @@ FOLDER = Path(mindspeed_dsa.__file__).parent
 PAGE = FOLDER.parent / "docs" / "torch-privates.md"
 
 NOT_TORCHS = {
+    # Python
+    *("_current_frames", "_exit", "_getframe"),
     # argparse
     *("_ActionsContainer", "_actions", "_option_string_actions"),
     # named tuples, import specs

@@ -23,6 +23,7 @@ from mindspeed_dsa.context_parallel.strategy import ContextParallelStrategy, Exc
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.parallel import buffer_pool, saved_tensors
 from mindspeed_dsa.parallel.collectives import reduce_scatter_tensor
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.transfers import exchange_pairs
 
 
@@ -241,7 +242,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer, ctx.dtype = transfer, local.dtype
-        transfer.start(local)
+        with named("keys of the sequence"):
+            transfer.start(local)
         return local.view_as(local)
 
     @staticmethod
@@ -271,7 +273,8 @@ class _Wait(torch.autograd.Function):
         total = arrived[-1] if arrived else ctx.nothing.new_zeros(()).expand(ctx.whole_shape)
         for gradient in arrived[:-1]:
             total = total + gradient
-        ctx.transfer.start_sum(total)
+        with named("gradient of keys of the sequence"):
+            ctx.transfer.start_sum(total)
         return ctx.nothing, None
 
 

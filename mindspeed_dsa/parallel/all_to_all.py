@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed_dsa.parallel import names
 from mindspeed_dsa.parallel.transfers import Pending
 
 Splits = list[int] | None
@@ -38,6 +39,7 @@ class InFlight:
         self.received: Tensor | None = None
         self.place: int | None = None  # of the start's node among all; the node itself refers to this object
         self._splits, self._group = (output_splits, input_splits), group
+        self._name = names.current()
 
     def wait(self) -> Tensor:
         """Return the rows, ``[sum(output_splits), ...]``; their gradient starts on the way back here.
@@ -86,7 +88,8 @@ class InFlight:
         rows = rows.contiguous()
         size = rows.size(0) if receive is None else sum(receive)
         result = rows.new_empty((size, *rows.shape[1:]))
-        work = dist.all_to_all_single(result, rows, receive, send, group=self._group, async_op=True)
+        with names.under(self._name.reversed() if reverse else self._name):
+            work = dist.all_to_all_single(result, rows, receive, send, group=self._group, async_op=True)
         return Pending(result, [work], [rows])
 
 

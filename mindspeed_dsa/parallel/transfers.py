@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.parallel import buffer_pool
+from mindspeed_dsa.parallel.names import named
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Pending:
         return self.result
 
 
-def pass_on(tensor: Tensor, group: Any, tag: int = 0) -> Pending:
+def pass_on(tensor: Tensor, group: Any, tag: int = 0, what: str = "") -> Pending:
     """Start to send a tensor to the next rank and to receive the previous rank's, of the same size.
 
     Every rank of the group calls it in the same order.
@@ -55,6 +56,7 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0) -> Pending:
         group: process group of at least two ranks.
         tag: tells transfers apart that are under way together. With two ranks the next one is the previous
             one too, and gloo, unlike NCCL and HCCL, does not pair messages by their order alone.
+        what: it is, in a few words.
 
     Returns:
         What the previous rank has sent, pending; it keeps ``tensor`` until then.
@@ -63,12 +65,13 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0) -> Pending:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = buffer_pool.take(tensor)
     following, previous = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.irecv, received, previous, group, tag),
-            dist.P2POp(dist.isend, tensor, following, group, tag),
-        ]
-    )
+    with named(what):
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, received, previous, group, tag),
+                dist.P2POp(dist.isend, tensor, following, group, tag),
+            ]
+        )
     return Pending(received, works, [tensor])
 
 

@@ -24,6 +24,7 @@ from mindspeed_dsa.features.attention.context_parallel.ring import (
     ring_attention,
 )
 from mindspeed_dsa.parallel.all_to_all import InFlight, start
+from mindspeed_dsa.parallel.names import named
 
 
 class HeadExchange(PayloadStrategy):
@@ -71,12 +72,14 @@ class HeadExchange(PayloadStrategy):
     def _send(self, states: Tensor) -> InFlight:
         """Start to exchange ``[rows, b, heads, dim]``."""
         parts = states.unflatten(2, (self._heads.size(), -1)).movedim(2, 0)
-        return start(parts.flatten(0, 1), None, None, self._heads)
+        with named("heads of attention"):
+            return start(parts.flatten(0, 1), None, None, self._heads)
 
     def _rows_again(self, out: Tensor, order: Tensor | None) -> Tensor:
         """Exchange ``[ranks * rows, b, heads / ranks, dim]`` for ``[rows, b, heads, dim]``."""
         ranks = self._heads.size()
-        arrived = start(by_rank(out, ranks, order), None, None, self._heads).wait()
+        with named("output of attention"):
+            arrived = start(by_rank(out, ranks, order), None, None, self._heads).wait()
         # [ranks, rows, b, heads / ranks, dim]
         rows: Tensor = arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
         return rows

@@ -297,7 +297,7 @@ class _Ring(torch.autograd.Function):
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         expansion, merged, block, parts = payload.expansion, Merged(), rows, plan.own()
         for step in range(1, ranks + 1):
-            coming = pass_on(block, group, _KEYS) if step < ranks else None
+            coming = pass_on(block, group, _KEYS, "keys of a ring step") if step < ranks else None
             for part in parts:
                 inner.forward(merged, query, *expansion.keys_and_values(block[part.keys], weights), part)
             before = block
@@ -334,7 +334,7 @@ def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: R
     """
     rank, ranks = group.rank(), group.size()
     own, (first, last) = zeros_for_sums(rows), plan.own_in_halves()
-    block, coming = rows, pass_on(rows, group, _KEYS)
+    block, coming = rows, pass_on(rows, group, _KEYS, "keys of a ring step")
     gradient: Tensor | None = None
     arriving: Pending | None = None
     back.add(first, rows, own)
@@ -343,14 +343,14 @@ def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: R
         if before is not rows:
             buffer_pool.give_back(before)
         if step < ranks - 1:
-            coming = pass_on(block, group, _KEYS)
+            coming = pass_on(block, group, _KEYS, "keys of a ring step")
         on_its_way, gradient = gradient, buffer_pool.take(block, own.dtype).zero_()
         back.add(plan.with_block_of((rank - step) % ranks), block, gradient)
         if arriving is not None and on_its_way is not None:
             received = arriving.wait()
             gradient.add_(received)
             buffer_pool.give_back(received, on_its_way)
-        arriving = pass_on(gradient, group, _GRADIENTS)
+        arriving = pass_on(gradient, group, _GRADIENTS, "gradient of keys of a ring step")
     back.add(last, rows, own)
     assert arriving is not None
     assert gradient is not None

@@ -16,6 +16,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.megatron.local_modules import DuplicatedLinear
 from mindspeed_dsa.megatron.mla_projections import Projections
 from mindspeed_dsa.parallel.all_to_all import start
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.patches.errors import SettingsError
 
 _DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
@@ -47,7 +48,8 @@ class OutputProjection(WholeLinear):
         """Project ``[s, b, heads / t * dim]``, all rows, to ``[s / t, b, hidden]``, and the bias, if any."""
         ranks = self.group.size()
         # Rows lie by the rank that gets them; what arrives, [t, s / t, b, heads / t * dim], by heads.
-        arrived = start(heads, None, None, self.group).wait().unflatten(0, (ranks, -1))
+        with named("output of attention"):
+            arrived = start(heads, None, None, self.group).wait().unflatten(0, (ranks, -1))
         return super().forward(arrived.movedim(0, 2).flatten(2))
 
 

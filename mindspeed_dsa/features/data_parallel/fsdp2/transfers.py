@@ -21,6 +21,7 @@ from mindspeed_dsa.features.data_parallel.fsdp2 import checks
 from mindspeed_dsa.features.data_parallel.fsdp2.copy_out import by_rank, place, written_unseen
 from mindspeed_dsa.parallel import buffer_pool
 from mindspeed_dsa.parallel.local_shards import local_of
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.transfers import exchange_pairs
 
 _SMALL = 2**16
@@ -57,7 +58,8 @@ class Gather:
             self._gathered = packed[0].new_empty(ranks, sum(self._sizes))
             torch.cat(packed, out=self._gathered[rank])
             messages.add([self._gathered[rank]] * ranks, self._gathered)
-        self._works = messages.start()
+        with named("weights of a unit"):
+            self._works = messages.start()
         with written_unseen([each.all_gather_outputs[0] for each in parameters]):
             for target, shard in local:
                 target.copy_(shard)
@@ -125,7 +127,8 @@ class Reduction:
             ]
             torch._foreach_copy_(places, [pieces for _, pieces in packed])
             self._send([each for each, _ in packed], buffer)
-        self._works = self._messages.start()
+        with named("gradients of a unit"):
+            self._works = self._messages.start()
 
     def _send(self, owners: list[Any], pieces: Tensor) -> None:
         received = buffer_pool.take(pieces)

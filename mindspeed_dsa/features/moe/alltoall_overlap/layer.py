@@ -23,6 +23,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe.alltoall_overlap.feature import check_overlap
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_half, shared_expert_of
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Routed = Callable[[], "tuple[Any, ...]"]
@@ -93,7 +94,7 @@ def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _calls.get(self)
         if call is None:
             return original(self, *args, **kwargs)
-        with launching(call.dispatch):
+        with named("dispatch"), launching(call.dispatch):
             return original(self, *args, **kwargs)
 
     return token_dispatch
@@ -148,7 +149,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
     def between(*_: Any) -> None:
         if not done:
             output, *others = routed()
-            with launching(call.combine):
+            with named("combine", layer.layer_number), launching(call.combine):
                 done.append((layer.token_dispatcher.token_combine(output), *others))
             if any(gradient.taken for gradient in deferred):
                 call.combine[0].give_way(call.dispatch[0])

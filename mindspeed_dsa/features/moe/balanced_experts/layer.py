@@ -29,6 +29,7 @@ from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExp
 from mindspeed_dsa.features.moe.experts import SingleExperts, single_experts
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.split_layers import Companion, Cut, accompany, companion_of, in_pieces
+from mindspeed_dsa.parallel.names import named
 
 Call = Callable[..., Any]
 
@@ -62,7 +63,8 @@ class _Layer:
         learning = torch.tensor([self._learns(expert) for expert in range(self.count)], dtype=counts.dtype)
         mine = torch.cat((counts, learning.to(counts.device, non_blocking=True)))
         all_ranks = mine.new_empty(self.ranks * mine.numel())
-        dist.all_gather_into_tensor(all_ranks, mine, group=self.group)
+        with named("tokens of experts"):
+            dist.all_gather_into_tensor(all_ranks, mine, group=self.group)
         table = all_ranks.cpu().numpy().reshape(self.ranks, -1)
         experts = counts.numel()
         return table[:, :experts], [bool(flag) for flag in table[:, experts:].ravel()]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.features.moe.experts import WeightSlice
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.transfers import Pending
 
 
@@ -171,7 +172,8 @@ class _Messages:
         if messages:
             messages.sort(key=lambda message: message.op is not dist.irecv)
             tensors = [message.tensor for message in messages]
-            self._pending = Pending(tensors[0], dist.batch_isend_irecv(messages), tensors)
+            with named("weights of lent experts"):
+                self._pending = Pending(tensors[0], dist.batch_isend_irecv(messages), tensors)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_half
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Mode = Literal["whole", "in turn", "interleaved"]
@@ -61,7 +62,7 @@ class Half:
 
     def dispatch(self) -> None:
         """Send rows and probabilities to their experts."""
-        with launching(self.dispatched):
+        with named("dispatch"), launching(self.dispatched):
             self._dispatcher.token_dispatch(*self._permuted)
         self._permuted = None
         self._wait_now(self.dispatched)
@@ -77,7 +78,7 @@ class Half:
 
     def combine(self, output: Tensor, after: Tensor | None = None) -> None:
         """Send outputs back to their tokens; in backward, before the transfer that ``after`` marks."""
-        with launching(self.combined, after):
+        with named("combine"), launching(self.combined, after):
             self._dispatcher.token_combine(output)
         self._wait_now(self.combined)
 

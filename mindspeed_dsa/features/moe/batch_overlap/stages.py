@@ -24,6 +24,7 @@ from mindspeed_dsa.megatron.indexer_loss import part_of_loss
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.split_layers import Passes
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching, returning
+from mindspeed_dsa.parallel.names import named
 
 _running: ContextVar[Stages | None] = ContextVar("half whose stage runs", default=None)
 
@@ -92,7 +93,7 @@ class Stages:
 
     def dispatch(self) -> None:
         """Send rows and probabilities to their experts."""
-        with self._stage(), launching(self._dispatched):
+        with self._stage(), named("dispatch", self._moe.layer_number), launching(self._dispatched):
             self._dispatcher.token_dispatch(*self._hidden)
         self._hidden = None
         self._wait_now(self._dispatched)
@@ -123,7 +124,7 @@ class Stages:
 
     def combine(self) -> None:
         """Send outputs back to their tokens."""
-        with self._stage(), launching(self._combined):
+        with self._stage(), named("combine", self._moe.layer_number), launching(self._combined):
             self._dispatcher.token_combine(self._hidden)
         self._hidden = None
         self._wait_now(self._combined)

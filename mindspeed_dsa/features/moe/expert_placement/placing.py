@@ -21,6 +21,7 @@ from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.expert_placement.feature import FLAG, Options, misfits
 from mindspeed_dsa.features.moe.numbering import Numbered
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, SettingsError
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
@@ -142,7 +143,8 @@ def move(layer: Any, order: Sequence[int], context: Context[Options]) -> None:
     ]
     group = state.get_expert_model_parallel_group()
     for tensors in zip(*held, strict=True):  # the same parameter of all experts
-        _exchange(tensors, leaving, arriving, group)
+        with named("weights of placed experts", layer.layer_number):
+            _exchange(tensors, leaving, arriving, group)
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ from mindspeed_dsa.megatron.split_layers import (
     transformer_layer,
 )
 from mindspeed_dsa.parallel.all_to_all import arriving, departed, departing
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 # -- the order of two layers' pieces ----------------------------------------------------------------
@@ -181,7 +182,7 @@ def _before_experts(router: _Step, dispatch: _Step | None, layer: Any, handover:
 
 def _dispatch(dispatch: _Step, moe: Any, handover: Handover) -> _Step:
     def step(node: Any, tokens: Tensor, probs: Tensor) -> Tensor:
-        with departing(handover.dispatch):
+        with named("dispatch", moe.layer_number), departing(handover.dispatch):
             edge: Tensor = dispatch(node, tokens, probs)
         if (companion := companion_of(moe.token_dispatcher)) is not None:
             companion.leave_router(node.detach)
@@ -211,7 +212,8 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
         if not moe.use_shared_expert:
             handover.discard_norm(output)
         state.dispatched_probs = None
-        with departed(handover.combined) if handover.combined else departing(handover.combine):
+        sends = departed(handover.combined) if handover.combined else departing(handover.combine)
+        with named("combine", moe.layer_number), sends:
             sent: Tensor = moe.token_dispatcher.token_combine(output)
         if companion is not None:
             companion.leave_experts(node.detach)

@@ -19,10 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.parallel.collectives import exchange, reduce_scatter_tensor
+from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.transfers import Pending
 
 Allocate = Callable[[list[int]], Tensor]
 """Memory of a given shape."""
+_ROWS, _SUM = "rows of a linear layer", "sum of a linear layer"
+"""Names of the collectives."""
 
 
 def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
@@ -55,17 +58,19 @@ class Gather:
         self._ranges = bounds(rows, chunks)
         if len(self._ranges) == 1:
             whole = self.whole.flatten(0, 1)
-            self._works = [dist.all_gather_into_tensor(whole, local, group=group, async_op=True)]
+            with named(_ROWS):
+                self._works = [dist.all_gather_into_tensor(whole, local, group=group, async_op=True)]
             return
-        self._works = [
-            dist.all_gather(
-                [self.whole[rank, first:end] for rank in range(self.ranks)],
-                local[first:end],
-                group=group,
-                async_op=True,
-            )
-            for first, end in self._ranges
-        ]
+        with named(_ROWS):
+            self._works = [
+                dist.all_gather(
+                    [self.whole[rank, first:end] for rank in range(self.ranks)],
+                    local[first:end],
+                    group=group,
+                    async_op=True,
+                )
+                for first, end in self._ranges
+            ]
 
     def wait(self) -> Tensor:
         """Return ``[tp * rows, width]``, complete."""
@@ -131,7 +136,8 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
     if len(ranges := bounds(rows, chunks)) == 1:
         product = torch.mm(whole, weight)
         pending = Pending(whole.new_empty(rows, weight.size(1)), [], [product])
-        pending.works.append(reduce_scatter_tensor(pending.result, product, group=group, async_op=True))
+        with named(_SUM):
+            pending.works.append(reduce_scatter_tensor(pending.result, product, group=group, async_op=True))
         return pending
     by_rank = whole.unflatten(0, (ranks, rows))  # [tp, rows, k]
     if whole.device.type == "cpu":
@@ -142,11 +148,12 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
         for rank in range(ranks):
             torch.mm(by_rank[rank, first:end], weight, out=product[rank])
         pending.inputs.append(product)
-        pending.works.append(
-            dist.reduce_scatter_tensor(
-                pending.result[first:end], product.flatten(0, 1), group=group, async_op=True
+        with named(_SUM):
+            pending.works.append(
+                dist.reduce_scatter_tensor(
+                    pending.result[first:end], product.flatten(0, 1), group=group, async_op=True
+                )
             )
-        )
     return pending
 
 
@@ -160,7 +167,8 @@ def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[t
         product = by_rank.new_empty(ranks - 1, end - first, weight.size(1))
         for place, rank in enumerate(others):
             torch.mm(by_rank[rank, first:end], weight, out=product[place])
-        pending.works.append(exchange(pending.result[first:end], product, group))
+        with named(_SUM):
+            pending.works.append(exchange(pending.result[first:end], product, group))
     torch.mm(by_rank[mine], weight, out=pending.result)
     return pending
 
@@ -181,5 +189,6 @@ def matmul_reduce(rows: Tensor, weight: Tensor, group: Any, chunks: int) -> Pend
     for first, end in bounds(rows.size(0), chunks):
         product = pending.result[first:end]
         torch.mm(rows[first:end], weight, out=product)
-        pending.works.append(dist.all_reduce(product, group=group, async_op=True))
+        with named(_SUM):
+            pending.works.append(dist.all_reduce(product, group=group, async_op=True))
     return pending

@@ -1,0 +1,182 @@
+"""Recording of collectives for the day of a hang, and the end of a job that has lost a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.spec import Patch
+
+SILENCE_S = 120.0
+"""Most jobs start a collective more often; the default time-out of a group is five times as long."""
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "gather", "scatter"),
+    *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather_object"),
+    *("scatter_object_list", "barrier", "monitored_barrier"),
+)
+"""Functions of ``torch.distributed`` that all ranks of a group call."""
+MESSAGES = ("send", "recv", "isend", "irecv")
+"""Those that two ranks call."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        folder: where the files go.
+        silence_s: seconds without a collective after which they are written.
+    """
+
+    folder: Path
+    silence_s: float
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Build from resolved settings.
+
+        Raises:
+            SettingsError: a time without a folder.
+        """
+        folder, silence_s = settings.record_collectives, settings.record_collectives_after
+        if folder is None:
+            raise SettingsError(
+                f"--record-collectives-after {silence_s} records nothing without --record-collectives; "
+                "name a folder with that, or omit it"
+            )
+        return cls(Path(folder), SILENCE_S if silence_s is None else silence_s)
+
+
+def recording_wanted(settings: Any) -> bool:
+    """Return whether a folder is named, or a time, which is refused without one."""
+    return settings.record_collectives is not None or settings.record_collectives_after is not None
+
+
+def check_recording(args: Any, options: Any) -> Iterator[str]:
+    """Yield a folder that cannot be one, and a time in which nothing can be seen."""
+    silence_s, folder = Options.of(args).silence_s, Path(args.record_collectives)
+    if silence_s < 1:
+        yield f"--record-collectives-after {silence_s}: use at least 1 second"
+    if folder.exists() and not folder.is_dir():
+        yield f"--record-collectives {folder} is a file; name a folder"
+    minutes = getattr(args, "distributed_timeout_minutes", None)
+    if minutes and silence_s >= 60 * minutes:
+        yield (
+            f"--record-collectives-after {silence_s:g}: the groups' own time-out ends the job first "
+            f"(--distributed-timeout-minutes {minutes}); use less than {60 * minutes:g} seconds"
+        )
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_RECORDER = "mindspeed_dsa.features.diagnostics.collectives.recorder"
+_PLACES = "mindspeed_dsa.features.diagnostics.collectives.places"
+
+FEATURE = Feature(
+    name="record-collectives",
+    summary="Records collectives, and writes what every rank waits for when a job hangs or loses a rank.",
+    flags=(
+        Flag(
+            "--record-collectives",
+            "Keep the last collectives of every group, and write them to DIR, one file per rank, when none "
+            "starts or ends for a while, on SIGUSR1, and when a rank fails or dies; "
+            "`python -m mindspeed_dsa hang DIR` reads them.",
+            kind="value",
+            metavar="DIR",
+        ),
+        Flag(
+            "--record-collectives-after",
+            "Write them when no collective has started or ended for so many seconds; default: 120.",
+            kind="value",
+            type=float,
+            metavar="SECONDS",
+        ),
+    ),
+    patches=(
+        *(
+            Patch(
+                f"{_C10D}:{name}",
+                "wrap",
+                f"{_RECORDER}:record_collective",
+                "records who has started which collective of a group",
+                params=("group",),
+                required=False,
+                stale="report",
+            )
+            for name in COLLECTIVES
+        ),
+        *(
+            Patch(
+                f"{_C10D}:{name}",
+                "wrap",
+                f"{_RECORDER}:record_message",
+                "records messages of two ranks, which torch's own recorder does not for gloo",
+                params=("tensor", "group", "tag"),
+                stale="report",
+            )
+            for name in MESSAGES
+        ),
+        Patch(
+            f"{_C10D}:destroy_process_group",
+            "wrap",
+            f"{_RECORDER}:stop_recording",
+            "a rank that leaves its groups has not died",
+            params=("group",),
+            stale="report",
+        ),
+        Patch(
+            f"{_SCHEDULES}:get_forward_backward_func",
+            "wrap",
+            f"{_PLACES}:follow_steps",
+            "says where a step of the schedule begins and ends",
+        ),
+        Patch(f"{_SCHEDULES}:forward_step", "wrap", f"{_PLACES}:follow_forwards", "names the microbatch"),
+        Patch(
+            f"{_SCHEDULES}:backward_step",
+            "wrap",
+            f"{_PLACES}:follow_backwards",
+            "names the microbatch of a backward",
+            params=("output_tensor",),
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+            "wrap",
+            f"{_PLACES}:follow_pairs",
+            "names both microbatches of a pair",
+            params=("f_model", "b_model", "b_output_tensor"),
+            versions=">=0.14",
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_PLACES}:name_layer",
+            "names the layer that collectives belong to, in forward and in backward",
+            priority=100,
+        ),
+        Patch(
+            f"{_DISPATCHER}.token_dispatch",
+            "wrap",
+            f"{_PLACES}:name_dispatch",
+            "names Megatron's own all-to-all of tokens",
+            versions=">=0.13",
+        ),
+        Patch(
+            f"{_DISPATCHER}.token_combine",
+            "wrap",
+            f"{_PLACES}:name_combine",
+            "names Megatron's own all-to-all of the experts' outputs",
+            versions=">=0.13",
+        ),
+    ),
+    active=recording_wanted,
+    options=Options.of,
+    check=check_recording,
+    doc="record-collectives.md",
+)

@@ -1,0 +1,115 @@
+"""Names of Megatron's own collectives: the layer, the microbatch and the direction that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.diagnostics.collectives.feature import Options
+from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
+from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.parallel import names
+from mindspeed_dsa.parallel.names import Name, Pass, named
+from mindspeed_dsa.schedule.events import Event
+
+_Function = Callable[..., Any]
+
+
+class _Follower(pipeline_steps.Follower):
+    """Naming of what forwards and backwards start."""
+
+    def __init__(self, context: Context[Options]) -> None:
+        super().__init__(context.megatron)
+        self._recorder = context.state(Recorder)
+
+    def begins(self, step: dict[str, Any]) -> bool:
+        """Count the step."""
+        self._recorder.step += 1
+        return True
+
+    def before(self, events: Sequence[Event]) -> None:
+        """Name what comes by its microbatch."""
+        passes = tuple(Pass(event.kind.name.lower(), event.microbatch, event.chunk) for event in events)
+        self._recorder.passes = passes
+        names.set_current(Name(passes=passes))
+
+    def after(self, events: Sequence[Event]) -> None:
+        """Name what comes by nothing."""
+        self._recorder.passes = ()
+        names.set_current(Name())
+
+
+def _follower(context: Context[Options]) -> pipeline_steps.Follower:
+    """Return the session's follower; its own state is the recorder, which knows it."""
+    recorder = context.state(Recorder)
+    if recorder.follower is None:
+        recorder.follower = _Follower(context)
+    return recorder.follower
+
+
+def follow_steps(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``get_forward_backward_func``."""
+    return pipeline_steps.follow_steps(original, _follower(context))
+
+
+def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``forward_step``."""
+    return pipeline_steps.follow_forwards(original, _follower(context))
+
+
+def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``backward_step``."""
+    return pipeline_steps.follow_backwards(original, _follower(context))
+
+
+def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``combined_forward_backward_step``."""
+    return pipeline_steps.follow_pairs(original, _follower(context))
+
+
+def name_layer(original: _Function) -> _Function:
+    """Decorate ``TransformerLayer.forward``.
+
+    Backward enters a layer where the gradient of its output is there, and leaves it for the one below.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = names.current()
+        with names.under(replace(before, layer=self.layer_number)):
+            result = original(self, *args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        if torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(_enter, self.layer_number))
+        return result
+
+    return forward
+
+
+def _enter(layer: int, gradient: Tensor) -> None:
+    names.set_current(replace(names.current(), layer=layer))
+
+
+def name_dispatch(original: _Function) -> _Function:
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``."""
+    return _naming(original, "dispatch")
+
+
+def name_combine(original: _Function) -> _Function:
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``."""
+    return _naming(original, "combine")
+
+
+def _naming(original: _Function, what: str) -> _Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if names.current().what:  # by the feature that takes Megatron's place
+            return original(*args, **kwargs)
+        with named(what):
+            return original(*args, **kwargs)
+
+    return call

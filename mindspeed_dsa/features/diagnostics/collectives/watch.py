@@ -1,0 +1,362 @@
+"""Watch of a rank: writes its record when something is wrong, and ends a job that has lost a rank.
+
+A thread does all of it, since the main one waits in a collective then, outside of Python. Ranks tell each
+other through the folder. Each holds a lock on a file in it for as long as it lives: where the lock is free
+and the file is there, the process was killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+import weakref
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, Protocol
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from mindspeed_dsa.features.diagnostics.collectives.feature import Options
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.runs import collectives as files
+from mindspeed_dsa.runs.files import RunError, try_lock, write_atomically
+
+_PERIOD_S = 0.5
+_GRACE_S = 10.0
+"""From the loss of a rank to the end of the others, for launchers and handlers that end them better."""
+_PATIENCE_S = 5.0
+"""For the cause of a broken connection to be known."""
+_BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout")
+"""Words in errors of a rank that is not to blame."""
+
+
+class Recorded(Protocol):
+    """The part of a recorder that is watched."""
+
+    changed: float
+
+    def place(self) -> str:
+        """Return where the schedule stands, in words."""
+
+    def groups(self) -> tuple[files.Group, ...]:
+        """Return everything that is recorded."""
+
+
+class Watch:
+    """Thread of one rank.
+
+    Args:
+        options: of the feature.
+        log: of the feature.
+        recorder: what is written.
+    """
+
+    def __init__(self, options: Options, log: Log, recorder: Recorded) -> None:
+        self._folder, self._silence_s = options.folder.absolute(), options.silence_s
+        self._log = log
+        # Sessions and groups end without a word where nothing of them is patched any more.
+        self._recorder, self._world = weakref.ref(recorder), weakref.ref(dist.group.WORLD)
+        self._rank, self._ranks, self._host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
+        self._job = _job_of_all_ranks()
+        self._lost: dict[str, str] = {}
+        self._ends_at: float | None = None
+        self._silent_since = 0.0
+        self._process = os.getpid()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._say_alive()
+        self._request = self._folder / f".request-{self._job}"
+        self._seen = 0
+        self._writing = threading.Lock()
+        self._failure: tuple[str, list[str]] | None = None
+        self._stopped = threading.Event()
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        self._earlier: int | None = None
+        self._take_signals()
+        self._previous_hook, sys.excepthook = sys.excepthook, self._failed
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._leave_child)
+        self._thread = threading.Thread(target=self._watch, name="record-collectives", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: this rank leaves of its own accord."""
+        if self._stopped.is_set() or os.getpid() != self._process:
+            return
+        self._stopped.set()
+        atexit.unregister(self.stop)
+        if self._owns_file():
+            with contextlib.suppress(OSError):
+                self._alive(self._rank).unlink()
+        self._lock.close()
+        self._restore_signals()
+        if sys.excepthook == self._failed:
+            sys.excepthook = self._previous_hook
+
+    def _leave_child(self) -> None:
+        """Take from a forked child what is this process's: the lock, and the signals' way to the thread."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._lock.close()
+        self._restore_signals()
+        sys.excepthook = self._previous_hook
+
+    # -- what makes it write ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                ready, _, _ = select.select([self._woken], [], [], _PERIOD_S)
+                for number in os.read(self._woken, 64) if ready else b"":
+                    self._signalled(number)
+                if self._stopped.is_set():
+                    return
+                if self._is_over():
+                    self.stop()
+                    return
+                self._look()
+            except OSError as error:  # a file system that is full or gone does not end training
+                self._log.warning("%s cannot be written to: %s", self._folder, error, once=True)
+                time.sleep(_PERIOD_S)
+
+    def _is_over(self) -> bool:
+        """Return whether session or groups are gone, or a later session of this process has the folder."""
+        world = self._world()
+        if self._recorder() is None or world is None or dist.group.WORLD is not world:
+            return True
+        return not self._owns_file()
+
+    def _owns_file(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._alive(self._rank).stat().st_ino == os.fstat(self._lock.fileno()).st_ino
+        return False
+
+    def _look(self) -> None:
+        """Answer the others, look for those that are gone, and for silence."""
+        with contextlib.suppress(FileNotFoundError):
+            changed = self._request.stat().st_mtime_ns
+            if changed != self._seen:
+                self._seen = changed
+                asked = json.loads(self._request.read_text(encoding="utf-8"))
+                self._lose(asked["lost"])
+                if asked["rank"] != self._rank:
+                    self._write(f"rank {asked['rank']}: {asked['reason']}")
+        self._look_for_lost()
+        recorder = self._recorder()
+        changed_s = 0.0 if recorder is None else recorder.changed
+        quiet_s = time.time() - changed_s
+        if quiet_s > self._silence_s and self._silent_since != changed_s:
+            self._silent_since = changed_s
+            self._ask(f"no collective has started or ended for {quiet_s:.0f} s")
+        if self._ends_at is not None and time.time() > self._ends_at:
+            self.stop()
+            os._exit(1)
+
+    def _look_for_lost(self) -> None:
+        for rank in range(self._ranks):
+            if rank == self._rank or str(rank) in self._lost:
+                continue
+            with contextlib.suppress(FileNotFoundError, ValueError):  # it has left, or is about to arrive
+                other = self._killed(self._alive(rank))
+                if other is not None:
+                    killed = f"process {other['pid']} on {self._host} was killed, as by SIGKILL"
+                    self._lose({str(rank): f"{killed} or where memory ran out"})
+                    self._ask(f"rank {rank} died")
+
+    def _killed(self, file: Path) -> dict[str, Any] | None:
+        """Return what a rank's file says, if its process has ended without removing it."""
+        with open(file, encoding="utf-8") as opened:
+            other: dict[str, Any] = json.load(opened)
+            # A lock says nothing about another machine's processes on many network file systems.
+            if other["job"] != self._job or other["host"] != self._host:
+                return None
+            try:
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            # Who leaves removes the file first and unlocks it then.
+            return other if file.stat().st_ino == os.fstat(opened.fileno()).st_ino else None
+
+    def _lose(self, lost: dict[str, str]) -> None:
+        for rank, why in lost.items():
+            if rank in self._lost:
+                continue
+            self._lost[rank] = why
+            self._ends_at = self._ends_at or time.time() + _GRACE_S
+            if rank != str(self._rank):
+                self._say_once(rank, why)
+
+    def _say_once(self, rank: str, why: str) -> None:
+        """Print what happened to a rank, on the first of the others that knows."""
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._folder / f".said-{self._job}-{rank}", os.O_CREAT | os.O_EXCL))
+            print(
+                f"mindspeed_dsa: rank {rank} is gone: {why}; the other ranks end within {_GRACE_S:.0f} s. "
+                f"What each of them waited for: python -m mindspeed_dsa hang {self._folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _take_signals(self) -> None:
+        """Hear signals in the thread, too: handlers of Python wait for the main one."""
+        if threading.current_thread() is not threading.main_thread():
+            self._log.warning("signals write nothing: the first collective was not the main thread's")
+            return
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _do_nothing)
+        self._earlier = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+
+    def _restore_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread() or self._earlier is None:
+            return
+        signal.set_wakeup_fd(self._earlier)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if signal.getsignal(number) is _do_nothing:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _signalled(self, number: int) -> None:
+        if self._earlier is not None and self._earlier >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._earlier, bytes([number]))
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            self._ask(name)
+        elif number == signal.SIGTERM:
+            self._look_for_lost()
+            self._write(name)
+            if signal.getsignal(number) is _do_nothing:
+                self.stop()
+                # signal.signal() is for the main thread alone, which may wait outside of Python.
+                ctypes.pythonapi.PyOS_setsig(number, ctypes.c_void_p(None))
+                os.kill(os.getpid(), number)
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Take the place of ``sys.excepthook``: say what came first, here or elsewhere."""
+        text = f"{kind.__name__}: {error}"
+        self._failure = f"failed with {text}", _lines(traceback.extract_tb(trace))
+        to_blame = not any(word in text.lower() for word in _BROKEN)
+        with contextlib.suppress(OSError):
+            if to_blame:
+                self._lose({str(self._rank): f"it failed with {text}"})
+            else:
+                self._wait_for_cause()
+            self._ask(self._failure[0])
+        if to_blame or not self._lost:
+            self._previous_hook(kind, error, trace)
+        self.stop()
+
+    def _wait_for_cause(self) -> None:
+        until = time.time() + _PATIENCE_S
+        while time.time() < until:
+            self._look_for_lost()
+            if self._lost:
+                return
+            time.sleep(_PERIOD_S / 5)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def _ask(self, reason: str) -> None:
+        """Write this rank's record, and have the others write theirs."""
+        asked = {"rank": self._rank, "reason": reason, "lost": self._lost}
+        write_atomically(self._request, json.dumps(asked))
+        self._write(reason)
+        if self._failure is None and not self._lost:  # else there is a better line
+            self._log.warning("%s: see python -m mindspeed_dsa hang %s", reason, self._folder)
+
+    def _write(self, reason: str) -> None:
+        recorder = self._recorder()
+        if recorder is None:
+            return
+        stacks = _stacks()
+        if self._failure is not None:  # what comes later is its consequence
+            reason, stacks["main"] = self._failure
+        record = files.Record(
+            self._job,
+            self._rank,
+            self._ranks,
+            self._host,
+            os.getpid(),
+            time.time(),
+            reason,
+            dict(self._lost),
+            recorder.place(),
+            stacks,
+            recorder.groups(),
+            self._write_torchs(),
+        )
+        with self._writing:  # the main thread and this one
+            files.write(self._folder, record)
+
+    def _write_torchs(self) -> str:
+        """Write what torch's own recorder has, which knows the device's progress; its analyser reads it."""
+        dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+        if dump is None:
+            return ""
+        folder = self._folder / "torch"
+        folder.mkdir(exist_ok=True)
+        file = folder / f"rank_{self._rank}"
+        file.write_bytes(dump(True, False, False))  # with stacks it may take minutes
+        return str(file.relative_to(self._folder))
+
+    def _alive(self, rank: int) -> Path:
+        return self._folder / f".alive-{rank:05d}"
+
+    def _say_alive(self) -> IO[str]:
+        """Hold the lock on this rank's file, until the process ends in whatever way."""
+        file = self._alive(self._rank)
+        lock = try_lock(file)
+        if lock is None and str(os.getpid()) in file.read_text(encoding="utf-8"):
+            file.unlink()  # an earlier session of this process, which ends when it sees that
+            lock = try_lock(file)
+        if lock is None:
+            raise RunError(
+                f"--record-collectives {self._folder}: another job's rank {self._rank} records there; "
+                "name a folder of this job's own"
+            )
+        lock.truncate(0)
+        lock.write(json.dumps({"job": self._job, "host": self._host, "pid": os.getpid()}))
+        lock.flush()
+        return lock
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that the thread has heard of."""
+
+
+def _job_of_all_ranks() -> str:
+    """Return a name that all ranks of a job agree on, whoever of them is the first, and no other job has."""
+    mine = uuid.uuid4().hex[:12]
+    store: Any = dist.distributed_c10d._get_default_store()
+    return str(store.compare_set("mindspeed_dsa/record-collectives", "", mine).decode())
+
+
+def _stacks() -> dict[str, list[str]]:
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    found = {}
+    for number, frame in sys._current_frames().items():
+        thread = known.get(number)
+        if number == threading.get_ident():
+            continue
+        name = "main" if thread is threading.main_thread() else thread.name if thread else f"thread {number}"
+        found[name] = _lines(traceback.extract_stack(frame))
+    return found
+
+
+def _lines(stack: traceback.StackSummary) -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in stack]

@@ -1,0 +1,161 @@
+"""``hang``: which collective a job waits in, who has come to it, and where everybody else stands."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mindspeed_dsa.runs import collectives
+from mindspeed_dsa.runs.collectives import Call, Record
+from mindspeed_dsa.tools.hang import waits
+from mindspeed_dsa.tools.hang.waits import Findings, Wait
+
+_DESCRIPTION = """\
+Reads what --record-collectives wrote on all ranks of a job that hangs, or has lost a rank: which collective
+of which group it waits in, which ranks have come to it and with what, which have not, and where each of them
+stands.
+
+  torchrun ... pretrain_gpt.py ... --record-collectives runs/mine/collectives
+  kill -USR1 PID     # of any of its ranks; the others answer through the folder
+  python -m mindspeed_dsa hang runs/mine/collectives
+
+Exit status: 0; 2 where the folder cannot be read as records of one job."""
+
+_FOREIGN = (
+    *("/torch/", "mindspeed_dsa/features/diagnostics/collectives/", "mindspeed_dsa/parallel/"),
+    *("/threading.py", "/contextlib.py", "/typing_extensions.py"),
+)
+"""Parts of names of files in which nobody looks for the reason."""
+_RUNNING_S = 1.0
+"""A job whose ranks have waited for less may simply run."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print what the records say."""
+    options = _parse(argv)
+    records = collectives.read(options.folder)
+    print("\n".join(_report(records, waits.find(records), options)))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_dsa hang",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder given to --record-collectives")
+    parser.add_argument("--stacks", action="store_true", help="print the whole Python stack of every thread")
+    return parser.parse_args(list(argv))
+
+
+def _report(records: Sequence[Record], found: Findings, options: argparse.Namespace) -> Iterator[str]:
+    first = min(records, key=lambda each: each.time)
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
+    yield f"job {first.job}: records of {len(records)} of {first.ranks} ranks, from {written}"
+    yield from _causes(records, found)
+    by_rank = {record.rank: record for record in records}
+    for wait in found.waits:
+        yield ""
+        yield from _wait(wait, by_rank, found)
+    yield ""
+    yield _verdict(records, found)
+    yield ""
+    for record in records:
+        yield f"rank {record.rank} stands in {_standing(record)}"
+        if options.stacks:
+            for thread, lines in record.stacks.items():
+                yield f"  thread {thread}"
+                yield from (f"    {line}" for line in lines)
+
+
+def _causes(records: Sequence[Record], found: Findings) -> Iterator[str]:
+    for rank, why in found.lost.items():
+        yield f"rank {rank} is gone: {why}"
+    for record in () if found.lost else records:
+        if not record.reason.startswith("rank "):
+            yield f"rank {record.rank} wrote because of: {textwrap.shorten(record.reason, 160)}"
+    silent = [rank for rank in found.unwritten if rank not in found.lost]
+    if silent:
+        yield (
+            f"no record of rank{'s' * (len(silent) > 1)} {_list(silent)}: killed or frozen, on a machine "
+            "whose files are not here, or without --record-collectives"
+        )
+
+
+def _wait(wait: Wait, by_rank: dict[int, Record], found: Findings) -> Iterator[str]:
+    yield f"{wait.group.title}: {_subject(wait)}"
+    if wait.differs:
+        yield f"  the ranks do not call the same: {wait.differs}"
+        return
+    for rank, call in wait.arrived.items():
+        yield f"  rank {rank} has come: {_call(call, by_rank[rank])}"
+    for rank in wait.missing:
+        gone = "it is gone" if rank in found.lost else ""
+        if rank in by_rank:
+            place = f"it {'stood' if gone else 'stands'} in {_standing(by_rank[rank])}"
+            yield f"  rank {rank} has not: {', '.join(filter(None, (gone, place)))}"
+        elif gone:
+            yield f"  rank {rank} has not: {gone}"
+        else:
+            yield f"  rank {rank} has not, as far as is known: it has no record"
+    if not wait.missing:
+        yield "  all ranks have come, and the transfer has not ended"
+
+
+def _subject(wait: Wait) -> str:
+    call = wait.call
+    if call is None:
+        return f"call {wait.number}, older than what is kept"
+    what = call.name or "without a name"
+    if call.source is not None:
+        source = "any rank" if call.source < 0 else f"rank {call.source}"
+        return f"{what} (message {wait.number} from {source} to rank {call.destination}, tag {call.tag})"
+    return f"{what} ({call.function}, number {wait.number} of the group)"
+
+
+def _call(call: Call | None, record: Record) -> str:
+    if call is None:
+        return "its call is older than what is kept"
+    tensors = ", ".join(call.tensors) or "no tensors"
+    return f"{tensors}, {record.time - call.started:.1f} s before its record, from {call.line}"
+
+
+def _verdict(records: Sequence[Record], found: Findings) -> str:
+    longest = max(
+        (
+            max(record.time for record in records) - call.started
+            for wait in found.waits
+            for call in wait.arrived.values()
+            if call is not None
+        ),
+        default=0.0,
+    )
+    if found.lost:
+        return f"It began with rank {_list(sorted(found.lost))}."
+    if not found.waits:
+        return "No rank waits for another in a recorded collective: look where each of them stands."
+    failed = any(record.reason.startswith("failed") for record in records)
+    if longest < _RUNNING_S and not failed and not found.unwritten:
+        return f"No rank has waited for more than {_RUNNING_S:g} s: this may be a job that runs."
+    if any(wait.differs for wait in found.waits):
+        return "Ranks that call different collectives wait for ever: look at where their paths part."
+    if not found.first:
+        return "Every rank has come to what it waits for: look at the network."
+    return f"Look at rank {_list(found.first)} first: others wait for it, and it waits for nobody."
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _standing(record: Record) -> str:
+    """Return the schedule's place and the innermost line that is not torch's."""
+    stack = record.stacks.get("main", [])
+    line = next((each for each in reversed(stack) if not any(part in each for part in _FOREIGN)), "")
+    if line != (stack[-1] if stack else ""):
+        line += f", inside of it {stack[-1].partition(' ')[2]}"
+    return ", ".join(filter(None, (record.place, line or "no Python")))

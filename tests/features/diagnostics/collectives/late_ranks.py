@@ -1,0 +1,75 @@
+"""Training steps in which one rank comes late to a collective, in the pool's workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from mindspeed_dsa.runs import collectives
+from mindspeed_dsa.tools.hang import waits
+from tests.features.dsa import cp_cases
+from tests.support import model
+
+GROUPS = {
+    "TP": "get_tensor_model_parallel_group",
+    "PP": "get_pipeline_model_parallel_group",
+    "CP": "get_context_parallel_group",
+    "DP": "get_data_parallel_group",
+    "EP": "get_expert_model_parallel_group",
+    "EDP": "get_expert_data_parallel_group",
+}
+LATE = 1
+
+
+def train(folder: str, kind: str, what: str, switches: Any = None, **job: Any) -> dict[str, Any]:
+    """Result of a step in which a rank oversleeps, and has everybody write what they wait for.
+
+    Args:
+        folder: of the records.
+        kind: of the group whose collective it comes late to.
+        what: a part of that collective's name; the first is meant.
+        switches: of the library.
+        job: other arguments of a step.
+    """
+    from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
+    from mindspeed_dsa.parallel import names
+
+    slept: list[str] = []
+    original = Recorder.group
+
+    def group(self: Any, group: Any) -> Any:
+        from megatron.core import parallel_state
+
+        name = str(names.current())
+        options = {"with_context_parallel": True} if kind == "DP" else {}
+        if dist.get_rank() != LATE or slept or what not in name:
+            return original(self, group)
+        if group is getattr(parallel_state, GROUPS[kind])(**options):
+            slept.append(name)
+            oversleep(Path(folder))
+        return original(self, group)
+
+    run = cp_cases.step if "cp" in job else model.run
+    with mock.patch.object(Recorder, "group", group):
+        result = run(switches={**(switches or {}), "record_collectives": folder}, **job)
+    assert bool(slept) == (dist.get_rank() == LATE)
+    return result
+
+
+def oversleep(folder: Path) -> None:
+    """Stand still, and ask for records until they say that somebody has waited for long."""
+    for _ in range(30):
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.9)
+        if len(list(folder.glob("rank-*.json"))) == dist.get_world_size():
+            records = {record.rank: record for record in collectives.read(folder)}
+            for wait in waits.find(list(records.values())).waits:
+                if any(call and records[rank].time - call.started > 1 for rank, call in wait.arrived.items()):
+                    return

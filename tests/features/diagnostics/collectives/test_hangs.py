@@ -1,0 +1,77 @@
+"""A hang made on purpose in each kind of group: the report names the missing rank, and layer and purpose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from tests.features.diagnostics.collectives import late_ranks
+from tests.support.model import losses_of
+
+FULL = pytest.mark.full
+FEW = {"num_microbatches": 2, "micro_batch_size": 1}
+PAIRS = {"switches": {"moe_fb_overlap": True}, "ep": 2, **FEW}
+HANGS = {
+    "TP": ({"switches": {"use_ascend_coc": True}, "tp": 2}, "linear layer of layer 1, microbatch 0, forward"),
+    "TP, Megatron's": ({"tp": 2, **FEW}, "layer 2, microbatch 1, backward"),
+    "EP": (
+        {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2, **FEW},
+        "dispatch of layer 2, microbatch 1",
+    ),
+    "EP, backward": (
+        {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2, **FEW},
+        "gradient of combine of layer 2, microbatch 1, backward",
+    ),
+    "EP, Megatron's": ({"ep": 2}, "combine of layer 2, microbatch 0, forward"),
+    "EP, pairs": (PAIRS, "dispatch of layer 2, microbatch 1, forward"),
+    "CP": (
+        {"switches": {"use_fused_dsa": True}, "cp": 2},
+        "keys of the sequence of layer 1, microbatch 0, forward",
+    ),
+    "PP": ({"pp": 2, **FEW}, ""),
+    "DP": ({}, ""),
+    "EDP": ({"ep": 2}, ""),
+}
+QUICK = ("EP", "PP")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else FULL) for case in HANGS])
+def test_the_missing_rank_is_named(pool, tmp_path, capsys, case):
+    job, what = HANGS[case]
+    kind, late = case.partition(",")[0], late_ranks.LATE
+    other = 3 if kind == "EDP" else 1 - late
+    pool.run(
+        "tests.features.diagnostics.collectives.late_ranks:train",
+        4 if kind == "EDP" else 2,
+        folder=str(tmp_path),
+        kind=kind,
+        what=what,
+        **job,
+    )
+    assert main(["hang", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    print(text)
+    assert f"Look at rank {late} first" in text
+    assert f"rank {late} wrote because of: SIGUSR1" in text
+    waits = [wait for wait in text.split("\n\n") if " of ranks " in wait.partition("\n")[0]]
+    in_group = [wait for wait in waits if re.search(rf"\b{kind}\b", wait.partition(" of ")[0])]
+    wait = next(wait for wait in in_group if what in wait.partition("\n")[0])
+    assert re.search(rf"rank {late} has not: .*oversleep", wait), wait
+    assert re.search(rf"rank {other} has come: .*\[.*\] float32", wait), wait
+
+
+@pytest.mark.full
+def test_the_step_is_the_same(pool, tmp_path):
+    """Bitwise: the hooks on layers' outputs change no gradient."""
+    for layout in ({"pp": 2, **FEW}, {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2}):
+        switches = layout.pop("switches", {})
+        ours, theirs = (
+            pool.run("tests.support.model:run", 2, switches={**switches, **more}, **layout)
+            for more in ({"record_collectives": str(tmp_path)}, {})
+        )
+        for with_records, without in zip(ours, theirs, strict=True):
+            assert losses_of(with_records) == losses_of(without)
+            for name, gradient in without["gradients"].items():
+                assert with_records["gradients"][name].equal(gradient), name
