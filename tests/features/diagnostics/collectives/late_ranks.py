@@ -1,10 +1,13 @@
-"""Training steps in which one rank comes late to a collective, in the pool's workers."""
+"""Training steps in which one rank comes late to a collective, or never."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,10 +40,20 @@ def train(folder: str, kind: str, what: str, switches: Any = None, **job: Any) -
         switches: of the library.
         job: other arguments of a step.
     """
+    run = cp_cases.step if "cp" in job else model.run
+    with late(kind, what, lambda: oversleep(Path(folder))) as slept:
+        result = run(switches={**(switches or {}), "record_collectives": folder}, **job)
+    assert bool(slept) == (dist.get_rank() == LATE)
+    return result
+
+
+@contextmanager
+def late(kind: str, what: str, act: Callable[[], None]) -> Iterator[list[str]]:
+    """Context in which one rank does something before it comes to a collective; yields names of that."""
     from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
     from mindspeed_dsa.parallel import names
 
-    slept: list[str] = []
+    met: list[str] = []
     original = Recorder.group
 
     def group(self: Any, group: Any) -> Any:
@@ -48,18 +61,15 @@ def train(folder: str, kind: str, what: str, switches: Any = None, **job: Any) -
 
         name = str(names.current())
         options = {"with_context_parallel": True} if kind == "DP" else {}
-        if dist.get_rank() != LATE or slept or what not in name:
+        if dist.get_rank() != LATE or met or what not in name:
             return original(self, group)
         if group is getattr(parallel_state, GROUPS[kind])(**options):
-            slept.append(name)
-            oversleep(Path(folder))
+            met.append(name)
+            act()
         return original(self, group)
 
-    run = cp_cases.step if "cp" in job else model.run
     with mock.patch.object(Recorder, "group", group):
-        result = run(switches={**(switches or {}), "record_collectives": folder}, **job)
-    assert bool(slept) == (dist.get_rank() == LATE)
-    return result
+        yield met
 
 
 def oversleep(folder: Path) -> None:
@@ -73,3 +83,21 @@ def oversleep(folder: Path) -> None:
             for wait in waits.find(list(records.values())).waits:
                 if any(call and records[rank].time - call.started > 1 for rank, call in wait.arrived.items()):
                     return
+
+
+def never(folder: str, fate: str) -> None:
+    """Run a rank of a job with pairs, one of which is killed, fails or freezes inside of a pair."""
+
+    def act() -> None:
+        if fate == "failed":
+            raise ValueError("a bad batch")
+        os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
+
+    dist.init_process_group("gloo")
+    switches = {"moe_fb_overlap": True, "record_collectives": folder, "record_collectives_after": 3.0}
+    with late("EP", "dispatch of layer 2, microbatch 1, forward beside", act):
+        model.run(switches=switches, ep=2, num_microbatches=2, micro_batch_size=1)
+
+
+if __name__ == "__main__":
+    never(*sys.argv[1:])

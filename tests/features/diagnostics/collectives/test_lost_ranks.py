@@ -1,0 +1,94 @@
+"""A rank that is killed, fails or is frozen: what the others print, how soon they end, what records say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from tests.features.diagnostics.collectives.late_ranks import LATE
+from tests.support.ports import free_port
+
+pytestmark = pytest.mark.full
+ENDS_WITHIN_S = 60
+"""On a machine that others use, of which ten are the library's."""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start two ranks of a step with pairs, in which one comes to grief inside of a pair."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(fate: str) -> list[subprocess.Popen[str]]:
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "2",
+        }
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        for rank in range(2):
+            command = [
+                sys.executable,
+                "-m",
+                "tests.features.diagnostics.collectives.late_ranks",
+                str(tmp_path),
+                fate,
+            ]
+            started.append(
+                subprocess.Popen(
+                    command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+                )
+            )
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("fate", ["killed", "failed"])
+def test_all_ranks_end_with_the_cause_first(job, tmp_path, capsys, fate):
+    ranks = job(fate)
+    survivor = ranks[1 - LATE]
+    ranks[LATE].wait(timeout=180)
+    ended = time.time()
+    _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
+    assert time.time() - ended < ENDS_WITHIN_S
+    assert survivor.returncode not in (0, None)
+    assert ranks[LATE].returncode == (-signal.SIGKILL if fate == "killed" else 1)
+    assert "Traceback" not in said
+    assert "Connection" not in said.partition("is gone")[0]
+    if fate == "killed":  # what failed has said so itself, perhaps first
+        assert f"mindspeed_dsa: rank {LATE} is gone: process {ranks[LATE].pid} on " in said
+    assert main(["hang", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    cause = "was killed, as by SIGKILL" if fate == "killed" else "it failed with ValueError: a bad batch"
+    assert text.splitlines()[1].startswith(f"rank {LATE} is gone: ")
+    assert cause in text.splitlines()[1]
+    assert f"It began with rank {LATE}." in text
+    assert "dispatch of layer 2, microbatch 1, forward beside microbatch 0, backward" in text
+
+
+def test_a_frozen_rank_is_named_by_the_others(job, tmp_path, capsys):
+    """Its own process cannot write; silence is noticed where it is waited for."""
+    job("frozen")
+    record = tmp_path / f"rank-{1 - LATE:05d}.json"
+    until = time.time() + 180
+    while not record.exists() and time.time() < until:
+        time.sleep(0.5)
+    assert main(["hang", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"no record of rank {LATE}: killed or frozen" in text
+    assert f"rank {LATE} has not, as far as is known" in text
+    assert f"Look at rank {LATE} first" in text
