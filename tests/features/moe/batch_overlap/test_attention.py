@@ -52,7 +52,7 @@ RUNS = {
         {"overrides": {"num_layers": 3}, **ONE},
         {"use_fused_dsa": True, "use_dsa_absorb": True, "dsa_fuse_kl_in_backward": True},
     ),
-    "rows, all layers recomputed, memory features": (
+    "rows, all layers recomputed": (
         2,
         {"overrides": {"num_layers": 3, **RECOMPUTED}, **ONE},
         {"use_fused_dsa": True},
@@ -72,7 +72,7 @@ RUNS = {
     ),
     "PP2 x VPP2": (4, INTERLEAVED, {}),
 }
-QUICK = ("three layers", "balanced", "dense attention", "rows")
+QUICK = ("balanced", "rows")
 CASES = "tests.features.moe.batch_overlap.attention_in_halves"
 
 
