@@ -53,6 +53,15 @@ CASES: dict[str, Case] = {
             on_device=False,
         ),
         Case(
+            "checkpoints",
+            "saves of a state on the host: time that an asynchronous one takes from training over that of a "
+            "synchronous one, and what the manifest adds",
+            "benchmarks.checkpoints",
+            on_device=False,
+            has_quick=True,
+            options={"size": "GB of the state (default: 1)"},
+        ),
+        Case(
             "dsa",
             "sparse attention operators: speed and memory compared with Megatron's own, time over the floor",
             "benchmarks.dsa",

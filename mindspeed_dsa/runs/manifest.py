@@ -24,7 +24,7 @@ SUMS = ".dsa_sums."
 SMALL = 1 << 20
 """Files of so many bytes at most are read at every check: what they hold tells jobs and iterations apart."""
 _FORMAT = "mindspeed_dsa.checkpoint/1"
-_BLOCK = 4 << 20
+_BLOCK = 128 << 10  # stays in a cache between the copy and the sum
 _THREADS = 8
 
 

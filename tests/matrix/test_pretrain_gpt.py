@@ -56,12 +56,16 @@ def has_installed_sources(core: Path) -> bool:
 
 
 def pretrain(
-    folder: Path, features: str, layout: str = LAYOUT, script: str = "pretrain_gpt_dsa.sh"
+    folder: Path,
+    features: str,
+    layout: str = LAYOUT,
+    script: str = "pretrain_gpt_dsa.sh",
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Some steps of a recipe on two ranks: what each step recorded, and which features were at work."""
     folder.mkdir()
     command = ["bash", str(RECIPE / script), *layout.split(), *features.split()]
-    command += f"--train-iters {STEPS} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
+    command += f"--train-iters {steps} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
     command += ["--step-metrics-file", str(folder / "steps.jsonl"), "--mindspeed-report-dir", str(folder)]
     # The dataset helpers are compiled in the checkout, for the Python whose python3-config comes first.
     programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]

@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--whole-checkpoints"
@@ -34,7 +35,17 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings."""
+        """Build from resolved settings.
+
+        Raises:
+            SettingsError: asynchronous saves would be written by a process that cannot start here.
+        """
+        on_cpu = getattr(settings, "platform", None) == "cpu"
+        if on_cpu and getattr(settings, "use_persistent_ckpt_worker", False):
+            raise SettingsError(
+                f"{FLAG}: --use-persistent-ckpt-worker starts a process that takes a CUDA device, and this "
+                "job runs on the CPU; omit it: --async-save alone forks a writer"
+            )
         save = getattr(settings, "save", None)
         return cls(bool(settings.verify_checkpoint), Path(save) if save else None)
 
@@ -68,6 +79,11 @@ FEATURE = Feature(
         ),
         Flag(VERIFY, "Read all files of a checkpoint and compare checksums before it is loaded."),
         Flag("--save", "Megatron's own flag; no second job may save there.", kind="value", megatron=True),
+        Flag(
+            "--use-persistent-ckpt-worker",
+            "Megatron's own flag; refused on the CPU, where its process does not start.",
+            megatron=True,
+        ),
     ),
     patches=(
         Patch(

@@ -101,7 +101,7 @@ def save_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
         if getattr(job, "freeze_all_layers", False):
             return original(iteration, *args, **kwargs)  # writes no weights
         name = name_of(None if kwargs.get("release") else int(iteration))
-        save = _begin(_folder(job, temporary), name, work)
+        save = begin(_folder(job, temporary), name, work)
         work.saving = save
         work.choices.clear()
         try:
@@ -109,7 +109,7 @@ def save_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
         finally:
             work.saving = None
         if not job.async_save:
-            _finish(save, work)
+            finish(save, work)
         return result
 
     return save_checkpoint
@@ -122,7 +122,7 @@ def _folder(job: Any, temporary: bool) -> Path:
     return Path(own) if own else Path(job.save, "non_persistent")
 
 
-def _begin(folder: Path, name: str, work: Work) -> Save:
+def begin(folder: Path, name: str, work: Work) -> Save:
     """Prepare a save on all ranks: what is about to be replaced is no whole checkpoint any more."""
     token = [uuid.uuid4().hex]
     if _ranks() > 1:
@@ -175,15 +175,18 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
     def schedule_async_save(async_request: Any) -> Any:
         save = work.saving
-        if save is not None:
-            if _rank() == 0:
-                async_request.add_finalize_fn(lambda: _end(save, work))
-            if async_request.async_fn is not None:
-                write = Summed(async_request.async_fn, str(save.path), save.token, _rank())
-                async_request = async_request._replace(async_fn=write)
-        return original(async_request)
+        return original(async_request if save is None else listed_at_the_end(async_request, save, work))
 
     return schedule_async_save
+
+
+def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
+    """Return Megatron's ``AsyncRequest`` of a save with the sums and the manifest added to it."""
+    if _rank() == 0:
+        request.add_finalize_fn(lambda: end(save, work))
+    if request.async_fn is None:  # this rank has nothing to write
+        return request
+    return request._replace(async_fn=Summed(request.async_fn, str(save.path), save.token, _rank()))
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class Summed:
         return result
 
 
-def _end(save: Save, work: Work) -> None:
+def end(save: Save, work: Work) -> None:
     """Write the manifest of an asynchronous save, of sums that others have left and the first rank's own.
 
     Other ranks are not here, and do not wait for it.
@@ -234,7 +237,7 @@ def _end(save: Save, work: Work) -> None:
         ) from error
 
 
-def _finish(save: Save, work: Work) -> None:
+def finish(save: Save, work: Work) -> None:
     """Write the manifest of a synchronous save; ranks share the reading."""
     who = f"{work.context.feature}: {save.path} cannot be written"
     told = [together(lambda: _by_size(save.path) if _rank() == 0 else [], who)]

@@ -366,3 +366,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
         job.save(6)
     monkeypatch.undo()
     assert choose(job.folder).state == state_of(job.folder, 3)
+
+
+def test_a_writer_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU Megatron's persistent worker divides by the number of devices, and training waits for it."""
+    monkeypatch.setattr(features, "built_in", lambda: (FEATURE,))
+    with (
+        pytest.raises(mindspeed_dsa.SettingsError, match="omit it: --async-save alone forks a writer"),
+        mindspeed_dsa.enabled(
+            whole_checkpoints=True, use_persistent_ckpt_worker=True, mindspeed_platform="cpu"
+        ),
+    ):
+        pass
+
+
+def test_folders_of_no_file_system_are_refused() -> None:
+    args = SimpleNamespace(verify_checkpoint=False, save="msc://bucket/x", load="checkpoints")
+    (problem,) = FEATURE.problems(args)
+    assert "--save msc://bucket/x is no folder of a file system" in problem

@@ -1,0 +1,71 @@
+"""Megatron-LM's own loop, whose last checkpoints are damaged: the next ten steps are the unbroken run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_dsa.runs.whole_checkpoints import state_of, tracked
+from tests.matrix.record import Note
+from tests.matrix.test_pretrain_gpt import checkout, pretrain
+
+pytestmark = [
+    pytest.mark.releases(">=0.12.1"),
+    pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release"),
+]
+
+SAVED = (4, 8, 12, 14)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("way", ["torch_dist", "torch", "torch_dist --async-save"])
+def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, tmp_path: Path) -> None:
+    """One shard is truncated, one has a flipped bit, one is missing; what is left is four steps old."""
+    note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")
+    folder = tmp_path / "checkpoints"
+    flags = f"--whole-checkpoints --ckpt-format {way} --save {folder} --save-interval 4"
+    unbroken = pretrain(tmp_path / "unbroken", flags, steps=SAVED[-1])
+    shards = {}
+    for iteration in SAVED:
+        state = state_of(folder, iteration, contents=True)
+        assert state.damage == ""
+        assert state.listed is not None
+        largest = max(state.listed.files, key=lambda name: state.listed.files[name].size)
+        shards[iteration] = state.path / largest
+    assert tracked(folder) == (SAVED[-1], "")
+    content = bytearray(shards[8].read_bytes())
+    content[len(content) // 2] ^= 1
+    shards[8].write_bytes(content)
+    shards[12].unlink()
+    shards[14].write_bytes(shards[14].read_bytes()[:-1])
+    resumed = pretrain(tmp_path / "resumed", f"{flags} --load {folder} --verify-checkpoint", steps=SAVED[-1])
+    assert [record["step"] for record in resumed["steps"]] == list(range(5, SAVED[-1] + 1))
+    for mine, theirs in zip(resumed["steps"], unbroken["steps"][4:], strict=True):
+        for figure in ("lm_loss", "indexer_loss", "grad_norm"):
+            assert mine[figure] == theirs[figure]
+    assert state_of(folder, SAVED[-1], contents=True).damage == ""
+    note.trained([resumed])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("feature", ["reuse-fp32-param", "swap-optimizer", "virtual-optimizer 0.001"])
+def test_an_asynchronous_save_has_the_bytes_of_a_synchronous_one(
+    feature: str, note: Note, tmp_path: Path
+) -> None:
+    """Steps go on while it is written, and optimizers that keep state elsewhere change it in place."""
+    name = feature.partition(" ")[0]
+    if note.begins("pretrain_gpt.py, TP2+SP", name, switches={name.replace("-", "_"): True}):
+        return
+    flags, saved = f"--bf16 --{feature} --whole-checkpoints --ckpt-format torch_dist --save-interval 2", {}
+    for way in ("", "--async-save"):
+        folder = tmp_path / f"checkpoints{way}"
+        ran = pretrain(tmp_path / f"run{way}", f"{flags} --save {folder} {way}", steps=4)
+        assert name in ran["at work"]
+        assert [state_of(folder, iteration, contents=True).damage for iteration in (2, 4)] == ["", ""]
+        shards = sorted(folder.glob("iter_*/*.distcp"))
+        saved[way] = {shard.relative_to(folder): shard.read_bytes() for shard in shards}
+    assert saved[""] == saved["--async-save"]
+    note.trained([ran])
