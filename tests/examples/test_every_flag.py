@@ -103,6 +103,7 @@ WHO = {
     "--context-parallel-size": "context parallel",
     "--load": "checkpoint",
     "--mindspeed-platform": "platform",
+    "--tensor-model-parallel-size": "tensor parallel",
 }
 """What a message is about in which the flag itself does not occur."""
 REMEDY = re.compile(

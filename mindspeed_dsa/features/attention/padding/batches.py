@@ -88,6 +88,11 @@ def pad(batch: Any, padding: Padding) -> dict[str, Any]:
             f"put behind those of causal models alone; {_INSTEAD}"
         )
     tokens = batch["tokens"]
+    if batch.get("cu_seqlens") is not None and not padding.is_pack:
+        raise ValueError(
+            "pad-sequences: a batch has cu_seqlens, which say nothing of rows of padding; add "
+            f"--pack-documents, which makes packs of whole documents, or {_INSTEAD}"
+        )
     if isinstance(tokens, Tensor) and tokens.size(-1) != padding.tokens:
         raise ValueError(
             f"pad-sequences: sequences of {padding.tokens} tokens are padded to {padding.length}, and a "
@@ -148,9 +153,16 @@ def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callab
     padding = context.options.padding
 
     def roll_tensor(
-        tensor: Tensor, shifts: int = -1, dims: int = -1, cp_group: Any = None, *args: Any, **kwargs: Any
+        tensor: Tensor | None,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         result, total = original(tensor, shifts, dims, cp_group, *args, **kwargs)
+        if tensor is None:
+            return result, total
         group = context.megatron("core.parallel_state").get_context_parallel_group()
         followed = counted_rows(padding, tensor.size(dims), group.rank(), before=1)
         if shifts != -1 or followed is None or padding.is_pack:
@@ -159,7 +171,7 @@ def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callab
         shape[dims] = -1
         result = result.masked_fill(~followed.view(shape).to(tensor.device), 0)
         total = result.sum()
-        if tensor.is_floating_point() and padding.ranks > 1:
+        if padding.ranks > 1:  # of tokens, too: masks may be of integers, and nobody reads the tokens' sum
             total = mean_over(total, group)
         return result, total
 

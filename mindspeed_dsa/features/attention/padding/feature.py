@@ -70,6 +70,16 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
             "--moe-expert-capacity-factor: rows of padding would take places of an expert from tokens; omit "
             f"it, or {instead}"
         )
+    rank_by_rank = (
+        argument(args, "calculate_per_token_loss") and (argument(args, "context_parallel_size") or 1) > 1
+    )
+    if rank_by_rank and argument(args, "mtp_num_layers"):
+        yield (
+            "--calculate-per-token-loss: Megatron weighs the losses of --mtp-num-layers by the tokens of each "
+            f"context parallel rank, of which padding leaves some fewer; omit it, or {instead}"
+        )
+    if argument(args, "sft"):
+        yield f"--sft: its batches describe their documents, and no padding; omit it, or {instead}"
     balancing = argument(args, "moe_router_load_balancing_type")
     for kind in ("sinkhorn", "quantile_balancing"):
         if balancing == kind or (isinstance(balancing, (list, tuple)) and kind in balancing):

@@ -33,11 +33,13 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
         split = self.config.sequence_parallel
         parts = state.get_tensor_model_parallel_world_size() if split else 1
         counted = counted_rows(padding, logits.size(0) * parts, state.get_context_parallel_rank())
+        self.rows_left_out = None
         if counted is None:
             return original(self, logits, padding_mask, **others)
         if split:
             counted = counted.chunk(parts)[state.get_tensor_model_parallel_rank()]
         left_out = ~counted[:, None].expand(logits.shape[:2]).to(logits.device)
+        self.rows_left_out = left_out.reshape(-1)  # for whoever counts where tokens go
         # Of this rank's tokens in the mean over ranks; a loss per token is weighed by them afterwards.
         share = float(counted.float().mean()) * padding.length / padding.tokens
         token = _share.set(1.0 if self.config.calculate_per_token_loss else share)

@@ -227,7 +227,8 @@ def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Cal
         result = original(self, input, *args, **kwargs)
         # What is recomputed runs twice, the first time without gradients; an evaluation runs without.
         if self.training and torch.is_grad_enabled():
-            counts.add(self, result[1])
+            left_out = getattr(self, "rows_left_out", None)  # set where sequences are padded
+            counts.add(self, result[1] if left_out is None else result[1][~left_out])
         return result
 
     return forward

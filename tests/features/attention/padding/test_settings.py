@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import mindspeed_dsa
 from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.context_parallel.packs import BalancedBlocks, Pack
 from mindspeed_dsa.context_parallel.padding import Padding, padded_length
+from mindspeed_dsa.features.attention.padding import batches
 from mindspeed_dsa.features.attention.padding.batches import pad
 from mindspeed_dsa.features.attention.padding.feature import FEATURE, Options, check_padding
 from mindspeed_dsa.patches import versions
@@ -77,6 +79,8 @@ def test_older_releases_pad_nothing(monkeypatch):
             {"experimental_attention_variant": "dsa", "dsa_indexer_loss_coeff": 0.1},
             "add --use-fused-dsa",
         ),
+        ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, "--calculate-per-token-loss: Megatron"),
+        ({"sft": True}, "--sft: its batches describe their documents"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -99,14 +103,14 @@ def test_batches_get_rows_behind_their_data():
         "tokens": tokens,
         "loss_mask": torch.ones(2, 5),
         "attention_mask": mask,
-        "cu_seqlens": torch.ones(1, 3),
+        "lengths": torch.ones(1, 3),
     }
     padded = pad({**batch, "name": "text"}, ODD)
     assert padded["tokens"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 0], [5, 6, 7, 8, 9, 0, 0, 0]]
     assert padded["loss_mask"].sum(1).tolist() == [5, 5]
     assert torch.equal(padded["attention_mask"][..., :5, :5], mask)
     assert padded["attention_mask"].sum(dim=(1, 2, 3)).tolist() == [10 + 64 - 25] * 2
-    assert padded["cu_seqlens"].shape == (1, 3)
+    assert padded["lengths"].shape == (1, 3)
     assert padded["name"] == "text"
     assert pad({"tokens": None}, ODD) == {"tokens": None}  # stages between the first and the last
 
@@ -143,3 +147,26 @@ def test_the_last_rank_gets_the_padding_of_a_pack(ranks, padding, block_rows):
     known = Padding(length - padding, length, ranks, is_pack=True)
     for rank, own in enumerate(rows):
         assert torch.equal(counted_rows(known, 64, rank), own < length - padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_masks_of_every_type_are_averaged_over_ranks(dtype, monkeypatch):
+    """Megatron makes one of integers where a script has none."""
+    padding = Padding(tokens=5, length=8, ranks=2)
+    context = SimpleNamespace(
+        options=SimpleNamespace(padding=padding),
+        megatron=lambda name: SimpleNamespace(
+            get_context_parallel_group=lambda: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+        ),
+    )
+    monkeypatch.setattr(batches, "mean_over", lambda count, group: count.float() / 2)
+    rolled = batches.roll_data(lambda tensor, *_, **__: (tensor.roll(-1, -1), tensor.sum()), context)
+    result, total = rolled(torch.ones(1, 4).to(dtype), -1, -1, None)
+    assert total == result.sum() / 2
+    assert batches.roll_data(lambda *_, **__: (None, None), context)(None) == (None, None)
+
+
+def test_documents_that_a_batch_describes_itself_are_refused():
+    batch = {"tokens": torch.ones(1, 5), "cu_seqlens": torch.tensor([[0, 3, 5]])}
+    with pytest.raises(ValueError, match="cu_seqlens, which say nothing of rows of padding; add --pack-doc"):
+        pad(batch, Padding(tokens=5, length=8, ranks=2))
