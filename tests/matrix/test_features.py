@@ -19,11 +19,13 @@ from packaging.version import Version
 from mindspeed_dsa import session
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.patches import versions
-from mindspeed_dsa.runs import expert_placement
+from mindspeed_dsa.runs import collectives, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from mindspeed_dsa.tools.cli.host_profile import table
+from mindspeed_dsa.tools.hang.waits import find
 from tests.features.attention.context_parallel import dense_model as dense
 from tests.features.compilation.regions import compiled_steps as regions
+from tests.features.diagnostics.collectives import late_ranks
 from tests.features.moe.balanced_experts import popular_experts as balanced
 from tests.features.moe.batch_overlap import layer_in_halves as batch_overlap
 from tests.matrix.record import Note
@@ -405,6 +407,21 @@ def test_a_profile_of_the_host(
         assert record["classes"]["TopKRouter"]["calls"] == 2 * 2
         assert record["classes"]["TopKRouter"]["launches"] > 2 * 2
     note.trained([ours])
+
+
+def test_a_hang(pool: Any, note: Note, tmp_path: Path) -> None:
+    """A rank comes late to its group's first message, and is missed."""
+    switches = {"record_collectives": str(tmp_path)}
+    if note.begins("PP2", "record-collectives", switches=switches):
+        return
+    step, sizes = "tests.matrix.model:one_step", {"num_microbatches": 2, "micro_batch_size": 2, "pp": 2}
+    late = {"case": f"{late_ranks.__name__}:train", "folder": str(tmp_path), "kind": "PP", "what": ""}
+    theirs = pool.run(f"{STEPS}:beside", 2, case=step, **sizes)
+    ours = pool.run(f"{STEPS}:beside", 2, **late, step=step, **sizes)
+    assert_same(*([rank["found"] for rank in ranks] for ranks in (ours, theirs)))
+    waits = find(collectives.read(tmp_path)).waits
+    assert {wait.group.kinds: wait.missing for wait in waits} == {("PP",): (late_ranks.LATE,)}
+    note.trained(ours)
 
 
 def test_tensor_parallel_ranks_with_whole_experts(pool: Any, note: Note) -> None:

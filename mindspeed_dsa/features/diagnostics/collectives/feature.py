@@ -161,6 +161,12 @@ FEATURE = Feature(
             priority=100,
         ),
         Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            "wrap",
+            f"{_PLACES}:name_pieces",
+            "names the layer where a schedule takes it apart",
+        ),
+        Patch(
             f"{_DISPATCHER}.token_dispatch",
             "wrap",
             f"{_PLACES}:name_dispatch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.diagnostics.collectives.feature import Options
 from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
-from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron import pipeline_steps, split_layers
 from mindspeed_dsa.parallel import names
 from mindspeed_dsa.parallel.names import Name, Pass, named
 from mindspeed_dsa.schedule.events import Event
@@ -89,6 +90,32 @@ def name_layer(original: _Function) -> _Function:
         return result
 
     return forward
+
+
+def name_pieces(original: _Function) -> _Function:
+    """Decorate ``TransformerLayer.__init__``: schedules that take layers apart do not call their forward."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        split_layers.follow(self, _Pieces)
+
+    return __init__
+
+
+class _Pieces(split_layers.Pass):
+    """Forward of a layer in pieces, each of which has its name."""
+
+    def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
+        self._number = layer.layer_number
+
+    def piece(self) -> AbstractContextManager[None]:
+        """Name what a piece starts by its layer."""
+        return names.under(replace(names.current(), layer=self._number))
+
+    def ends(self, output: Tensor) -> None:
+        """Name what the layer's backward starts."""
+        if output.requires_grad:
+            output.register_hook(partial(_enter, self._number))
 
 
 def _enter(layer: int, gradient: Tensor) -> None:

@@ -34,7 +34,8 @@ from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import collectives as files
 from mindspeed_dsa.runs.files import RunError, try_lock, write_atomically
 
-_PERIOD_S = 0.5
+_PERIOD_S = 1.0
+"""Each rank then asks the file system about two files: of thousands, it may be one that all share."""
 _GRACE_S = 10.0
 """From the loss of a rank to the end of the others, for launchers and handlers that end them better."""
 _PATIENCE_S = 5.0
@@ -75,7 +76,9 @@ class Watch:
         self._ends_at: float | None = None
         self._silent_since = 0.0
         self._process = os.getpid()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        # By machine: a lock says nothing about another's processes on many network file systems.
+        self._alive = self._folder / ".alive" / self._host
+        self._file = self._alive / f"{self._rank:05d}"
         self._lock = self._say_alive()
         self._request = self._folder / f".request-{self._job}"
         self._seen = 0
@@ -101,7 +104,7 @@ class Watch:
         atexit.unregister(self.stop)
         if self._owns_file():
             with contextlib.suppress(OSError):
-                self._alive(self._rank).unlink()
+                self._file.unlink()
         self._lock.close()
         self._restore_signals()
         if sys.excepthook == self._failed:
@@ -130,8 +133,8 @@ class Watch:
                     self.stop()
                     return
                 self._look()
-            except OSError as error:  # a file system that is full or gone does not end training
-                self._log.warning("%s cannot be written to: %s", self._folder, error, once=True)
+            except Exception as error:  # neither a full file system nor a defect here ends training
+                self._log.warning("%s gets no records: %r", self._folder, error, once=True)
                 time.sleep(_PERIOD_S)
 
     def _is_over(self) -> bool:
@@ -143,7 +146,7 @@ class Watch:
 
     def _owns_file(self) -> bool:
         with contextlib.suppress(OSError):
-            return self._alive(self._rank).stat().st_ino == os.fstat(self._lock.fileno()).st_ino
+            return self._file.stat().st_ino == os.fstat(self._lock.fileno()).st_ino
         return False
 
     def _look(self) -> None:
@@ -157,33 +160,39 @@ class Watch:
                 if asked["rank"] != self._rank:
                     self._write(f"rank {asked['rank']}: {asked['reason']}")
         self._look_for_lost()
-        recorder = self._recorder()
-        changed_s = 0.0 if recorder is None else recorder.changed
-        quiet_s = time.time() - changed_s
-        if quiet_s > self._silence_s and self._silent_since != changed_s:
-            self._silent_since = changed_s
-            self._ask(f"no collective has started or ended for {quiet_s:.0f} s")
+        self._notice_silence()
         if self._ends_at is not None and time.time() > self._ends_at:
             self.stop()
             os._exit(1)
 
+    def _notice_silence(self) -> None:
+        recorder = self._recorder()
+        changed_s = 0.0 if recorder is None else recorder.changed
+        quiet_s = time.time() - changed_s
+        if quiet_s <= self._silence_s or self._silent_since == changed_s:
+            return
+        self._silent_since = changed_s
+        # Where another has asked since then, this rank has answered.
+        if self._seen < changed_s * 1e9:
+            self._ask(f"no collective has started or ended for {quiet_s:.0f} s")
+
     def _look_for_lost(self) -> None:
-        for rank in range(self._ranks):
-            if rank == self._rank or str(rank) in self._lost:
+        for file in self._alive.iterdir():
+            rank = file.name.lstrip("0") or "0"
+            if file == self._file or rank in self._lost:
                 continue
             with contextlib.suppress(FileNotFoundError, ValueError):  # it has left, or is about to arrive
-                other = self._killed(self._alive(rank))
+                other = self._killed(file)
                 if other is not None:
                     killed = f"process {other['pid']} on {self._host} was killed, as by SIGKILL"
-                    self._lose({str(rank): f"{killed} or where memory ran out"})
+                    self._lose({rank: f"{killed} or where memory ran out"})
                     self._ask(f"rank {rank} died")
 
     def _killed(self, file: Path) -> dict[str, Any] | None:
         """Return what a rank's file says, if its process has ended without removing it."""
         with open(file, encoding="utf-8") as opened:
             other: dict[str, Any] = json.load(opened)
-            # A lock says nothing about another machine's processes on many network file systems.
-            if other["job"] != self._job or other["host"] != self._host:
+            if other["job"] != self._job:
                 return None
             try:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -218,8 +227,8 @@ class Watch:
             self._log.warning("signals write nothing: the first collective was not the main thread's")
             return
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _do_nothing)
+            if signal.getsignal(number) == signal.SIG_DFL or _is_ours(signal.getsignal(number)):
+                signal.signal(number, self._heard)
         self._earlier = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def _restore_signals(self) -> None:
@@ -227,8 +236,15 @@ class Watch:
             return
         signal.set_wakeup_fd(self._earlier)
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            if signal.getsignal(number) is _do_nothing:
+            if signal.getsignal(number) == self._heard:
                 signal.signal(number, signal.SIG_DFL)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        """Leave a signal to the thread, unless that has ended, and could not restore the handlers."""
+        if self._stopped.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            if number == signal.SIGTERM:
+                os.kill(os.getpid(), number)
 
     def _signalled(self, number: int) -> None:
         if self._earlier is not None and self._earlier >= 0:
@@ -240,7 +256,7 @@ class Watch:
         elif number == signal.SIGTERM:
             self._look_for_lost()
             self._write(name)
-            if signal.getsignal(number) is _do_nothing:
+            if signal.getsignal(number) == self._heard:
                 self.stop()
                 # signal.signal() is for the main thread alone, which may wait outside of Python.
                 ctypes.pythonapi.PyOS_setsig(number, ctypes.c_void_p(None))
@@ -314,29 +330,31 @@ class Watch:
         file.write_bytes(dump(True, False, False))  # with stacks it may take minutes
         return str(file.relative_to(self._folder))
 
-    def _alive(self, rank: int) -> Path:
-        return self._folder / f".alive-{rank:05d}"
-
     def _say_alive(self) -> IO[str]:
         """Hold the lock on this rank's file, until the process ends in whatever way."""
-        file = self._alive(self._rank)
-        lock = try_lock(file)
-        if lock is None and str(os.getpid()) in file.read_text(encoding="utf-8"):
-            file.unlink()  # an earlier session of this process, which ends when it sees that
-            lock = try_lock(file)
+        try:
+            self._alive.mkdir(parents=True, exist_ok=True)
+            lock = try_lock(self._file)
+            if lock is None and str(os.getpid()) in self._file.read_text(encoding="utf-8"):
+                self._file.unlink()  # an earlier session of this process, which ends when it sees that
+                lock = try_lock(self._file)
+        except OSError as error:
+            raise RunError(
+                f"--record-collectives {self._folder} cannot be written to ({error}); name another folder"
+            ) from None
         if lock is None:
             raise RunError(
                 f"--record-collectives {self._folder}: another job's rank {self._rank} records there; "
                 "name a folder of this job's own"
             )
         lock.truncate(0)
-        lock.write(json.dumps({"job": self._job, "host": self._host, "pid": os.getpid()}))
+        lock.write(json.dumps({"job": self._job, "pid": os.getpid()}))
         lock.flush()
         return lock
 
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that the thread has heard of."""
+def _is_ours(handler: Any) -> bool:
+    return getattr(handler, "__func__", None) is Watch._heard
 
 
 def _job_of_all_ranks() -> str:

@@ -142,9 +142,9 @@ def events_of_ring() -> dict[str, list[str]]:
             events.append(f"wait {self._tag}")
             return self._pending.wait()
 
-    def pass_on(tensor: Tensor, group: Any, tag: int) -> Any:
+    def pass_on(tensor: Tensor, group: Any, tag: int, what: str) -> Any:
         events.append(f"send {tag}")
-        return Told(originals[0](tensor, group, tag), tag)
+        return Told(originals[0](tensor, group, tag, what), tag)
 
     def told(function: Any) -> Any:
         def tell(*args: Any, **kwargs: Any) -> Any:

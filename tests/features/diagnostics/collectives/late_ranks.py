@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,9 @@ GROUPS = {
 LATE = 1
 
 
-def train(folder: str, kind: str, what: str, switches: Any = None, **job: Any) -> dict[str, Any]:
+def train(
+    folder: str, kind: str, what: str, switches: Any = None, step: str = "tests.support.model:run", **job: Any
+) -> dict[str, Any]:
     """Result of a step in which a rank oversleeps, and has everybody write what they wait for.
 
     Args:
@@ -38,9 +41,11 @@ def train(folder: str, kind: str, what: str, switches: Any = None, **job: Any) -
         kind: of the group whose collective it comes late to.
         what: a part of that collective's name; the first is meant.
         switches: of the library.
-        job: other arguments of a step.
+        step: the function that makes it.
+        job: other arguments of it.
     """
-    run = cp_cases.step if "cp" in job else model.run
+    module, _, name = step.partition(":")
+    run = cp_cases.step if "cp" in job else getattr(import_module(module), name)
     with late(kind, what, lambda: oversleep(Path(folder))) as slept:
         result = run(switches={**(switches or {}), "record_collectives": folder}, **job)
     assert bool(slept) == (dist.get_rank() == LATE)

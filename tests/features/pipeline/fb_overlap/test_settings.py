@@ -78,7 +78,8 @@ def test_recomputation_of_whole_layers_is_served():
 
 def test_features_that_work_in_a_layers_forward_are_served_or_named():
     """Every one that decorates it, and those with transfers of their own."""
-    served = {"recompute-norm", "swap-attention"}  # by what megatron/split_layers.py has them say
+    # By what megatron/split_layers.py has them say.
+    served = {"recompute-norm", "swap-attention", "record-collectives"}
     whole = {
         feature.name
         for feature in all_features()
