@@ -96,6 +96,8 @@ def never(folder: str, fate: str) -> None:
     def act() -> None:
         if fate == "failed":
             raise ValueError("a bad batch")
+        for early in Path(folder).glob("rank-*.json"):  # of silence while a busy machine built the model
+            early.unlink()
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
 
     dist.init_process_group("gloo")
