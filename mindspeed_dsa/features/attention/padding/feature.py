@@ -75,8 +75,8 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
     )
     if rank_by_rank and argument(args, "mtp_num_layers"):
         yield (
-            "--calculate-per-token-loss: Megatron weighs the losses of --mtp-num-layers by the tokens of each "
-            f"context parallel rank, of which padding leaves some fewer; omit it, or {instead}"
+            "--calculate-per-token-loss: Megatron weighs the losses of --mtp-num-layers by the tokens of "
+            f"each context parallel rank, of which padding leaves some fewer; omit it, or {instead}"
         )
     if argument(args, "sft"):
         yield f"--sft: its batches describe their documents, and no padding; omit it, or {instead}"
