@@ -26,6 +26,7 @@ NOT_PAIRED = {
     "latent-yarn": "part of the model",
     "load-hf": "before the first step",
     "moe-expert-placement": "a file, made of a job's own experts",
+    "record-collectives": "watches what others send, in a thread and files of its own",
     "save-hf": "after a checkpoint",
     "sft-prompts": "data of Megatron-LM's own loop",
     "step-metrics": "Megatron-LM's own loop",

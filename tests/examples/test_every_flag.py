@@ -66,6 +66,7 @@ USED = {
     "indexer of a known model": (1, "--dsa-model glm-5"),
     "mla-sp-tp-sp": (2, f"--mla-sp-tp-sp {DENSE} {TP}"),
     "mla-sp-tp-sp, context parallel": (4, f"--mla-sp-tp-sp {DENSE} {TP} {CP}"),
+    "record of collectives": (1, "--record-collectives {folder}/calls --record-collectives-after 60"),
     "recompute norms": (1, "--recompute-norm --recompute-norm-num-layers 1"),
     "recompute activations": (
         1,
@@ -90,7 +91,7 @@ USED = {
 
 NOT_OF_THIS_JOB = {
     *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
-    "--sft-tokenizer-prompt-format",
+    *("--sft-tokenizer-prompt-format", "--use-persistent-ckpt-worker"),
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
