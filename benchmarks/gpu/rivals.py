@@ -134,8 +134,7 @@ def compared(problem: Problem, peak: float, deadline: float) -> dict[str, Any]:
     for name, build in builders.items():
         calls = _tried(lambda build=build: build(problem))
         if isinstance(calls, str):
-            for figures in found.values():
-                figures[name] = calls
+            found["forward"][name] = calls
             continue
         for direction, call in calls.items():
 
