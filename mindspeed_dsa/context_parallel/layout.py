@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,27 @@ def counted_rows(padding: Padding, rows: int, rank: int, before: int = 0) -> Ten
     if not padding.rows or rows * padding.ranks != padding.length:
         return None
     return _counted_rows(padding, rank, before)
+
+
+def data_rows(padding: Padding, states: Tensor, sequence_parallel: bool, state: Any) -> Tensor | None:
+    """Return which rows of a rank's states are data; None where all are.
+
+    Args:
+        padding: of the job's sequences.
+        states: ``[rows, batch, ...]``, whole sequences or this rank's part of them.
+        sequence_parallel: tensor parallel ranks have a part of the rows each.
+        state: Megatron's ``parallel_state``.
+
+    Returns:
+        ``[rows, batch]`` bool, on the device of the states.
+    """
+    parts = state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
+    counted = counted_rows(padding, states.size(0) * parts, state.get_context_parallel_rank())
+    if counted is None:
+        return None
+    if sequence_parallel:
+        counted = counted.chunk(parts)[state.get_tensor_model_parallel_rank()]
+    return counted[:, None].expand(states.shape[:2]).to(states.device)
 
 
 @lru_cache(maxsize=32)

@@ -15,10 +15,10 @@ from torch import Tensor
 from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.attention.padding.feature import Options
+from mindspeed_dsa.features.attention.padding.feature import INSTEAD, Options
 
 FILL: Mapping[str, int] = {"attention_mask": 1}
-"""What padding holds by the entry's name, where it is not 0: Megatron masks where it is true."""
+"""Values of padding by the entry's name, where they are not 0: Megatron masks where it is true."""
 
 
 def keep_length_of_data(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
@@ -80,29 +80,26 @@ def pad(batch: Any, padding: Padding) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"pad-sequences: a batch is a {type(batch).__name__}, and rows of padding are put behind tensors "
-            f"that have names; let the data iterator return a dictionary, or {_INSTEAD}"
+            f"that have names; let the data iterator return a dictionary, or {INSTEAD}"
         )
     if "tokens" not in batch:  # of other models than GPT, whose rows may see those of padding
         raise ValueError(
             f"pad-sequences: a batch has {', '.join(map(str, batch))}, and no tokens: rows of padding are "
-            f"put behind those of causal models alone; {_INSTEAD}"
+            f"put behind those of causal models alone; {INSTEAD}"
         )
     tokens = batch["tokens"]
     if batch.get("cu_seqlens") is not None and not padding.is_pack:
         raise ValueError(
             "pad-sequences: a batch has cu_seqlens, which say nothing of rows of padding; add "
-            f"--pack-documents, which makes packs of whole documents, or {_INSTEAD}"
+            f"--pack-documents, which makes packs of whole documents, or {INSTEAD}"
         )
     if isinstance(tokens, Tensor) and tokens.size(-1) != padding.tokens:
         raise ValueError(
             f"pad-sequences: sequences of {padding.tokens} tokens are padded to {padding.length}, and a "
             f"batch has {tokens.size(-1)}; let data sets take the length of their GPTDatasetConfig instead "
-            f"of args.seq_length, or {_INSTEAD}"
+            f"of args.seq_length, or {INSTEAD}"
         )
     return {name: _with_rows(value, name, padding) for name, value in batch.items()}
-
-
-_INSTEAD = "use a --seq-length that ranks divide"
 
 
 def _with_rows(value: Any, name: str, padding: Padding) -> Any:

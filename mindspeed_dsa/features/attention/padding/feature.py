@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+INSTEAD = "use a --seq-length that ranks divide"
+
+
 @dataclass(frozen=True)
 class Options:
     """Padding of a job.
@@ -64,35 +67,32 @@ def check_padding(args: Any, options: Options) -> Iterator[str]:
 
     The arguments have the padded length by now, and the options nothing left to pad.
     """
-    instead = "use a --seq-length that ranks divide"
     if argument(args, "moe_expert_capacity_factor") is not None:
         yield (
             "--moe-expert-capacity-factor: rows of padding would take places of an expert from tokens; omit "
-            f"it, or {instead}"
+            f"it, or {INSTEAD}"
         )
-    rank_by_rank = (
-        argument(args, "calculate_per_token_loss") and (argument(args, "context_parallel_size") or 1) > 1
-    )
-    if rank_by_rank and argument(args, "mtp_num_layers"):
+    ranks = argument(args, "context_parallel_size") or 1
+    if ranks > 1 and argument(args, "mtp_num_layers") and argument(args, "calculate_per_token_loss"):
         yield (
             "--calculate-per-token-loss: Megatron weighs the losses of --mtp-num-layers by the tokens of "
-            f"each context parallel rank, of which padding leaves some fewer; omit it, or {instead}"
+            f"each context parallel rank, of which padding leaves some fewer; omit it, or {INSTEAD}"
         )
     if argument(args, "sft"):
-        yield f"--sft: its batches describe their documents, and no padding; omit it, or {instead}"
+        yield f"--sft: its batches describe their documents, and no padding; omit it, or {INSTEAD}"
     balancing = argument(args, "moe_router_load_balancing_type")
     for kind in ("sinkhorn", "quantile_balancing"):
         if balancing == kind or (isinstance(balancing, (list, tuple)) and kind in balancing):
             yield (
                 f"--moe-router-load-balancing-type {kind} balances all rows together, padding too; use "
-                f"aux_loss, or {instead}"
+                f"aux_loss, or {INSTEAD}"
             )
     fused = options.fused
     learns = uses_dsa(args) and argument(args, "dsa_indexer_loss_coeff")
     if learns and not (fused.all_ours or fused.attends_densely):
         yield (
             "Megatron's own indexer loss counts rows of padding; add --use-fused-dsa and omit "
-            f"--no-use-fused-..., or {instead}"
+            f"--no-use-fused-..., or {INSTEAD}"
         )
 
 

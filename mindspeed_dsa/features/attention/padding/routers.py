@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.context_parallel.layout import counted_rows
+from mindspeed_dsa.context_parallel.layout import data_rows
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.padding.feature import Options
 
@@ -30,16 +30,10 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
 
     def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> Any:
         state = context.megatron("core.parallel_state")
-        split = self.config.sequence_parallel
-        parts = state.get_tensor_model_parallel_world_size() if split else 1
-        counted = counted_rows(padding, logits.size(0) * parts, state.get_context_parallel_rank())
-        self.rows_left_out = None
+        counted = data_rows(padding, logits, self.config.sequence_parallel, state)
         if counted is None:
             return original(self, logits, padding_mask, **others)
-        if split:
-            counted = counted.chunk(parts)[state.get_tensor_model_parallel_rank()]
-        left_out = ~counted[:, None].expand(logits.shape[:2]).to(logits.device)
-        self.rows_left_out = left_out.reshape(-1)  # for whoever counts where tokens go
+        left_out = ~counted
         # Of this rank's tokens in the mean over ranks; a loss per token is weighed by them afterwards.
         share = float(counted.float().mean()) * padding.length / padding.tokens
         token = _share.set(1.0 if self.config.calculate_per_token_loss else share)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.megatron.configuration import argument
@@ -20,14 +21,16 @@ class Options:
 
     Attributes:
         folder: where records are written.
+        padding: of sequences, whose rows go to experts and are no tokens.
     """
 
     folder: Path
+    padding: Padding = field(default_factory=Padding)
 
     @classmethod
     def of(cls, settings: Any) -> Options:
         """Build from resolved settings."""
-        return cls(folder=Path(settings.moe_router_load_report))
+        return cls(folder=Path(settings.moe_router_load_report), padding=Padding.of(settings))
 
 
 def check_load_report(args: Any, options: Any) -> Sequence[str]:

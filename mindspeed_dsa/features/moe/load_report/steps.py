@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa import platforms
+from mindspeed_dsa.context_parallel.layout import data_rows
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.moe import numbering
 from mindspeed_dsa.features.moe.load_report.feature import Options
@@ -221,14 +222,18 @@ def counts_of(context: Context[Options]) -> Counts:
 
 def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``TopKRouter.forward``; its result is passed on as it is."""
-    counts = counts_of(context)
+    counts, padding = counts_of(context), context.options.padding
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, input, *args, **kwargs)
         # What is recomputed runs twice, the first time without gradients; an evaluation runs without.
         if self.training and torch.is_grad_enabled():
-            left_out = getattr(self, "rows_left_out", None)  # set where sequences are padded
-            counts.add(self, result[1] if left_out is None else result[1][~left_out])
+            routing_map = result[1]
+            if padding.rows:
+                state = context.megatron("core.parallel_state")
+                data = data_rows(padding, input, self.config.sequence_parallel, state)
+                routing_map = routing_map if data is None else routing_map[data.reshape(-1)]
+            counts.add(self, routing_map)
         return result
 
     return forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from mindspeed_dsa.context_parallel.padding import Padding, padded_length
 from mindspeed_dsa.features.attention.padding import batches
 from mindspeed_dsa.features.attention.padding.batches import pad
 from mindspeed_dsa.features.attention.padding.feature import FEATURE, Options, check_padding
+from mindspeed_dsa.features.moe.load_report import steps
+from mindspeed_dsa.features.moe.load_report.feature import Options as LoadOptions
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.session import current
 
@@ -170,3 +173,23 @@ def test_documents_that_a_batch_describes_itself_are_refused():
     batch = {"tokens": torch.ones(1, 5), "cu_seqlens": torch.tensor([[0, 3, 5]])}
     with pytest.raises(ValueError, match="cu_seqlens, which say nothing of rows of padding; add --pack-doc"):
         pad(batch, Padding(tokens=5, length=8, ranks=2))
+
+
+@pytest.mark.parametrize("sequences", [2, 1], ids=["whole", "half"])
+def test_the_load_report_counts_tokens_alone(sequences, monkeypatch):
+    """Of a half of the microbatch, too, whose router sees fewer sequences than its losses are of."""
+    with mindspeed_dsa.enabled(seq_length=5, context_parallel_size=2, moe_router_load_report="loads"):
+        options = current().contexts["moe-router-load-report"].options
+    assert options == LoadOptions(Path("loads"), Padding(tokens=5, length=8, ranks=2))
+    state = SimpleNamespace(get_context_parallel_rank=lambda: 0)
+    counted = []
+    context = SimpleNamespace(options=options, megatron=lambda name: state)
+    monkeypatch.setattr(
+        steps, "counts_of", lambda _: SimpleNamespace(add=lambda _, each: counted.append(each))
+    )
+    # Rows 0, 1 and 6, 7 of the padded sequence are this rank's: two tokens, and two of padding.
+    routing_map = torch.arange(4)[:, None].expand(4, sequences).reshape(-1, 1)
+    forward = steps.count_tokens(lambda self, input: (None, routing_map), context)
+    router = SimpleNamespace(training=True, config=SimpleNamespace(sequence_parallel=False))
+    forward(router, torch.zeros(4, sequences, 3))
+    assert counted[0].flatten().tolist() == [0] * sequences + [1] * sequences
