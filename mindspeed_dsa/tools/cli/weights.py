@@ -97,7 +97,7 @@ def _size(text: str) -> int:
 
 
 def _import(options: argparse.Namespace, flags: Sequence[str]) -> None:
-    from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
+    from mindspeed_dsa.features.checkpoints.agreement import together
     from mindspeed_dsa.tools.weights import importing, job
 
     with job.processes():

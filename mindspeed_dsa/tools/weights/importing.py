@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
+from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.files import stamps_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
+from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
     difference,
     listed,

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face import config, written_config
-from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export, Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.loading import TRACKER

@@ -49,9 +49,8 @@ class Claims:
             )
         if _runs_here(other):
             raise RunError(
-                f"--save {folder}: another job saves there, process {other['pid']} of this machine; end "
-                "it, or name "
-                "another folder"
+                f"--save {folder}: another job saves there, process {other['pid']} of this machine; end it, "
+                "or name another folder"
             )
         pid = os.getpid()
         mine = {"job": self.job, "host": socket.gethostname(), "pid": pid, "started": _started(pid)}

@@ -61,9 +61,8 @@ def check_folders(args: Any, options: Options) -> Iterator[str]:
         folder = argument(args, name)
         if folder and "://" in str(folder):
             yield (
-                f"{FLAG}: --{name} {folder} is no folder of a file system, whose files have sizes and "
-                "names that can "
-                "be changed in one step; name one, or omit the flag"
+                f"{FLAG}: --{name} {folder} is no folder of a file system, whose files have sizes and names "
+                "that can be changed in one step; name one, or omit the flag"
             )
 
 
@@ -73,9 +72,8 @@ FEATURE = Feature(
     flags=(
         Flag(
             FLAG,
-            "Write a manifest of each checkpoint's files, last, and load the newest checkpoint whose "
-            "files have the "
-            "sizes that its manifest says.",
+            "Write a manifest of each checkpoint's files, last, and load the newest checkpoint whose files "
+            "have the sizes that its manifest says.",
         ),
         Flag(VERIFY, "Read all files of a checkpoint and compare checksums before it is loaded."),
         Flag("--save", "Megatron's own flag; no second job may save there.", kind="value", megatron=True),

@@ -20,15 +20,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
+from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.whole.claims import Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, sync, write_atomically
 from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice, name_of, tracked
-
-_SUMS = manifest.SUMS
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,10 @@ def save_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training").get_args()
         temporary = bool(kwargs.get("non_persistent_ckpt"))
-        if temporary and job.non_persistent_ckpt_type != "global":
-            return original(
-                iteration, *args, **kwargs
-            )  # in each machine's own folder, with checks of its own
-        if getattr(job, "freeze_all_layers", False):
-            return original(iteration, *args, **kwargs)  # writes no weights
+        # Others lie in each machine's own folder, with checks of its own.
+        is_elsewhere = temporary and job.non_persistent_ckpt_type != "global"
+        if is_elsewhere or getattr(job, "freeze_all_layers", False):  # which writes no weights
+            return original(iteration, *args, **kwargs)
         name = name_of(None if kwargs.get("release") else int(iteration))
         save = begin(_folder(job, temporary), name, work)
         work.saving = save
@@ -132,7 +128,7 @@ def begin(folder: Path, name: str, work: Work) -> Save:
     def prepare() -> None:
         work.claims.claim(folder)
         (save.path / manifest.NAME).unlink(missing_ok=True)
-        for left in save.path.glob(f"{_SUMS}*"):
+        for left in save.path.glob(f"{manifest.SUMS}*"):
             left.unlink()
         latest, wrong = tracked(folder)
         if latest is not None and not wrong:  # Megatron reads which one came before
@@ -213,7 +209,7 @@ class Summed:
             files = [path.name for path in folder.glob(f"__{self.rank}_*")]
             found = {name: [each.size, each.crc32] for name, each in manifest.sums(folder, files).items()}
             content = {"token": self.token, "files": found}
-            write_atomically(folder / f"{_SUMS}{self.rank}", json.dumps(content))
+            write_atomically(folder / f"{manifest.SUMS}{self.rank}", json.dumps(content))
         return result
 
 
@@ -224,7 +220,7 @@ def end(save: Save, work: Work) -> None:
     """
     try:
         known: dict[str, Entry] = {}
-        for left in save.path.glob(f"{_SUMS}*"):
+        for left in save.path.glob(f"{manifest.SUMS}*"):
             content = json.loads(left.read_text(encoding="utf-8"))
             if content["token"] == save.token:
                 known.update({name: Entry(*facts) for name, facts in content["files"].items()})
@@ -232,8 +228,7 @@ def end(save: Save, work: Work) -> None:
     except OSError as error:
         raise RunError(
             f"{work.context.feature}: {save.path} cannot be written: {error}; make room, or name a folder "
-            "that can "
-            "be read and written"
+            "that can be read and written"
         ) from error
 
 
@@ -267,7 +262,7 @@ def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
     rest = [name for name in names if name not in known]
     files = {name: known[name] for name in names if name in known} | manifest.sums(save.path, rest)
     manifest.write(save.path, work.claims.job, files)
-    for left in save.path.glob(f"{_SUMS}*"):
+    for left in save.path.glob(f"{manifest.SUMS}*"):
         left.unlink()
     sync(save.tracker)
     os.replace(save.tracker, save.folder / TRACKER)

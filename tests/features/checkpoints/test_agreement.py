@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import log
+from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face import loading, saving
-from mindspeed_dsa.features.checkpoints.hugging_face.agreement import together
 from mindspeed_dsa.runs.files import RunError
 from tests.features.checkpoints.hugging_face import test_loading
 
-HERE = "tests.features.checkpoints.hugging_face.test_agreement"
+HERE = "tests.features.checkpoints.test_agreement"
 ERRORS = {
     "own": RunError("it is refused; name another"),
     "disk": OSError(28, "No space left on device"),
