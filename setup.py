@@ -28,6 +28,7 @@ EXTRAS = {
         "hypothesis",
         "triton>=3.3; platform_system == 'Linux'",
         "transformers>=5.20,<6",  # DeepSeek-V3.2 and GLM-5 as Hugging Face has them
+        "psutil",  # Megatron's writer of checkpoints in processes of their own asks it for memory
         "setuptools>=77",  # builds examples/plugin without the network
     ],
 }

@@ -13,7 +13,6 @@ third_party.or_skip("megatron.core")
 
 @pytest.mark.full
 def test_every_metric_is_measured() -> None:
-    pytest.importorskip("psutil")  # of Megatron's asynchronous saves
     from benchmarks import checkpoints
 
     found = checkpoints.run("cpu", quick=True)
