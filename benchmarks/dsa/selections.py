@@ -84,9 +84,9 @@ def shared_with(indices: Tensor, apart: int = 1) -> Tensor:
 def _correlations(chosen: Tensor, shared: float | None) -> Tensor:
     """Return the correlation of each row's scores with those of the row before, float64.
 
-    Of two normal numbers with correlation ``sin(u)`` both are above the level ``z``, which each is above with
-    probability ``p``, with probability ``p**2`` and the integral of ``exp(-z**2 / (1 + sin(t))) / (2 pi)``
-    over ``t`` from 0 to ``u`` (Plackett's identity).
+    Two normal numbers with correlation ``sin(u)``, each above the level ``z`` with probability ``p``, are
+    both above it with probability ``p**2`` and the integral of ``exp(-z**2 / (1 + sin(t))) / (2 pi)`` over
+    ``t`` from 0 to ``u`` (Plackett's identity).
 
     Args:
         chosen: fraction of the visible keys that a row chooses, ``[rows]``; above 1 it chooses all.

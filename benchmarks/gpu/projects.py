@@ -108,7 +108,7 @@ def _apart(theirs: Tensor, ours: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Project:
-    """What another project has.
+    """Kernels of another project.
 
     Attributes:
         modules: that must be importable.

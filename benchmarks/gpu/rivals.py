@@ -18,7 +18,7 @@ from benchmarks.registry import Metrics
 from benchmarks.released import MODELS
 
 DEVIATION = 2e-2
-"""Of results in bf16 by norm, theirs from ours; above it nothing is timed."""
+"""Distance of results in bf16 by norm, theirs from ours, above which nothing is timed."""
 _ROUNDS, _FEW, _LONG = 7, 3, 0.1
 """Calls that are timed; of those that take more seconds, few."""
 _CACHE = 2**28

@@ -123,7 +123,7 @@ def _compared(first: Work, second: Work, states: Tensor, rounds: int) -> dict[st
 
 
 def _seconds(way: Work) -> float:
-    """Of one call, of several that the host launches without waiting."""
+    """Return the seconds of one call, of several that the host launches without waiting."""
     platforms.current().synchronize()
     begun = time.perf_counter()
     for _ in range(_CALLS):

@@ -74,7 +74,7 @@ def metrics(found: Mapping[str, Any], layers: int) -> Metrics:
 
 
 _TRANSFERS = 8
-"""Of the halves of one layer, in forward and backward."""
+"""All-to-alls of the halves of one layer, in forward and backward."""
 
 
 def hideable(parts: Mapping[str, float], exposed: float, layers: int) -> float:

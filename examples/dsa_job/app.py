@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
-    """What features hear of Megatron's flags: the model's kind, and whether ranks divide its sequences."""
+    """Return what features hear of Megatron's flags: the model's kind, and whether ranks divide sequences."""
     names = ("context_parallel_size", "tensor_model_parallel_size", "sequence_parallel")
     return {
         "experimental_attention_variant": args.experimental_attention_variant or "none",

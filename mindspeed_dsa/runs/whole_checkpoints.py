@@ -151,9 +151,8 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
         state = state_of(folder, step, contents)
         if state.damage:
             raise RunError(
-                f"checkpoint {state.path} is not whole: {state.damage}; choose another with --ckpt-step, "
-                "or omit "
-                "that to load the newest whole one"
+                f"checkpoint {state.path} is not whole: {state.damage}; choose another with --ckpt-step, or "
+                "omit that to load the newest whole one"
             )
         return Choice(state)
     latest, wrong = tracked(folder)
@@ -173,9 +172,8 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
     if wrong == _ABSENT and not kept_lists:
         return Choice(None)
     raise RunError(
-        f"no checkpoint in {folder} is whole ({_shortened(passed)}); name another folder, or begin anew "
-        "in an "
-        "empty one"
+        f"no checkpoint in {folder} is whole ({_shortened(passed)}); name another folder, or begin anew in "
+        "an empty one"
     )
 
 

@@ -15,8 +15,7 @@ from mindspeed_dsa.session import start_report
 _DESCRIPTION = """\
 Lists the checkpoints in a folder of Megatron-LM's --save, and which of them are whole. A checkpoint that
 --whole-checkpoints has written has a manifest of its files: their sizes are compared with it, and what small
-ones
-hold; with --verify all of them are read. Ends with 1 if a checkpoint is damaged."""
+ones hold; with --verify all of them are read. Ends with 1 if a checkpoint is damaged."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -29,8 +28,7 @@ def run(argv: Sequence[str]) -> int:
     if not known:
         raise SettingsError(
             f"{folder} holds no checkpoints: there is no folder like iter_0000100 in it; name the folder "
-            "that "
-            "was given to --save"
+            "that was given to --save"
         )
     latest, wrong = whole_checkpoints.tracked(folder)
     rows: list[tuple[str, ...]] = [("checkpoint", "files", "size", "state")]
@@ -83,9 +81,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--keep",
         type=int,
         metavar="K",
-        help="delete what is older than the K newest whole checkpoints; never the newest whole one, the "
-        "one that "
-        "the tracker file names, or a folder with files that no manifest lists",
+        help="delete what is older than the K newest whole checkpoints; never the newest whole one, the one "
+        "that the tracker file names, or a folder with files that no manifest lists",
     )
     options = parser.parse_args(list(argv))
     if options.keep is not None and options.keep < 1:

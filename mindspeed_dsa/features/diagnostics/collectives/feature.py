@@ -22,7 +22,7 @@ COLLECTIVES = (
 )
 """Functions of ``torch.distributed`` that all ranks of a group call."""
 MESSAGES = ("send", "recv", "isend", "irecv")
-"""Those that two ranks call."""
+"""Functions of ``torch.distributed`` that two ranks call."""
 
 
 @dataclass(frozen=True)

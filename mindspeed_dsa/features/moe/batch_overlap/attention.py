@@ -188,7 +188,7 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
 _ANGLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 """Arguments of a layer's forward that are the same for whole sequences."""
 _NONE = ("packed_seq_params", "sequence_len_offset")
-"""Those that Megatron's functions read, and no half has."""
+"""Arguments that Megatron's functions read, and no half has."""
 
 
 def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
