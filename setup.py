@@ -17,6 +17,8 @@ EXTRAS = {
     "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
     # Progress of `python -m mindspeed_dsa weights`.
     "weights": ["tqdm"],
+    # The CRC-32 of zlib, of four times as many bytes a second, for manifests of checkpoints.
+    "checkpoints": ["isal>=1.7"],
     # Reading shell scripts, in `python -m mindspeed_dsa migrate`.
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
@@ -32,7 +34,7 @@ EXTRAS = {
         "setuptools>=77",  # builds examples/plugin without the network
     ],
 }
-EXTRAS["test"] += [*EXTRAS["migrate"], *EXTRAS["weights"]]
+EXTRAS["test"] += [*EXTRAS["checkpoints"], *EXTRAS["migrate"], *EXTRAS["weights"]]
 EXTRAS["dev"] = [*EXTRAS["test"], "ruff", "mypy"]
 
 setup(

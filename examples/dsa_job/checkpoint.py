@@ -102,8 +102,13 @@ def save(
     model: list[Any],
     optimizer: Any,
     scheduler: Any,
-) -> Path:
-    """Write a checkpoint; all ranks call it together. Returns its folder."""
+) -> Any:
+    """Keep the state as it is now, and prepare a checkpoint of it; all ranks call it together.
+
+    Returns:
+        Megatron's ``AsyncRequest``: it writes files, in whichever process, and lists and names them on all
+        ranks.
+    """
     partial = from_rank_0(lambda: checkpoints.begin(folder, progress.iteration))
     metadata = _metadata(args)
     state = _model_state(model, metadata)
@@ -116,12 +121,13 @@ def save(
     saved = argparse.Namespace(**{**vars(args), **done})
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(partial), save_in_this_process(), content_metadata=content)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        checkpoints.publish(partial, progress.iteration)
-    dist.barrier()
-    return checkpoints.folder_of(folder, progress.iteration)
+    strategy = save_in_this_process()
+    request = dist_checkpointing.save(
+        state, str(partial), strategy, content_metadata=content, async_sharded_save=True
+    )
+    step = progress.iteration
+    request.add_finalize_fn(lambda: from_rank_0(lambda: checkpoints.publish(partial, step, strategy.sums)))
+    return request
 
 
 def load(

@@ -12,10 +12,12 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest, whole_checkpoints
 from mindspeed_dsa.runs.files import RunError, number, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
 _ATTEMPTS = 3
@@ -78,22 +80,54 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Create the folder to write a checkpoint into until :func:`publish`; one process calls this."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Create the folder to write a checkpoint into until :func:`publish`; one process calls this.
+
+    Raises:
+        RunError: nothing can be written there.
+    """
     partial = folder / f".{folder_of(folder, step).name}.{socket.gethostname()}-{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise unwritten(folder, step, error) from error
     return partial
 
 
-def publish(partial: Path, step: int) -> Path:
+def unwritten(folder: Path, step: int, why: object) -> RunError:
+    """Return the error of a checkpoint that could not be written."""
+    return RunError(
+        f"checkpoint of step {step} in {folder} was not written ({why}); earlier ones are as they were: make "
+        "room, or name another folder with --save"
+    )
+
+
+def publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
     """List what was written since :func:`begin`, bring it to the disk, and let the tracker name it.
+
+    Args:
+        partial: its folder until now.
+        step: of the checkpoint.
+        known: files whose sums are known of their writing.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        RunError: nothing can be written there; earlier checkpoints are as they were.
     """
+    try:
+        return _publish(partial, step, known)
+    except OSError as error:
+        raise unwritten(partial.parent, step, error) from error
+
+
+def _publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
     final = folder_of(partial.parent, step)
-    files = manifest.sums(partial, manifest.names(partial))
+    names = manifest.names(partial)
+    files = {name: known[name] for name in names if name in known}
+    files |= manifest.sums(partial, [name for name in names if name not in known])
     manifest.write(partial, f"{socket.gethostname()}-{os.getpid()}", files, final.name)
     sync_tree(partial)
     _rename(partial, final)

@@ -240,6 +240,7 @@ GROUPS = {
         Flag("--save", str, "folder of the checkpoints; unset: checkpoints/ in the run's folder"),
         Flag("--no-save", False, "write no checkpoints", free=True),
         Flag("--save-interval", 80, "steps between checkpoints; 0: only at the end", least=0, free=True),
+        Flag("--no-async-save", True, "wait until it is written", dest="async_save", free=True),
         Flag("--load", str, "folder with checkpoints to start from"),
         Flag("--ckpt-step", int, "step to load; unset: the latest"),
         Flag("--finetune", False, "load weights only and start at step 0"),

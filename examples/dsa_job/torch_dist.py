@@ -1,31 +1,189 @@
-"""Writing Megatron's ``torch_dist`` checkpoints without helper processes."""
+"""Megatron's ``torch_dist`` checkpoints, written by torch's writer in this process or in one beside training.
+
+Megatron's own writer starts processes that outlive a killed parent and keep its output pipes open. The files
+are the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.futures import Future
 
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.manifest import Entry, Summing
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def save_in_this_process(megatron: Megatron | None = None) -> Any:
-    """A strategy for ``dist_checkpointing.save`` that uses torch's own writer.
-
-    Megatron's writer starts processes that outlive a killed parent and keep its output pipes open. The
-    files are the same.
-    """
-    import torch.distributed.checkpoint as torch_checkpoint
-
-    torch_dist: Any = (megatron or Megatron())("core.dist_checkpointing.strategies.torch")
+    """Return a strategy for ``dist_checkpointing.save`` that starts no other process by itself."""
+    megatron = megatron or Megatron()
+    torch_dist: Any = megatron("core.dist_checkpointing.strategies.torch")
+    request: Any = megatron("core.dist_checkpointing.strategies.async_utils").AsyncRequest
 
     # Since 0.17 any other class is put aside without a word.
-    class SaveInThisProcess(torch_dist.TorchDistSaveShardedStrategy):
+    class SaveWithTorch(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+            shards = self.planned(sharded_state_dict, checkpoint_dir)
+            shards.write()
+            self.sums = shards.complete()
+
+        def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
+            shards = self.planned(sharded_state_dict, checkpoint_dir)
+
+            def complete() -> None:
+                self.sums = shards.complete()
+
+            return request(write_beside(os.getpid(), shards.write), (), [complete])
+
+        def planned(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Shards:
             by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+            shards = Shards(checkpoint_dir)
             torch_checkpoint.state_dict_saver.save(
                 torch_dist.mcore_to_pyt_state_dict(by_key, False),
-                storage_writer=torch_checkpoint.filesystem.FileSystemWriter(checkpoint_dir),
+                storage_writer=shards,
                 planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             )
+            return shards
 
-    return SaveInThisProcess("torch_dist", 1)
+    return SaveWithTorch("torch_dist", 1)
+
+
+def write_beside(parent: int, write: Callable[[], None]) -> Callable[[], None]:
+    """Return what a process that is forked to write does.
+
+    It ends with its parent, whose locks it shares, and computes in one thread: others are not forked with it.
+
+    Args:
+        parent: number of the process that forks; in that one itself the function just writes.
+        write: writes.
+    """
+
+    def beside() -> None:
+        if os.getpid() != parent:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+            torch.set_num_threads(1)
+            with contextlib.suppress(AttributeError, OSError):  # not on Linux
+                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+                if os.getppid() != parent:
+                    return
+        write()
+
+    return beside
+
+
+class Shards(torch_checkpoint.FileSystemWriter):
+    """Writer of torch in three parts: what a rank has is kept, written, and listed when all have written."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, per_thread_copy_ahead=0)  # which would use the device
+        self.fs = _SummingFiles()
+        self._kept: dict[Any, Any] = {}
+        self._plan: Any = None
+        self._metadata: Any = None
+        # Without a name, because nothing may be left of it; shared with a process forked later.
+        self._outcome: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        """Keep tensors as they are now, on the host; torch expects a list of what is written."""
+        self._plan = plan
+        self._kept = {item.index: _on_the_host(planner.resolve_data(item)) for item in plan.items}
+        torch.cuda.synchronize()
+        nothing: Future[list[Any]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Keep the metadata on the first rank, until there are results."""
+        self._metadata = metadata
+
+    def resolve_data(self, item: Any) -> Any:
+        """Return what is kept of an item, as a planner does."""
+        return self._kept[item.index]
+
+    def write(self) -> None:
+        """Write this rank's file, in whichever process; :meth:`complete` tells what has come of it."""
+        found: tuple[str, list[Any], dict[str, Entry]]
+        try:
+            results = super().write_data(self._plan, self).wait()  # type: ignore[arg-type]
+            found = "", results, self.fs.sums
+        except Exception as error:  # tensors and files of any kind
+            found = f"{type(error).__name__}: {error}", [], {}
+        with contextlib.suppress(OSError):  # complete() finds nothing
+            pickle.dump(found, self._outcome)
+            self._outcome.flush()
+        self._kept.clear()
+
+    def complete(self) -> dict[str, Entry]:
+        """Write the list of all ranks' tensors when all have written theirs; all ranks call it together.
+
+        Returns:
+            The sums of all ranks' files.
+
+        Raises:
+            RunError: on all ranks: one of them has not written its file.
+        """
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self._outcome_of_this_rank())
+        problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(ranks) if problem]
+        if problems:
+            raise RunError(
+                f"checkpoint {self.path} was not written ({'; '.join(problems)}); earlier ones are as they "
+                "were: make room, or name another folder with --save"
+            )
+        if dist.get_rank() == 0:
+            super().finish(self._metadata, [results for _, results, _ in ranks])
+        return {name: entry for _, _, sums in ranks for name, entry in sums.items()}
+
+    def _outcome_of_this_rank(self) -> Any:
+        with self._outcome as file:
+            file.seek(0)
+            try:
+                return pickle.load(file)
+            except EOFError:
+                return "its writer has ended without a word", [], {}
+
+
+def _on_the_host(data: Any) -> Any:
+    """Return a tensor on the host, on pages that a forked process has for itself; other data as they are."""
+    if not isinstance(data, torch.Tensor):
+        return data
+    tensor = data.detach()
+    if not tensor.is_cpu:
+        return tensor.to("cpu", non_blocking=True)
+    # Pinned pages are shared with forked processes.
+    return tensor.clone() if tensor.is_shared() or tensor.is_pinned() else tensor
+
+
+class _SummingFiles(FileSystem):
+    """Files that are summed while they are written.
+
+    Attributes:
+        sums: of those that are written.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Entry] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file; its sum is known when it is closed."""
+        with super().create_stream(path, mode) as stream:
+            summing = Summing(stream)
+            yield summing
+        if "w" in mode:
+            self.sums[Path(path).name] = summing.entry

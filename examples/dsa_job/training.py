@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 import mindspeed_dsa
 from dsa_job import checkpoint, checkpoints, data, distributed, weights
@@ -31,6 +32,7 @@ from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.runs.files import RunError
 
 OnEnd = Callable[[Stepper], None]
 _PATIENCE_S = 5.0  # torchrun passes the terminal's own signal on a second time
@@ -150,6 +152,7 @@ class _Job:
         optimizer = build_optimizer(args, model)
         self.stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
         self.progress = checkpoint.Progress()
+        self.saves: Any = AsyncCallsQueue()
         if args.save and dist.get_rank() == 0:
             checkpoints.remove_partial(Path(args.save))
         if args.load:
@@ -180,12 +183,19 @@ class _Job:
                 self._steps(records)
             if self.args.save and self.saved != self.progress.iteration:
                 self._save()
+            self._finish_saves(wait=True)
             if self.args.save and self.progress.iteration >= self.args.train_iters:
                 weights.write(self.args, self.progress.iteration)
             if on_end is not None:
                 on_end(self.stepper)
             if self.corpus is not None and self.progress.iteration >= self.args.train_iters:
                 self.reporter.finish(self.corpus.unigram_entropy, self._wall(), self.account.lines())
+        except (JobError, mindspeed_dsa.MindSpeedDSAError):  # raised on every rank
+            try:
+                self._finish_saves(wait=True)
+            except RunError as error:
+                self.reporter.say(str(error))
+            raise
         finally:
             self.reporter.close()
             self.stepper.release()
@@ -228,6 +238,7 @@ class _Job:
             record = self._step(stream)
             records.append(record)
             self.reporter.step(record)
+            self._finish_saves(wait=False)
             step, last = progress.iteration, progress.iteration == args.train_iters
             if last or (args.eval_interval and step % args.eval_interval == 0):
                 self._evaluate()
@@ -268,16 +279,34 @@ class _Job:
         return self.wall_before + time.monotonic() - self.start
 
     def _save(self) -> None:
+        """Save, after what is left of the save before; training goes on meanwhile, unless told to wait."""
+        self._finish_saves(wait=True)
         self.progress.wall_s = distributed.max_over_ranks(self._wall())
-        stepper, folder = self.stepper, Path(self.args.save)
+        stepper, folder, step = self.stepper, Path(self.args.save), self.progress.iteration
         with stepper.complete_parameters():
-            where = checkpoint.save(
+            request = checkpoint.save(
                 self.args, folder, self.progress, stepper.model, stepper.optimizer, stepper.scheduler
             )
-        self.saved = self.progress.iteration
-        self.reporter.say(f"step {self.saved:>5} | saved {where}")
-        if self.args.save_hf_interval and self.saved % self.args.save_hf_interval == 0:
-            weights.write(self.args, self.saved)
+            request.add_finalize_fn(
+                lambda: self.reporter.say(f"step {step:>5} | saved {checkpoints.folder_of(folder, step)}")
+            )
+            if self.args.async_save:
+                self.saves.schedule_async_request(request)
+            else:
+                request.execute_sync()
+        self.saved = step
+        if self.args.save_hf_interval and step % self.args.save_hf_interval == 0:
+            self._finish_saves(wait=True)
+            weights.write(self.args, step)
+
+    def _finish_saves(self, wait: bool) -> None:
+        """Name checkpoints that are written; all ranks call it together.
+
+        Args:
+            wait: until all are.
+        """
+        if self.saves.get_num_unfinalized_calls():
+            self.saves.maybe_finalize_async_calls(blocking=wait)
 
     def _stop_for_ctrl_c(self) -> None:
         stopped = f"stopped by Ctrl-C after step {self.progress.iteration}"
@@ -285,6 +314,7 @@ class _Job:
             raise Interrupted(f"{stopped}; nothing was saved (--no-save)")
         if self.saved != self.progress.iteration:
             self._save()
+        self._finish_saves(wait=True)
         raise Interrupted(f"{stopped}; a checkpoint is in {self.args.save}; the same command resumes from it")
 
 

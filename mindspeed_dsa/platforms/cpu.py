@@ -179,7 +179,9 @@ class CpuPlatform(Platform):
         nbytes = shape.numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return tensor_on(mmap.mmap(-1, nbytes)).view(dtype).view(shape)
+        # Private: a process that is forked to write a checkpoint has the pages as they were then.
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return tensor_on(pages).view(dtype).view(shape)
 
     def release_pinned(self) -> None:
         """Nothing to do: pages go back with their tensor."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.runs.files import RunError, amount, write_atomically
+
+try:  # the same sums, of four times as many bytes a second
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 NAME = "dsa_manifest.json"
 SUMS = ".dsa_sums."
@@ -39,6 +43,29 @@ class Entry:
 
     size: int
     crc32: int
+
+
+class Summing:
+    """A binary stream that is summed while it is written, from its beginning on."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._size = self._crc32 = 0
+
+    @property
+    def entry(self) -> Entry:
+        """Entry of a manifest for the bytes so far."""
+        return Entry(self._size, self._crc32)
+
+    def write(self, data: Any) -> Any:
+        """Sum bytes, and write them."""
+        content = memoryview(data).cast("B")
+        self._crc32 = crc32(content, self._crc32)
+        self._size += content.nbytes
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass(frozen=True)
@@ -101,7 +128,7 @@ def _sum(path: Path) -> Entry:
     view = memoryview(block)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
-            crc = zlib.crc32(view[:count], crc)
+            crc = crc32(view[:count], crc)
             size += count
     return Entry(size, crc)
 

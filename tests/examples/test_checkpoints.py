@@ -126,7 +126,7 @@ def test_a_checkpoint_is_replaced_although_another_machine_gives_the_old_its_nam
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", met_between)
-    files.publish(partial, 4)
+    files.publish(partial, 4, {})
     assert met
     assert (files.folder_of(tmp_path, 4) / "common.pt").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", files.TRACKER]
@@ -143,5 +143,5 @@ def test_names_are_on_the_disk_before_the_old_checkpoint_is_deleted(
     monkeypatch.setattr(
         files.shutil, "rmtree", lambda path, **how: done.append("delete") or delete(path, **how)
     )
-    files.publish(partial, 4)
+    files.publish(partial, 4, {})
     assert done.index(f"sync {tmp_path.name}") < done.index("delete")

@@ -16,7 +16,7 @@ from .conftest import JobServer, records, results, wait_for
 @pytest.fixture(scope="module")
 def unbroken(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken") / "run"
-    finished = jobs.run(folder)
+    finished = jobs.run(folder, "--no-async-save")
     assert finished.code == 0, finished.output
     assert [record["step"] for record in records(folder)] == [1, 2, 3, 4, 5, 6]
     return folder
@@ -52,10 +52,11 @@ def test_killed_again_and_again(jobs: JobServer, unbroken: Path, tmp_path: Path)
 
     # Between two checkpoints.
     def kill(pids: Sequence[int], output: Path) -> None:
-        wait_for(lambda: records_so_far(run)[-1:] != [] and '"step": 5' in records_so_far(run)[-1])
+        wait_for(lambda: "step     5/6" in output.read_text())
         os.kill(pids[0], signal.SIGKILL)
 
-    assert jobs.run(run, "--save-interval", "4", while_running=kill).code == -signal.SIGKILL
+    flags = ("--save-interval", "4", "--no-async-save")
+    assert jobs.run(run, *flags, while_running=kill).code == -signal.SIGKILL
     # The middle of a line, as the last of what a killed process wrote.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lm_')
@@ -82,8 +83,42 @@ def test_a_rank_killed_in_a_write_of_shards(jobs: JobServer, tmp_path: Path) -> 
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def records_so_far(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines()
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
+    jobs: JobServer, unbroken: Path, tmp_path: Path
+) -> None:
+    """Each is written when training has made its next steps, and the job waits for the last."""
+    run = tmp_path / "run"
+    finished = jobs.run(run, fault="written late")
+    assert finished.code == 0, finished.output
+    assert results(run) == results(unbroken)
+    for step in (2, 4, 6):
+        late, at_once = (folder_of(each / "checkpoints", step) / "__0_0.distcp" for each in (run, unbroken))
+        assert late.read_bytes() == at_once.read_bytes()
+    assert latest(run / "checkpoints") == 6
+
+
+def test_a_writer_that_dies_ends_the_job_in_one_line(jobs: JobServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = jobs.run(run, fault="in the writer")
+    assert finished.code == 2, finished.output
+    assert "Traceback" not in finished.output
+    assert "partial was not written (rank 0: its writer has ended without a word)" in finished.output
+    assert latest(run / "checkpoints") == 2
+
+
+def test_a_writer_ends_with_its_job(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
+    """It would hold the lock of the run's folder, and the next job would begin a run of its own."""
+    run, writer = tmp_path / "run", []
+
+    def kill(pids: Sequence[int], output: Path) -> None:
+        wait_for(lambda: "step     5/6" in output.read_text())
+        writer.append(int(output.read_text().partition("writer ")[2].split()[0]))
+        os.kill(pids[0], signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{writer[0]}").exists())
+
+    assert jobs.run(run, fault="never written", while_running=kill).code == -signal.SIGKILL
+    assert latest(run / "checkpoints") == 2
+    assert_resumes_like(unbroken, run, jobs, step=2)
 
 
 def test_ctrl_c_saves_and_the_run_goes_on(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from dsa_job.checkpoints import latest
+from dsa_job.checkpoints import folder_of, latest
 
 from .conftest import JobServer, records, results
 from .test_kill_resume import final_tensors
@@ -26,7 +26,7 @@ FEATURES = {
 def plain(jobs: JobServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unbroken run without any memory feature."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    finished = jobs.run(folder, *JOB)
+    finished = jobs.run(folder, *JOB, "--no-async-save")
     assert finished.code == 0, finished.output
     assert len(records(folder)) == 6
     return folder
@@ -48,6 +48,22 @@ def test_killed_in_the_write_of_a_checkpoint(jobs: JobServer, plain: Path, tmp_p
     assert results(run) == results(plain)  # bitwise: JSON keeps every digit
     assert results(other) == results(plain)[2:]
     assert final_tensors(run) == final_tensors(other) == final_tensors(plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", [JOB, JOB[:1]], ids=["distributed", "plain"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
+    jobs: JobServer, tmp_path: Path, name: str, job: tuple[str, ...]
+) -> None:
+    """State that a feature keeps elsewhere changes in place in the steps that are made before the write."""
+    runs = tmp_path / "at-once", tmp_path / "late"
+    for run, flag, fault in zip(runs, (["--no-async-save"], []), (None, "written late"), strict=True):
+        finished = jobs.run(run, *job, *FEATURES[name], *flag, fault=fault)
+        assert finished.code == 0, finished.output
+    for step in (2, 4, 6):
+        at_once, late = (folder_of(run / "checkpoints", step) / "__0_0.distcp" for run in runs)
+        assert late.read_bytes() == at_once.read_bytes()
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dsa_job import (  # noqa: E402
     checkpoint,
     checkpoints,
     step,
+    torch_dist,
     training,
 )
 from dsa_job.app import main  # noqa: E402
@@ -41,6 +43,8 @@ from mindspeed_dsa.settings import ACCEPT_MINDSPEED  # noqa: E402
 from mindspeed_dsa.tools.migrate.accept import accept  # noqa: E402
 
 POISONED_STEP = 3
+LATE_S = 2
+WRITE = torch_dist.Shards.write
 OURS = {flag.name for flag in features.all_flags() if not flag.megatron}
 
 
@@ -84,12 +88,24 @@ def die_in_the_write_of_step_4(place: Any) -> None:
     """Spring a trap where there is already a checkpoint to go back to."""
     save = checkpoint.save
 
-    def saving(args: Any, folder: Path, progress: checkpoint.Progress, *rest: Any) -> Path:
+    def saving(args: Any, folder: Path, progress: checkpoint.Progress, *rest: Any) -> Any:
         if progress.iteration == 4:
             place.start()
         return save(args, folder, progress, *rest)
 
     checkpoint.save = saving
+
+
+def write_late(*args: object) -> None:
+    """Write a rank's file when the steps that follow are long over."""
+    time.sleep(LATE_S)
+    WRITE(*args)
+
+
+def write_never(*args: object) -> None:
+    """Tell which process writes, and go on with it for ever."""
+    print(f"writer {os.getpid()}", flush=True)
+    time.sleep(10**6)
 
 
 def poison_the_loss() -> None:
@@ -150,6 +166,11 @@ FAULTS = {
     "before the weights": lambda: die_in_the_write_of_step_4(
         mock.patch.object(torch.distributed.checkpoint.state_dict_saver, "save", die)
     ),
+    "in the writer": lambda: die_in_the_write_of_step_4(mock.patch.object(torch_dist.Shards, "write", die)),
+    "never written": lambda: die_in_the_write_of_step_4(
+        mock.patch.object(torch_dist.Shards, "write", write_never)
+    ),
+    "written late": lambda: setattr(torch_dist.Shards, "write", write_late),
     # Everything is written, under the temporary name.
     "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoints, "publish", die)),
     # The new folder has its name, the tracker names the old one.

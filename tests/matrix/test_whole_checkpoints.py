@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.runs import expert_placement
+from mindspeed_dsa.runs.expert_placement import Placement
 from mindspeed_dsa.runs.whole_checkpoints import name_of, state_of, tracked
 from tests.matrix.record import Note
-from tests.matrix.test_pretrain_gpt import checkout, pretrain
+from tests.matrix.test_pretrain_gpt import LAYOUT, checkout, pretrain
 
 pytestmark = [
     pytest.mark.releases(">=0.12.1"),
@@ -21,6 +25,7 @@ pytestmark = [
 ]
 
 SAVED = (4, 8, 12, 14)
+LATE_S = 3
 
 
 @pytest.mark.full
@@ -54,27 +59,70 @@ def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, 
     note.trained([resumed])
 
 
+FEATURES = {
+    "reuse-fp32-param": "--bf16 --reuse-fp32-param",
+    "swap-optimizer": "--bf16 --swap-optimizer",
+    "virtual-optimizer": "--bf16 --virtual-optimizer 0.001",
+    "fsdp2": "--bf16 --use-torch-fsdp2",
+    "moe-grouped-gemm": "--moe-grouped-gemm",
+    "moe-expert-placement": "--moe-expert-placement {placement}",
+}
+LAYOUTS = {"fsdp2": "", "moe-expert-placement": "--expert-model-parallel-size 2"}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("feature", ["reuse-fp32-param", "swap-optimizer", "virtual-optimizer 0.001"])
+@pytest.mark.parametrize("name", FEATURES)
 def test_an_asynchronous_save_has_the_tensors_of_a_synchronous_one(
-    feature: str, note: Note, tmp_path: Path
+    name: str, note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps go on while it is written, and optimizers that keep state elsewhere change it in place."""
-    name = feature.partition(" ")[0]
+    """Its writer is late: steps have gone on, and changed in place what features keep elsewhere."""
+    layout = LAYOUTS.get(name, LAYOUT)
     if note.begins("pretrain_gpt.py, TP2+SP", name, switches={name.replace("-", "_"): True}):
         return
-    flags, saved = f"--bf16 --{feature} --whole-checkpoints --ckpt-format torch_dist --save-interval 2", {}
-    for way in ("", "--async-save"):
-        folder = tmp_path / f"checkpoints{way}"
-        ran = pretrain(tmp_path / f"run{way}", f"{flags} --save {folder} {way}", steps=4)
+    placement = tmp_path / "placement.json"
+    expert_placement.write(placement, Placement(4, 2, dict.fromkeys((2, 3, 4), (2, 0, 3, 1))))
+    flags = FEATURES[name].format(placement=placement)
+    flags += " --whole-checkpoints --ckpt-format torch_dist --save-interval 2 --num-workers 0"
+    forks = late_forks(tmp_path / "late", monkeypatch)
+    saved, forked = [], [0]
+    for way in ("", asynchronous()):
+        folder = tmp_path / f"checkpoints{len(saved)}"
+        ran = pretrain(tmp_path / f"run{len(saved)}", f"{flags} --save {folder} {way}", layout, steps=4)
         assert name in ran["at work"]
         assert [state_of(folder, iteration, contents=True).damage for iteration in (2, 4)] == ["", ""]
-        saved[way] = [tensors(folder / name_of(iteration)) for iteration in (2, 4)]
-    for there, here in zip(saved[""], saved["--async-save"], strict=True):
+        saved.append([tensors(folder / name_of(iteration)) for iteration in (2, 4)])
+        forked.append(len(forks.read_bytes()))
+    _, at_once, altogether = forked
+    assert altogether - at_once >= at_once + 4, "two ranks save twice, and each save has a process more"
+    for there, here in zip(*saved, strict=True):
         assert there.keys() == here.keys()
         assert [key for key in there if not torch.equal(there[key], here[key])] == []
     note.trained([ran])
+
+
+def asynchronous() -> str:
+    """Return flags of asynchronous saves: without the second, Megatron-LM from 0.16 on undoes the first."""
+    strategy = "--async-strategy mcore" if Version(versions.of_megatron() or "0") >= Version("0.18") else ""
+    return f"--async-save --use-persistent-ckpt-worker {strategy}"
+
+
+def late_forks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make every forked process of programs started from now on wait; return a file with a byte for each."""
+    folder.mkdir()
+    forks = folder / "forks"
+    forks.touch()
+    (folder / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "def late():\n"
+        f"    with open({str(forks)!r}, 'a') as file:\n"
+        "        file.write('.')\n"
+        f"    time.sleep({LATE_S})\n"
+        "os.register_at_fork(after_in_child=late)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    return forks
 
 
 def tensors(checkpoint: Path) -> dict[Any, torch.Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--whole-checkpoints"
@@ -35,17 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings.
-
-        Raises:
-            SettingsError: asynchronous saves would be written by a process that cannot start here.
-        """
-        on_cpu = getattr(settings, "platform", None) == "cpu"
-        if on_cpu and getattr(settings, "use_persistent_ckpt_worker", False):
-            raise SettingsError(
-                f"{FLAG}: --use-persistent-ckpt-worker starts a process that takes a CUDA device, and this "
-                "job runs on the CPU; omit it: --async-save alone forks a writer"
-            )
+        """Build from resolved settings."""
         save = getattr(settings, "save", None)
         return cls(bool(settings.verify_checkpoint), Path(save) if save else None)
 
@@ -55,8 +44,18 @@ def active(settings: Any) -> bool:
     return bool(settings.whole_checkpoints or settings.verify_checkpoint)
 
 
-def check_folders(args: Any, options: Options) -> Iterator[str]:
-    """Yield folders that are none on a file system."""
+def check_saves(args: Any, options: Options) -> Iterator[str]:
+    """Yield folders that are none on a file system, and formats that Megatron refuses at the first save."""
+    written = argument(args, "ckpt_format")
+    # Releases with this argument write all but the first format of Megatron in the background.
+    served = (
+        ("torch_dist", "torch_dcp", "fsdp_dtensor") if hasattr(args, "async_strategy") else ("torch_dist",)
+    )
+    if argument(args, "async_save") and written and written not in served:
+        yield (
+            f"--async-save: Megatron-LM saves --ckpt-format {written} synchronously only, and would end the "
+            "job at its first save; take --ckpt-format torch_dist, or omit --async-save"
+        )
     for name in ("save", "load"):
         folder = argument(args, name)
         if folder and "://" in str(folder):
@@ -77,11 +76,6 @@ FEATURE = Feature(
         ),
         Flag(VERIFY, "Read all files of a checkpoint and compare checksums before it is loaded."),
         Flag("--save", "Megatron's own flag; no second job may save there.", kind="value", megatron=True),
-        Flag(
-            "--use-persistent-ckpt-worker",
-            "Megatron's own flag; refused on the CPU, where its process does not start.",
-            megatron=True,
-        ),
     ),
     patches=(
         Patch(
@@ -145,7 +139,7 @@ FEATURE = Feature(
     ),
     active=active,
     options=Options.of,
-    check=check_folders,
+    check=check_saves,
     on_finalize=f"{_HERE}.saving:claim_before_training",
     doc="whole-checkpoints.md",
 )

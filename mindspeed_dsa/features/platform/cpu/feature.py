@@ -246,6 +246,23 @@ _PATCHES = (
         required=False,
     ),
     Patch(
+        "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.__init__",
+        "wrap",
+        f"{_MEGATRON}:fork_for_each_save",
+        "a persistent writer shares the host's tensors with training, which changes them meanwhile; one that "
+        "is forked for each save has its own",
+        params=("persistent",),
+        required=False,
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller",
+        "replace",
+        f"{_MEGATRON}:no_writer_to_start",
+        "a writer is forked for each save, and none is started before",
+        versions=">=0.17",
+        required=False,
+    ),
+    Patch(
         "megatron.legacy.fused_kernels:load",
         "replace",
         f"{_MEGATRON}:no_kernels_to_load",

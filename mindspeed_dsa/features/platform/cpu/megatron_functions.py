@@ -145,3 +145,16 @@ def no_device_arch() -> int:
 
 def no_kernels_to_load(args: Any) -> None:
     """Replace ``fused_kernels.load``, which calls nvcc."""
+
+
+def fork_for_each_save(original: _Function) -> _Function:
+    """Decorate ``AsyncCallsQueue.__init__``: ``persistent`` is not heard."""
+
+    def __init__(self: Any, persistent: bool = False, **kwargs: Any) -> None:
+        original(self, persistent=False, **kwargs)
+
+    return __init__
+
+
+def no_writer_to_start(*args: Any, **kwargs: Any) -> None:
+    """Replace ``AsyncCallsQueue.warmup_persistent_caller``."""

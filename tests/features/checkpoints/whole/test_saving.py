@@ -368,16 +368,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
     assert choose(job.folder).state == state_of(job.folder, 3)
 
 
-def test_a_writer_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU Megatron's persistent worker divides by the number of devices, and training waits for it."""
-    monkeypatch.setattr(features, "built_in", lambda: (FEATURE,))
-    with (
-        pytest.raises(mindspeed_dsa.SettingsError, match="omit it: --async-save alone forks a writer"),
-        mindspeed_dsa.enabled(
-            whole_checkpoints=True, use_persistent_ckpt_worker=True, mindspeed_platform="cpu"
-        ),
-    ):
-        pass
+@pytest.mark.parametrize("newer", [False, True], ids=["until 0.17", "later"])
+@pytest.mark.parametrize("written", ["torch", "torch_dcp", "torch_dist"])
+def test_formats_that_cannot_be_saved_in_the_background_are_refused(written: str, newer: bool) -> None:
+    args = SimpleNamespace(verify_checkpoint=False, async_save=True, ckpt_format=written, save="x")
+    assert FEATURE.problems(SimpleNamespace(**{**vars(args), "async_save": False})) == []
+    if newer:
+        args.async_strategy = "mcore"
+    served = written == "torch_dist" or (newer and written != "torch")
+    problems = FEATURE.problems(args)
+    assert ["--ckpt-format torch_dist, or omit --async-save" in each for each in problems] == [True] * (
+        not served
+    )
 
 
 def test_folders_of_no_file_system_are_refused() -> None:
