@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Generic, Literal, TypeVar, cast
 
+from mindspeed_dsa.environment import EnvironmentCheck
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.patches.spec import Patch
 
@@ -133,6 +134,9 @@ class Feature:
         when: of a feature without a switch of its own: what it is on for, in words.
         supplies: of a backport: names of the features whose effect its own code has in the releases that
             it serves; the compatibility table says so.
+        overlaps: what the feature sends while something is computed, in words, as "the gather of weights";
+            checks of the environment look for what takes such transfers their cover.
+        environment: checks of a job's surroundings that are the feature's own.
         distribution: name and version of the plug-in that ships the feature; set when it is loaded.
     """
 
@@ -151,6 +155,8 @@ class Feature:
     on_finalize: str = ""
     when: str = ""
     supplies: tuple[str, ...] = ()
+    overlaps: str = ""
+    environment: tuple[EnvironmentCheck, ...] = ()
     distribution: str = ""
 
     @property

@@ -5,17 +5,29 @@ after Megatron is imported. With nothing switched on it changes nothing.
 """
 
 import sys
+from functools import partial
+from typing import Any
 
 from mindspeed_dsa import session
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 from mindspeed_dsa.tools.migrate.accept import accept
 
+
+def _checkpoint_size(command: list[str], args: Any) -> float | None:
+    """Plan the size of a checkpoint, when the report at the start asks for it."""
+    from mindspeed_dsa.tools.planner.checkpoint import size_of
+
+    return size_of(command, getattr(args, "padded_vocab_size", None))
+
+
 try:
     arguments = sys.argv[1:]
     accepted = [ACCEPT_MINDSPEED.name] if accept(arguments) else []
     sys.argv[1:] = arguments
     session.enable_from_argv([*accepted, *arguments])
+    if (running := session.current()) is not None:
+        running.checkpoint_size = partial(_checkpoint_size, [sys.argv[0], *arguments])
 except MindSpeedDSAError:
     show_without_traceback()
     raise

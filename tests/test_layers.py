@@ -23,6 +23,7 @@ ROOT = FOLDER.parent
 ORDER = (
     {"log"},
     {"patches"},
+    {"environment"},
     {"feature"},
     {"settings"},
     {"platforms"},

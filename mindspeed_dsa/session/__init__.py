@@ -187,11 +187,11 @@ def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -
     except Exception:
         if previous is not None:
             _current = Session(previous.settings, previous.features)
-            _current.log_folder = previous.log_folder
+            _current.follow(previous)
             _current.arm()
         raise
     if previous is not None:
-        started.log_folder = previous.log_folder
+        started.follow(previous)
         started.carry_on(previous)
     _current = started
     _api, _argv = dict(api), tuple(argv)

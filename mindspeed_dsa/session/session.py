@@ -23,7 +23,7 @@ from mindspeed_dsa.patches import (
     versions,
 )
 from mindspeed_dsa.patches.site import load
-from mindspeed_dsa.session import checks, start_report
+from mindspeed_dsa.session import checks, environment, start_report
 from mindspeed_dsa.settings import Settings
 
 
@@ -36,13 +36,18 @@ class Session:
 
     Attributes:
         contexts: by feature name, the context of each feature's patches.
+        arguments: the job's, once they are known.
         log_folder: where the job keeps its logs, once its arguments are known.
+        checkpoint_size: returns the bytes of a checkpoint from the job's arguments, where the command line
+            tells the model's sizes.
     """
 
     def __init__(self, resolved: Settings, active: Sequence[Feature]) -> None:
         self.settings = resolved
         self.features = list(active)
+        self.arguments: Any = None
         self.log_folder: str | None = None
+        self.checkpoint_size: Callable[[Any], float | None] = lambda args: None
         # Once this session has ended: returns the one in its place.
         self._running: Callable[[], Session | None] | None = None
         root = resolved.megatron_root
@@ -129,7 +134,8 @@ class Session:
                 load(feature.on_finalize)(self.contexts[feature.name])
         self._finalized = True
         folder = report_dir or self.settings.mindspeed_report_dir or self.log_folder
-        start_report.publish(self.settings, self.features, self.report(), folder)
+        found = environment.at_start(self.settings, self.features, self.arguments, self.checkpoint_size)
+        start_report.publish(self.settings, self.features, self.report(), folder, environment.records(found))
 
     def _require_alone(self) -> None:
         """MindSpeed may have come after us: its replacements drop ours, and flags of both act twice."""
@@ -193,6 +199,11 @@ class Session:
         put(running.settings, namespace, ("API", "environment"))
         running._told = True
 
+    def follow(self, previous: Session) -> None:
+        """Take over what the session before this one knows of the job."""
+        self.arguments, self.log_folder = previous.arguments, previous.log_folder
+        self.checkpoint_size = previous.checkpoint_size
+
     def carry_on(self, previous: Session) -> None:
         """Take over what the session before this one has told the job's arguments, if it is still true."""
         ours, theirs = checks.for_megatron(self.settings), checks.for_megatron(previous.settings)
@@ -208,6 +219,7 @@ class Session:
         """Let every active feature change and check a job's arguments; see ``mindspeed_dsa.validate``."""
         unheard = list(checks.unheard(args, self.settings, self._told))
         self.rewrite(args)
+        self.arguments = args
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
         problems = [
             *unheard,

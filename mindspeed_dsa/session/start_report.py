@@ -48,15 +48,28 @@ def warn_of_untried_torch() -> None:
 
 
 def publish(
-    settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport], folder: str | None
+    settings: Settings,
+    features: Sequence[Feature],
+    sites: Sequence[SiteReport],
+    folder: str | None,
+    environment: Sequence[Mapping[str, str]],
 ) -> None:
-    """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one."""
+    """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one.
+
+    Args:
+        settings: of the session.
+        features: that are on.
+        sites: of their patches.
+        folder: of the JSON file.
+        environment: what the checks of the job's surroundings have found, which is printed already.
+    """
     if not log.is_first_rank():
         return
     print(table(settings, features, sites), file=sys.stderr, flush=True)
     if folder:
         path = Path(folder)
-        text = json.dumps(as_dict(settings, features, sites), indent=1)
+        record = {**as_dict(settings, features, sites), "environment": environment}
+        text = json.dumps(record, indent=1)
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")

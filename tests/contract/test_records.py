@@ -302,11 +302,13 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "compatibility.md is out of date; run make docs",
         "README.md is out of date; run make docs",
         "  - write docs/npu.md",
+        "  - write docs/environment.md",
         "  - write docs/features/f.md for f",
     ]
     (tmp_path / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
     assert any("products:begin" in text for text in pages.stale(tmp_path))
     shutil.copy(pages.docs_folder() / "npu.md", tmp_path)
+    (tmp_path / "environment.md").write_text("<!-- checks:begin -->\n<!-- checks:end -->\n")
     page = tmp_path / "features" / "f.md"
     page.parent.mkdir()
     page.write_text("# F\n\n<!-- patched:begin -->old<!-- patched:end -->\n\nLimits\n")
@@ -315,7 +317,8 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "# F\n<!-- flags:begin --><!-- flags:end -->\n<!-- patched:begin -->old<!-- patched:end -->\nEnd\n"
     )
     assert pages.stale(tmp_path)
-    assert {path.name for path in pages.write_all(tmp_path)} == {"compatibility.md", "README.md", "f.md"}
+    written = {"compatibility.md", "README.md", "environment.md", "f.md"}
+    assert {path.name for path in pages.write_all(tmp_path)} == written
     assert pages.stale(tmp_path) == []
     text = page.read_text()
     assert "old" not in text

@@ -17,8 +17,10 @@ from mindspeed_dsa import features, session, settings
 from mindspeed_dsa.megatron.pipeline_chunks import FIRST, LAST, LAYOUT
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, versions
-from mindspeed_dsa.session import start_report
+from mindspeed_dsa.session import environment, start_report
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
+from mindspeed_dsa.tools.cli import doctor_job
+from mindspeed_dsa.tools.cli.doctor_job import Command
 from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.migrate.accept import accept
 
@@ -45,19 +47,36 @@ def run(argv: Sequence[str]) -> int:
         description="Examines this installation. Flags of features, and Megatron's own, may follow: "
         "doctor shows their effect. Flags of the job's own parser may follow --, and are not looked at, but "
         "for DSA's; with the job's script before them, as in -- pretrain_gpt.py FLAGS, all are read.",
+        epilog="With --job, all that follows -- is the job's command line, with its launcher and script or "
+        "without: --job -- torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS. Variables, limits and free "
+        "disk are held against it.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    parser.add_argument("--job", action="store_true", help="examine the surroundings that the job will meet")
     parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
     options, flags = parser.parse_known_args(list(argv))
+    command = None
+    if options.job:
+        cut = argv.index("--") if "--" in argv else len(argv)
+        _, before = parser.parse_known_args(list(argv[:cut]))
+        command = Command.of(argv[cut + 1 :], before)
     # Megatron and torch print while they are imported; stdout is reserved for the result.
     with contextlib.redirect_stdout(sys.stderr):
-        findings = examine(flags)
+        findings = examine(flags, command)
     print(json.dumps(findings, indent=1) if options.json else as_text(findings, options.all))
-    return 1 if findings["problems"] else 0
+    fails = findings["problems"] or any(each["level"] == "error" for each in findings["environment"])
+    return 1 if fails else 0
 
 
-def examine(argv: Sequence[str]) -> dict[str, Any]:
-    """``{versions, platform, layers, features, sites, problems}``; patches for real, then undoes."""
+def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, Any]:
+    """Return versions, platform, layers, features, sites, environment, problems; patches, then undoes.
+
+    Args:
+        argv: flags, and what belongs to the job alone behind ``--``.
+        command: a job's command line in place of them, whose surroundings are examined as well.
+    """
+    if command is not None:
+        argv = ["--", command.script or "pretrain_gpt.py", *command.flags]
     problems = [plugin.message for plugin in features.broken_plugins()]
     argv, of_the_job = read_and_beside(list(argv))
     layers = ""
@@ -86,12 +105,14 @@ def examine(argv: Sequence[str]) -> dict[str, Any]:
         problems += unknown_flags(argv, of_the_job, running.settings.megatron_root)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
+    surroundings = doctor_job.examine(command, argv, running) if command is not None else []
     findings = {
         "versions": versions.installed(running.settings.megatron_root if running else "megatron"),
         "platform": _platform(running),
         "layers": layers,
         "features": _features(running),
         "sites": [site.as_dict() for site in sites],
+        "environment": environment.records(surroundings),
         "problems": list(dict.fromkeys(problems)),
     }
     session.disable()
@@ -269,10 +290,17 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
             for site in shown
         ]
         lines += ["", *start_report.aligned(rows)]
+    if findings["environment"]:
+        lines += ["", "environment:", *map(_finding, findings["environment"])]
     lines += ["", *(f"PROBLEM: {text}" for text in findings["problems"])]
     if not findings["problems"]:
         lines.append("no problems found")
     return "\n".join(lines)
+
+
+def _finding(each: dict[str, str]) -> str:
+    level = each["level"] if each["level"] == "note" else each["level"].upper()
+    return f"  {level}: {each['who']}: {each['what']}; {each['do']} [{each['check']}]"
 
 
 def _name(row: dict[str, Any]) -> str:

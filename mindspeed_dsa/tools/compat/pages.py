@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import Version
@@ -17,8 +18,10 @@ from mindspeed_dsa.megatron.job import SERVICES
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
+from mindspeed_dsa.platforms.base import PlatformName
 from mindspeed_dsa.platforms.npu import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS, PRODUCTS, UNKNOWN
+from mindspeed_dsa.session.environment import checks_of
 from mindspeed_dsa.session.records import MAIN, ROOT, Records, load
 from mindspeed_dsa.tools.compat import trained
 from mindspeed_dsa.tools.compat.trained import Verdict, judge
@@ -26,6 +29,7 @@ from mindspeed_dsa.tools.compat.trained import Verdict, judge
 TABLE = "compatibility.md"
 INDEX = "features/README.md"
 NPU = "npu.md"
+ENVIRONMENT = "environment.md"
 _NOTHING_TRAINED = trained.Trained()
 
 _HEADER = """\
@@ -137,6 +141,7 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     problems: list[str] = []
     sections = {"operators": npu_operators(), "products": npu_products(), "environment": npu_environment()}
     _fill(pages, problems, docs / NPU, sections)
+    _fill(pages, problems, docs / ENVIRONMENT, {"checks": environment_checks()})
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:
@@ -205,6 +210,18 @@ def npu_environment() -> str:
         value = each.recommended if each.recommended == UNSET else f"`{each.recommended}`"
         rows.append([f"`{each.name}`", each.does, value, each.why, ", ".join(each.sources)])
     return _table(["Variable", "What it does", "Value", "Why", "From"], rows)
+
+
+def environment_checks() -> str:
+    """Checks of a job's surroundings."""
+    rows = []
+    for each in checks_of(shipped()):
+        where = "any" if len(each.platforms) == len(get_args(PlatformName)) else ", ".join(each.platforms)
+        node = ", on each node" if each.per_node else ""
+        rows.append(
+            [f"`{each.name}`", f"{where}{node}", each.subject, each.when, ", ".join(each.levels), each.source]
+        )
+    return _table(["Check", "Platform", "Looks at", "Speaks when", "Level", "Source"], rows)
 
 
 def _read(path: Path) -> str:

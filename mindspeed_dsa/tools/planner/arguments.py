@@ -80,9 +80,8 @@ def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: fl
 
 def _check_given(options: argparse.Namespace) -> None:
     """Refuse a job of which a plan cannot be made."""
-    sizes = (*_MODEL, *(_DSA if options.experimental_attention_variant == "dsa" else ()))
     problems = []
-    if missing := _missing(options, sizes):
+    if missing := unknown_sizes(options):
         known = ", ".join(configs.KNOWN)
         problems.append(
             f"the model's sizes are not known: add {missing} to the job's flags, or give --config FILE, a "
@@ -95,6 +94,11 @@ def _check_given(options: argparse.Namespace) -> None:
         )
     if problems:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
+
+
+def unknown_sizes(options: argparse.Namespace) -> str:
+    """Return the flags that the sizes of the model are missing; empty where they are known."""
+    return _missing(options, (*_MODEL, *(_DSA if options.experimental_attention_variant == "dsa" else ())))
 
 
 def _missing(options: argparse.Namespace, names: Sequence[str]) -> str:
@@ -126,7 +130,7 @@ def _check_together(options: argparse.Namespace) -> None:
             problems.append("shared experts have no biases: add --disable-bias-linear")
         if options.moe_grouped_gemm and options.transformer_impl == "local":
             problems.append("--moe-grouped-gemm without Transformer Engine needs --disable-bias-linear")
-    seen = _Settings(options)
+    seen = Switches(options)
     on = [feature for feature in everything() if feature.is_active(seen)]
     names = {feature.name for feature in on}
     problems += [
@@ -139,7 +143,7 @@ def _check_together(options: argparse.Namespace) -> None:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
 
 
-class _Settings:
+class Switches:
     """Switches as features ask for them; flags of Megatron that no plan reads are not given."""
 
     platform, features_on = "", ()

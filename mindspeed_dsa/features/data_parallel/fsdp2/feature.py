@@ -199,6 +199,7 @@ FEATURE = Feature(
     name="fsdp2",
     summary="Shards weights, gradients and optimizer state with FSDP2, of experts where they are asked for, "
     "beside pipelines, and repairs Megatron's own --use-torch-fsdp2.",
+    overlaps="gathers of weights and reductions of gradients",
     flags=(
         Flag("--use-torch-fsdp2", "Megatron's own flag.", megatron=True),
         Flag(

@@ -109,6 +109,7 @@ KEEP_GATHERED = Flag(
 KEYS = Feature(
     name="dsa-context-parallel",
     summary="DSA under context parallelism: queries stay, small keys are gathered behind the projections.",
+    overlaps="the gather of keys",
     flags=(KEEP_GATHERED, *MEGATRON_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT),
     active=wanted,
     options=Options.of,

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa.environment import EnvironmentCheck, Finding, Surroundings
 from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.features.memory.conditions import (
     Row,
@@ -19,6 +22,7 @@ from mindspeed_dsa.megatron.optimizer import Hook
 from mindspeed_dsa.patches.spec import Patch
 
 DEFAULT_TIMES = 16
+_ALLOCATOR, _ROUNDING, _KNOWS_ROUNDING = "PYTORCH_NPU_ALLOC_CONF", "pinned_max_round_threshold_mb", "2.13"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,34 @@ _HERE = "mindspeed_dsa.features.memory.swap_optimizer"
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _CHECKPOINTS = "checkpoints are read from the host and written to it"
 
+
+def find_rounding(about: Surroundings) -> Iterator[Finding]:
+    """Yield pinned buffers that torch_npu rounds up."""
+    given = about.variable(_ALLOCATOR)
+    try:
+        knows = Version(about.machine.torch_npu or "0") >= Version(_KNOWS_ROUNDING)
+    except InvalidVersion:
+        return
+    if knows and _ROUNDING not in given:
+        wanted = ",".join(filter(None, (given, f"{_ROUNDING}:128")))
+        yield Finding(
+            "note",
+            f"{_ALLOCATOR} {given or 'not set'}",
+            "torch_npu rounds the pinned buffers of --swap-optimizer up to a power of two, which takes up to "
+            "twice the host memory",
+            f"export {_ALLOCATOR}={wanted}",
+        )
+
+
+ROUNDING = EnvironmentCheck(
+    "swap-optimizer-rounding",
+    f"`{_ALLOCATOR}`",
+    f"`--swap-optimizer` without `{_ROUNDING}`, from torch_npu {_KNOWS_ROUNDING} on",
+    "torch_npu, environment variables",
+    ("note",),
+    find_rounding,
+    platforms=("npu",),
+)
 FEATURE = Feature(
     name="swap-optimizer",
     summary="Keeps float32 master weights and Adam's moments on the host, and pipelines the step.",
@@ -134,5 +166,6 @@ FEATURE = Feature(
     active=wanted("swap_optimizer", "swap_optimizer_times"),
     options=Options.of,
     check=check_swapped_state,
+    environment=(ROUNDING,),
     doc="swap-optimizer.md",
 )

@@ -64,6 +64,7 @@ _IMPL = "mindspeed_dsa.features.moe.alltoall_overlap.layer"
 FEATURE = Feature(
     name="moe-alltoall-overlap-comm",
     summary="Runs the shared expert, and in backward the experts' weight gradients, while tokens travel.",
+    overlaps="all-to-alls of experts",
     flags=(
         Flag(
             "--moe-alltoall-overlap-comm",

@@ -240,6 +240,7 @@ _OUTERMOST = 10
 FEATURE = Feature(
     name="moe-batch-overlap",
     summary="Runs a microbatch in two halves, one of which attends or computes while the other travels.",
+    overlaps="all-to-alls of experts",
     flags=(
         Flag(
             "--moe-batch-overlap",

@@ -178,6 +178,7 @@ FEATURE = Feature(
     name="moe-fb-overlap",
     summary="Runs one microbatch's forward and another's backward side by side, so that each hides the "
     "other's all-to-alls.",
+    overlaps="all-to-alls of experts",
     flags=(
         Flag(
             "--moe-fb-overlap",

@@ -184,6 +184,7 @@ PATCHES = (
 COC = Feature(
     name="ascend-coc",
     summary="Splits the matmul of tensor parallel layers and its collective into chunks that overlap.",
+    overlaps="tensor parallel transfers",
     flags=(
         Flag(
             "--use-ascend-coc",

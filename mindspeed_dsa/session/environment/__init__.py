@@ -1,0 +1,163 @@
+"""Checks of a job's surroundings: which there are, what they find, and how that is told."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from mindspeed_dsa import log
+from mindspeed_dsa.environment import LEVELS, EnvironmentCheck, Finding, Machine, Surroundings
+from mindspeed_dsa.feature import Feature, Platform
+from mindspeed_dsa.runs import manifest, whole_checkpoints
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.session.environment import communication, devices, host, installation
+from mindspeed_dsa.settings import Settings
+
+__all__ = ["CHECKS", "at_start", "checks_of", "examine", "newest", "overlaps", "records"]
+
+CHECKS: tuple[EnvironmentCheck, ...] = (
+    *communication.CHECKS,
+    *devices.CHECKS,
+    *host.CHECKS,
+    *installation.CHECKS,
+)
+"""Those that are no feature's own."""
+_MEGATRON = {
+    "overlap_grad_reduce": "the reduction of gradients",
+    "overlap_param_gather": "the gather of weights",
+    "overlap_moe_expert_parallel_comm": "all-to-alls of experts",
+    "moe_shared_expert_overlap": "all-to-alls of experts",
+    "tp_comm_overlap": "tensor parallel transfers",
+}
+"""Arguments of Megatron's that hide transfers behind computation, and what they hide."""
+Found = tuple[EnvironmentCheck, Finding]
+
+
+def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
+    """Return what is sent while something is computed, each with what asks for it."""
+    found = [f"{feature.overlaps} ({feature.name})" for feature in active if feature.overlaps]
+    found += [
+        f"{what} (--{name.replace('_', '-')})"
+        for name, what in _MEGATRON.items()
+        if getattr(args, name, None)
+    ]
+    kinds = getattr(args, "cp_comm_type", None) or ()
+    sent = getattr(args, "context_parallel_size", 1) > 1 and "p2p" in kinds
+    if sent and getattr(args, "experimental_attention_variant", None) != "dsa":
+        found.append("keys and values on their way round a ring (--cp-comm-type p2p)")
+    return tuple(found)
+
+
+def checks_of(active: Sequence[Feature]) -> Iterator[EnvironmentCheck]:
+    """Yield all checks of a job with these features."""
+    yield from CHECKS
+    for feature in active:
+        yield from feature.environment
+
+
+def examine(about: Surroundings, active: Sequence[Feature], per_node: bool | None = None) -> list[Found]:
+    """Ask every check that applies to the platform.
+
+    Args:
+        about: what checks look at.
+        active: features that are on, whose own checks are asked as well.
+        per_node: only those of a node, or only those of the job; None: all of them.
+
+    Returns:
+        What they find, the worst first. A check that raises is a finding of its own: it must not stop a job.
+    """
+    found: list[Found] = []
+    for check in checks_of(active):
+        if not _applies(check, about.platform) or per_node not in (None, check.per_node):
+            continue
+        try:
+            found += [(check, finding) for finding in check.find(about)]
+        except Exception as error:
+            found.append((check, _failed(check, error)))
+    return sorted(found, key=lambda each: LEVELS.index(each[1].level))
+
+
+def _applies(check: EnvironmentCheck, platform: str) -> bool:
+    """Return whether a check is for a platform; an unknown one, as without torch, may be any."""
+    return platform in check.platforms or (not platform and len(check.platforms) == len(get_args(Platform)))
+
+
+def _failed(check: EnvironmentCheck, error: Exception) -> Finding:
+    return Finding(
+        "note", f"check {check.name}", f"it raises {error!r} and has found nothing", "report it as a bug"
+    )
+
+
+def records(found: Sequence[Found]) -> list[dict[str, str]]:
+    """Return findings as plain data."""
+    return [
+        {"check": check.name, "level": each.level, "who": each.who, "what": each.what, "do": each.do}
+        for check, each in found
+    ]
+
+
+def at_start(
+    settings: Settings,
+    active: Sequence[Feature],
+    args: Any,
+    checkpoint_size: Callable[[Any], float | None],
+) -> list[Found]:
+    """Examine a job that is about to build its model, on ranks that speak for it or for their node, and log.
+
+    Args:
+        settings: of the session.
+        active: features that are on.
+        args: the job's arguments; None where it has shown none.
+        checkpoint_size: returns the bytes of a checkpoint of these arguments, where the job's flags say so.
+
+    Returns:
+        What this rank has logged.
+    """
+    variables: Mapping[str, str] = os.environ
+    first = log.is_first_rank()
+    if not first and variables.get("LOCAL_RANK") != "0":
+        return []
+    about = Surroundings(
+        platform=settings.platform,
+        args=args,
+        features=frozenset(feature.name for feature in active),
+        overlaps=overlaps(active, args),
+        variables=variables,
+        machine=_machine(settings, variables),
+        checkpoint=_checkpoint(args, checkpoint_size),
+    )
+    found = examine(about, active, None if first else True)
+    where = "" if first else f" of node {socket.gethostname()}"
+    tell = {"error": "error", "warning": "warning", "note": "info"}
+    for check, finding in found:
+        text = f"environment{where}: {finding.level}: {finding} [{check.name}]"
+        getattr(log.get(), tell[finding.level])("%s", text, once=True, ranks="all")
+    return found
+
+
+def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:
+    launched = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", **variables}
+    return installation.read(settings.platform, settings.megatron_root, launched)
+
+
+def _checkpoint(args: Any, planned: Callable[[Any], float | None]) -> float | None:
+    """Return the bytes of a checkpoint; None where that is not known, or where the job saves none."""
+    return newest(args) or planned(args) if getattr(args, "save", None) else None
+
+
+def newest(args: Any) -> float | None:
+    """Return the bytes of the newest checkpoint where the job saves; None where it has no manifest."""
+    named = getattr(args, "save", None)
+    if not named or "://" in str(named):
+        return None
+    folder = Path(named)
+    try:
+        for iteration in whole_checkpoints.iterations(folder)[:1]:
+            listed = manifest.read(folder / whole_checkpoints.name_of(iteration))
+            return None if listed is None else float(listed.size)
+    except (RunError, OSError):
+        pass
+    return None
