@@ -15,6 +15,7 @@ from mindspeed_dsa.ops.grouped_matmul import triton as grouped
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer
 from mindspeed_dsa.ops.moe_permute import triton as permutation
+from mindspeed_dsa.ops.quantised_indexer import triton as quantised
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
@@ -48,6 +49,8 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
             for use_relu in (True, False) if odd else (True,):
                 words = f"indexer {heads} x {dim}{'' if use_relu else ' without relu'}{mode}"
                 yield words, _in_mode(deterministic, partial(run_indexer, dtype, heads, dim, use_relu))
+    for heads, dim in INDEXERS:
+        yield f"indexer {heads} x {dim} in fp8", partial(run_quantised_indexer, dtype, heads, dim)
     for heads in HEADS:
         yield f"{heads} heads, plain", _in_mode(False, partial(run_plain_attention, dtype, heads))
     if odd:
@@ -74,6 +77,7 @@ def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     yield "one row behind others", run_last_row
     yield "16 heads, plain", partial(run_plain_attention, dtype, 16)
     yield "indexer 8 x 64", partial(run_indexer, dtype, 8, 64)
+    yield "indexer 64 x 128 in fp8", partial(run_quantised_indexer, dtype, 64, 128)
     yield "loss, 16 heads of 192 per head", partial(run_loss, dtype, 16, 192, False)
     yield "64 experts", partial(run_permutation, dtype)
     yield "64 experts, grouped", partial(run_grouped, dtype)
@@ -140,6 +144,13 @@ def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True)
     shape = _shape(dtype, heads=heads, head_dim=dim, topk=TOPK)
     if indexer.unsupported_index_sizes(shape, heads, dim) is None:
         indexer.rehearse(shape, SHORT, SHORT, use_relu)
+
+
+def run_quantised_indexer(dtype: torch.dtype, heads: int, dim: int) -> None:
+    """Selection by products of e4m3 numbers, or of the same in bf16, as the target takes them."""
+    shape = _shape(dtype, heads=heads, head_dim=dim, topk=TOPK)
+    if indexer.unsupported_index_sizes(shape, heads, dim) is None:
+        quantised.rehearse(shape, SHORT, SHORT)
 
 
 def run_loss(

@@ -28,9 +28,9 @@ _TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Of the assembly; the last are products of warp groups, products of tensor memory, products of warps.
 _INSTRUCTIONS = {
     "waits": r"\bWARPGROUP\.DEPBAR\b",
-    "wgmma": r"\bHGMMA\.",
+    "wgmma": r"\b[HQ]GMMA\.",
     "tcgen05": r"\bUTC\w*MMA\b",
-    "mma": r"\bHMMA\.",
+    "mma": r"\b[HQ]MMA\.",
 }
 _PTX = {"async_copies": r"cp\.async\.c[ag]", "vector_atomics": r"\b(?:red|atom)\.[a-z0-9.]*v4\.f32"}
 # Shape of a product of a warp group, and whether its first operand comes from registers.

@@ -104,6 +104,10 @@ def uses_dsa(settings: Any) -> bool:
     return getattr(settings, "experimental_attention_variant", None) == "dsa"
 
 
+PRECISIONS = ("full", "fp8", "fp8-plain")
+"""Arithmetic that keys are selected by: on operands as the model projects them, or as engines do in FP8, with
+factors that are powers of two, or plain."""
+
 PARTS = (
     "use_dsa_absorb",
     "use_fused_lightning_indexer",
@@ -127,6 +131,7 @@ class Options:
         stage: of the indexer's training, one of :data:`STAGES`.
         cpu_bf16: how CPUs multiply bf16, see :data:`mindspeed_dsa.ops.cpu.bf16.Way`.
         padding: of sequences that ranks do not divide.
+        precision: by which keys are selected, one of :data:`PRECISIONS`.
     """
 
     absorb: bool
@@ -141,6 +146,7 @@ class Options:
     keep_gathered: bool
     cpu_bf16: str
     padding: Padding = field(default_factory=Padding)
+    precision: str = "full"
 
     @property
     def any(self) -> bool:
@@ -186,13 +192,14 @@ class Options:
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
             cpu_bf16=getattr(settings, "dsa_cpu_bf16", None) or "auto",
             padding=Padding.of(settings),
+            precision=getattr(settings, "dsa_indexer_precision", None) or "full",
         )
 
 
 def fused_wanted(settings: Any) -> bool:
     """Return whether any option is set, even one without effect by itself, which a check reports."""
     chosen = Options.of(settings)
-    return chosen.any or chosen.fuse_kl_in_backward
+    return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full"
 
 
 def absorb_wanted(settings: Any) -> bool:

@@ -17,6 +17,7 @@ from mindspeed_dsa.ops.grouped_matmul import triton as grouped  # noqa: E402
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
 from mindspeed_dsa.ops.moe_permute import triton as permutation  # noqa: E402
+from mindspeed_dsa.ops.quantised_indexer import triton as quantised  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import hopper, shared_tiles  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import triton as attention  # noqa: E402
 from mindspeed_dsa.ops.triton import common  # noqa: E402
@@ -35,5 +36,6 @@ __all__ = [
     "indexer",
     "kl_loss",
     "permutation",
+    "quantised",
     "shared_tiles",
 ]

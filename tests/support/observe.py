@@ -179,9 +179,9 @@ class Observer:
                 return attend(call)
 
         def watched(choose: Callable[..., Any], fused: bool) -> Callable[..., Any]:
-            def choose_keys(*args: Any) -> Any:
+            def choose_keys(*args: Any, **kwargs: Any) -> Any:
                 key, signs, positive = ("topk", layer), ("sign", layer), None
-                selection = choose(*args)
+                selection = choose(*args, **kwargs)
                 self.fused_selections += fused
                 if self._forced is not None:
                     batch, rows = selection.topk_indices.shape[:2]

@@ -144,6 +144,7 @@ def attend(call: Call) -> Tensor:
         call.loss_options(all_rows),
         options.backend,
         parts_left_to_megatron(call, operands),
+        options.precision,
     )
     index, shared = None, call.shared
     if shared is None and problem.needs_index:
@@ -187,7 +188,7 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
     complete = operands()
     with torch.set_grad_enabled(loss is not None):
         index = None if index_under_way is None else index_under_way.wait()
-    problem = Problem(complete, topk, rows, call.groups, loss, options.backend)
+    problem = Problem(complete, topk, rows, call.groups, loss, options.backend, precision=options.precision)
     shared = None if call.shared is None else call.shared.topk_indices
     if in_runs(query.device):
         runs = call.whole_runs(exchange) if documents is None else documents.runs()

@@ -13,6 +13,7 @@ from mindspeed_dsa.megatron.dsa import (
     DSA,
     MLA,
     PARTS,
+    PRECISIONS,
     Options,
     absorb_wanted,
     fused_wanted,
@@ -43,6 +44,8 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
     problems += bf16_problems(chosen.cpu_bf16)
     if chosen.fuse_kl_in_backward:
         problems += _fuse_problems(chosen, args)
+    if chosen.precision != "full":
+        problems += _precision_problems(chosen)
     if getattr(args, "delay_wgrad_compute", False) and chosen.absorb:
         problems.append(
             "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "
@@ -96,6 +99,21 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
             "--dsa-fuse-kl-in-backward has the probabilities of the chosen keys only; add "
             "--dsa-indexer-use-sparse-loss or omit it"
         )
+    return problems
+
+
+def _precision_problems(chosen: Options) -> list[str]:
+    """Report selections in FP8 that nothing here would make."""
+    wanted, problems = f"--dsa-indexer-precision {chosen.precision}", []
+    if not chosen.indexer:
+        problems.append(
+            f"{wanted} is for our operator, and Megatron's own indexer selects the keys; add --use-fused-dsa "
+            "or --use-fused-lightning-indexer, or omit it"
+        )
+    if "npu" in (platforms.current().name, chosen.backend):
+        from mindspeed_dsa.ops.quantised_indexer.backends import ON_NPUS
+
+        problems.append(f"{wanted} does not run on NPUs: {ON_NPUS}; omit it")
     return problems
 
 
@@ -156,6 +174,15 @@ _CPU_BF16 = Flag(
     default="auto",
     choices=("auto", "native", "widened"),
 )
+_PRECISION = Flag(
+    "--dsa-indexer-precision",
+    "Arithmetic that keys are selected by: 'full', on queries and keys as the model projects them; 'fp8', as "
+    "inference engines select, in e4m3 with factors that are powers of two (ue8m0, as DeepSeek releases it); "
+    "'fp8-plain', with factors that are not rounded. The indexer's loss and gradients are of 'full' always.",
+    kind="value",
+    default="full",
+    choices=PRECISIONS,
+)
 _FUSE_KL = Flag(
     "--dsa-fuse-kl-in-backward",
     "Collect the indexer loss's target inside the attention's backward pass, where the probabilities are "
@@ -168,6 +195,7 @@ FUSED = Feature(
         *_SWITCHES,
         _BACKEND,
         _CPU_BF16,
+        _PRECISION,
         _FUSE_KL,
         EXPERIMENTAL_ATTENTION_VARIANT,
         megatron_flag("--dsa-indexer-loss-coeff", float),

@@ -292,8 +292,8 @@ class Selection:
 
     topk_indices: Tensor
     """``[batch, sequence, topk]`` int32, in any order, -1 at the tail."""
-    topk_scores: Tensor
-    """``[batch, sequence, topk]``, differentiable; -inf where the index is -1."""
+    topk_scores: Tensor | None
+    """``[batch, sequence, topk]``, differentiable; -inf where the index is -1. None: no loss reads them."""
     inputs: IndexInputs
     scores: Tensor | None = None
     """``[batch, sequence, sequence]``, only if Megatron's own indexer computed them."""
@@ -340,6 +340,7 @@ class Problem:
         loss: the indexer loss; None for none.
         backend: of the operators.
         parts: code that replaces our operators.
+        precision: by which keys are selected, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
     """
 
     operands: Operands
@@ -349,6 +350,7 @@ class Problem:
     loss: LossOptions | None = None
     backend: str = "auto"
     parts: Parts = field(default_factory=Parts)
+    precision: str = "full"
 
     @property
     def needs_index(self) -> bool:
@@ -359,6 +361,11 @@ class Problem:
     def is_dense(self) -> bool:
         """Return whether no row sees more than ``topk`` keys."""
         return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
+
+    @property
+    def reads_scores(self) -> bool:
+        """Return whether the indexer loss is computed from the scores of the selected keys."""
+        return self.loss is not None and self.loss.on_chosen_keys and self.parts.loss is None
 
     @property
     def wanted(self) -> LossOptions:

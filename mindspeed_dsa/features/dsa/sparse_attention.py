@@ -18,7 +18,8 @@ from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank, sparse_lo
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Selection
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
-from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
+from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
 
 
 class Result(NamedTuple):
@@ -55,7 +56,14 @@ def sparse_attention(
     def choose() -> Selection:
         if parts.choose is not None:
             return parts.choose()
-        return select_keys(_present(index), problem.topk, rows, problem.backend)
+        return select_keys(
+            _present(index),
+            problem.topk,
+            rows,
+            problem.backend,
+            precision=problem.precision,
+            with_scores=problem.reads_scores,
+        )
 
     if problem.is_dense:
         out = attend_densely(problem.operands, rows, problem.backend).out
@@ -71,14 +79,15 @@ def sparse_attention(
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
     # Without a gradient for its scores there is no backward pass that could compute the loss.
-    has_backward = problem.operands.absorbed and selection.topk_scores.requires_grad
+    scores = selection.topk_scores
+    has_backward = problem.operands.absorbed and scores is not None and scores.requires_grad
     if loss is not None and loss.in_backward is not None and loss.on_chosen_keys and has_backward:
         attended = attend_sparsely(
             problem.operands,
             selection.topk_indices,
             problem.backend,
             False,
-            selection.topk_scores,
+            scores,
             _loss_in_backward(problem, selection, loss.in_backward),
             form=selection.form,
         )
@@ -110,8 +119,19 @@ def _attend_to_shared(problem: Problem, shared: tuple[Tensor | None, ...]) -> At
     return attend_sparsely(problem.operands, topk_indices, problem.backend, with_sum=False, form=form)
 
 
-def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str, in_order: bool = False) -> Selection:
+def select_keys(
+    index: IndexInputs,
+    topk: int,
+    rows: Rows,
+    backend: str,
+    in_order: bool = False,
+    precision: str = "full",
+    with_scores: bool = True,
+) -> Selection:
     """Select the keys of every row, by the operator.
+
+    In whatever precision they are selected, their scores are those of the operands as they are: the loss, and
+    the gradients, know nothing of FP8.
 
     Args:
         index: the indexer's query, key and weights.
@@ -119,7 +139,34 @@ def select_keys(index: IndexInputs, topk: int, rows: Rows, backend: str, in_orde
         rows: which keys each row sees.
         backend: of the operator.
         in_order: whether somebody reads the order of a row's keys, which are then ascending.
+        precision: of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
+        with_scores: whether somebody reads the scores; what selects in full precision has them anyway.
     """
+    if precision != "full":
+        topk_indices = quantised_indexer(
+            index.query,
+            index.key,
+            index.weights,
+            topk,
+            powers_of_two=precision == "fp8",
+            starts=rows.starts,
+            ends=rows.ends,
+            use_relu=index.use_relu,
+            form=rows.form,
+            backend=backend,
+        )
+        if not with_scores:
+            return Selection(topk_indices, None, index, form=rows.form)
+        scores = selected_scores(
+            index.query,
+            index.key,
+            index.weights,
+            topk_indices,
+            use_relu=index.use_relu,
+            key_receiver=index.key_receiver,
+            backend=backend,
+        )
+        return Selection(topk_indices, scores, index, form=rows.form)
     topk_indices, topk_scores = lightning_indexer(
         index.query,
         index.key,
@@ -158,6 +205,7 @@ def _loss_in_backward(
     problem: Problem, selection: Selection, report: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
     """Return what the attention's backward calls with its probabilities summed over heads."""
+    assert selection.topk_scores is not None
     scores, indices = selection.topk_scores.detach(), selection.topk_indices
     # The callback lives until backward, and must not hold the operands.
     rows, groups, loss, backend = problem.rows, problem.groups, problem.wanted, problem.backend

@@ -92,11 +92,11 @@ def lightning_indexer(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 1.
     """
-    _check_operands(query, key, weights)
+    check_operands(OPERATOR, query, key, weights)
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     batch, query_length = query.shape[:2]
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device, form)
-    chosen: Indexer = choose(OPERATOR, backend, _shape_class(query, topk))
+    chosen: Indexer = choose(OPERATOR, backend, shape_class(query, topk))
     chosen = unless_empty(OPERATOR, chosen, query, key)
     topk = min(topk, key.shape[1])
     call = IndexerCall(query, key, weights, use_relu)
@@ -119,6 +119,7 @@ def selected_scores(
     topk_indices: Tensor,
     *,
     use_relu: bool = True,
+    key_receiver: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Return the scores that :func:`lightning_indexer` does, at given entries.
@@ -131,6 +132,7 @@ def selected_scores(
             entry outside of ``[0, key_length)`` is treated like -1 too, and is an error with debug checks on
             (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         use_relu: whether the product of each head is clamped at zero.
+        key_receiver: as of :func:`lightning_indexer`.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -142,31 +144,33 @@ def selected_scores(
         ValueError: a shape or dtype does not fit.
         BackendUnavailable: the backend asked for cannot take the call.
     """
-    _check_operands(query, key, weights)
+    check_operands(OPERATOR, query, key, weights)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
-    shape = _shape_class(query, topk_indices.shape[-1])
+    shape = shape_class(query, topk_indices.shape[-1])
     chosen: Indexer = choose(OPERATOR, backend, shape)
     implementation = unless_empty(OPERATOR, chosen, query, key)
     count_call(OPERATOR, implementation)
     call = IndexerCall(query, key, weights, use_relu)
     if implementation.KIND == "autograd":
         return implementation.selected_scores(call, topk_indices)
-    return _ScoresAt.apply(implementation, call, topk_indices, query, key, weights)
+    return _ScoresAt.apply(implementation, call, topk_indices, key_receiver, query, key, weights)
 
 
-def _check_operands(query: Tensor, key: Tensor, weights: Tensor) -> None:
-    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, head_dim]")
-    check_heads(OPERATOR, "query", query)
+def check_operands(operator: str, query: Tensor, key: Tensor, weights: Tensor) -> None:
+    """Raise ``ValueError`` unless shapes and dtypes are those that :func:`lightning_indexer` takes."""
+    check_shape(operator, "query", query, (None,) * 4, "[batch, query_length, heads, head_dim]")
+    check_heads(operator, "query", query)
     batch, query_length, heads, head_dim = query.shape
-    check_shape(OPERATOR, "key", key, (batch, None, head_dim), f"[{batch}, key_length, {head_dim}]")
+    check_shape(operator, "key", key, (batch, None, head_dim), f"[{batch}, key_length, {head_dim}]")
     check_shape(
-        OPERATOR, "weights", weights, (batch, query_length, heads), f"[{batch}, {query_length}, {heads}]"
+        operator, "weights", weights, (batch, query_length, heads), f"[{batch}, {query_length}, {heads}]"
     )
-    check_float(OPERATOR, query=query, key=key)
-    check_weights(OPERATOR, "weights", weights, query)
+    check_float(operator, query=query, key=key)
+    check_weights(operator, "weights", weights, query)
 
 
-def _shape_class(query: Tensor, topk: int) -> ShapeClass:
+def shape_class(query: Tensor, topk: int) -> ShapeClass:
+    """Return what backends of the indexer are chosen by."""
     heads, head_dim = query.shape[2:]
     return ShapeClass.of(query, ("heads", heads), ("head_dim", head_dim), ("topk", topk))
 
@@ -210,9 +214,10 @@ class _ScoresAt(torch.autograd.Function):
         implementation: GradientIndexer,
         call: IndexerCall,
         topk_indices: Tensor,
+        key_receiver: Tensor | None,
         *differentiable: Tensor,
     ) -> Tensor:
-        ctx.implementation = implementation
+        ctx.implementation, ctx.receives = implementation, key_receiver is not None
         call.keep(ctx, topk_indices)
         with spent(OPERATOR, call.query.device):
             return implementation.scores_at(call, topk_indices)
@@ -223,4 +228,6 @@ class _ScoresAt(torch.autograd.Function):
         call, topk_indices = Call.kept(ctx)
         with without_autocast(grad_scores.device.type), spent(OPERATOR, grad_scores.device):
             of_query, of_key, of_weights = ctx.implementation.score_gradients(call, topk_indices, grad_scores)
-        return None, None, None, of_query, of_key.to(call.key.dtype), of_weights
+        if ctx.receives:
+            return None, None, None, of_key, of_query, None, of_weights
+        return None, None, None, None, of_query, of_key.to(call.key.dtype), of_weights

@@ -6,6 +6,7 @@ entries and gradients from here where torch_npu's operators do not compute them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -31,8 +32,30 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
-    query, key, weights = call.query, call.key, call.weights
-    (batch, query_length), key_length = query.shape[:2], key.shape[1]
+    query, key, weights, dtype = call.query, call.key, call.weights, wide(call.query.dtype)
+
+    def score(b: int, rows: slice) -> Tensor:
+        return _scores(query[b, rows].to(dtype), key[b], weights[b, rows].to(dtype), call.use_relu)
+
+    return select_by(call, topk, ranges, score)
+
+
+def select_by(
+    call: IndexerCall, topk: int, ranges: Ranges, score: Callable[[int, slice], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Select by scores that a function returns for some rows at a time.
+
+    Args:
+        call: the operator's.
+        topk: entries per row.
+        ranges: the keys that each row sees.
+        score: returns the scores of some rows of one sequence with all keys, ``[rows, keys]``.
+
+    Returns:
+        Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
+    """
+    query = call.query
+    (batch, query_length), key_length = query.shape[:2], call.key.shape[1]
     dtype, device = wide(query.dtype), query.device
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32, device=device)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype, device=device)
@@ -44,7 +67,7 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
     for b in range(batch):
         for first in range(0, query_length, rows):
             at = (b, slice(first, first + rows))
-            scores = _scores(query[at].to(dtype), key[b], weights[at].to(dtype), call.use_relu)
+            scores = score(*at)
             seen = (position >= ranges.starts[at][:, None]) & (position < ranges.ends[at][:, None])
             chosen, hidden = _ascending(*_best(scores, seen, topk), key_length)
             topk_scores[at] = scores.gather(-1, chosen.masked_fill(hidden, 0)).masked_fill_(

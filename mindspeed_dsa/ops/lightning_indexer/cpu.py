@@ -9,7 +9,7 @@ Where keys are few, ``cpu_dense.py`` beside this file computes the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,11 +47,39 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
+    operand = operand_dtype(call.query.dtype)
+
+    def score(slab: Slab, seen: slice, kept: int, scratch: Scratch) -> Tensor:
+        return slab_scores(slab, seen, operand, call.use_relu, scratch)
+
+    return select_by(call, topk, ranges, operand, score)
+
+
+def select_by(
+    call: IndexerCall,
+    topk: int,
+    ranges: Ranges,
+    operand: torch.dtype,
+    score: Callable[[Slab, slice, int, Scratch], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Select by scores that a function returns for some rows at a time.
+
+    Args:
+        call: the operator's.
+        topk: entries per row.
+        ranges: the keys that each row sees.
+        operand: dtype of the products' operands.
+        score: returns the scores of a slab's rows with a range of keys, ``[g, rows, keys]``, from the slab,
+            the range, how many keys of it are selected at most, and a thread's scratch.
+
+    Returns:
+        Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
+    """
     query, key, weights = call.query, call.key, call.weights
     starts, ends = ranges.starts, ranges.ends
     batch, query_length = query.shape[:2]
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
     keys = key.detach().to(operand).contiguous()
     products_per_row = query.shape[2] * key.shape[1]
@@ -63,9 +91,9 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
         group = slice(first, first + together)
         bounds = _bounds(starts[group], ends[group], rows)
         parts = zip(*(x[group].split(rows, dim=1) for x in by_row), bounds, strict=True)
-        slabs += [_Slab(keys[group], *part) for part in parts]
+        slabs += [Slab(group, keys[group], *part) for part in parts]
 
-    def work(share: Sequence[_Slab]) -> None:
+    def work(share: Sequence[Slab]) -> None:
         scratch = Scratch(dtype)
         for slab in share:
             low, high, fewest = slab.bounds
@@ -77,7 +105,7 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
             if kept == 0:
                 continue
             # -0.0 equals 0.0 as a score but not as bits.
-            scores = _scores(slab, slice(low, high), operand, call.use_relu, scratch).add_(0.0)
+            scores = score(slab, slice(low, high), kept, scratch).add_(0.0)
             position = torch.arange(low, high, dtype=torch.int32)
             chosen = _choose(scores, slab.starts, slab.ends, position, kept)
             hidden = None
@@ -106,9 +134,11 @@ class _Bounds(NamedTuple):
     """Keys that a row sees."""
 
 
-class _Slab(NamedTuple):
+class Slab(NamedTuple):
     """The same rows of some sequences: inputs, and where the results go."""
 
+    sequences: slice
+    """Which of the batch."""
     keys: Tensor
     """``[g, key_length, dim]``: all of each sequence's."""
     query: Tensor
@@ -131,7 +161,7 @@ def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
     return [_Bounds(*slab) for slab in torch.stack([low.minimum(high), high, fewest], dim=-1).tolist()]
 
 
-def _scores(slab: _Slab, seen: slice, operand: torch.dtype, use_relu: bool, scratch: Scratch) -> Tensor:
+def slab_scores(slab: Slab, seen: slice, operand: torch.dtype, use_relu: bool, scratch: Scratch) -> Tensor:
     """Return the scores of a slab's rows with a range of keys: ``[g, rows, keys]``."""
     some, rows, heads, dim = slab.query.shape
     weights = slab.weights.to(scratch.dtype).reshape(some * rows, 1, heads)

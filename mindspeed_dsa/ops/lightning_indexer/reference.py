@@ -41,7 +41,14 @@ def visible(starts: Tensor, ends: Tensor, key_length: int) -> Tensor:
 
 def lightning_indexer(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
-    scores, key_length = all_scores(call), call.key.shape[1]
+    scores = all_scores(call)
+    topk_indices = best_keys(scores, topk, ranges)
+    return topk_indices, _gather(scores, topk_indices)
+
+
+def best_keys(scores: Tensor, topk: int, ranges: Ranges) -> Tensor:
+    """Return the keys that rows select by scores with all keys, ``[batch, query_length, topk]`` int32."""
+    key_length = scores.shape[-1]
     hidden = ~visible(ranges.starts, ranges.ends, key_length)
     # A stable sort leaves equal scores in ascending order of position, and the second one the order of the
     # first: numbers, then NaN, then what the row does not see.
@@ -50,8 +57,7 @@ def lightning_indexer(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Ten
     kind = torch.where(hidden, 2, scores.isnan().to(torch.int64))
     chosen = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :topk]
     chosen = chosen.masked_fill(hidden.gather(-1, chosen), key_length).sort(dim=-1).values
-    topk_indices = chosen.masked_fill(chosen == key_length, -1).to(torch.int32)
-    return topk_indices, _gather(scores, topk_indices)
+    return chosen.masked_fill(chosen == key_length, -1).to(torch.int32)
 
 
 def selected_scores(call: IndexerCall, topk_indices: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Scores go to a slab of rows that stays within a byte budget; one program per row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,11 @@ plan_call = takes_every_call
 
 def unsupported(shape: ShapeClass) -> str | None:
     """Return why this backend cannot take calls of this shape, or None."""
+    return unsupported_with(shape, rehearse)
+
+
+def unsupported_with(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]) -> str | None:
+    """Return why the indexer's kernels cannot run as a function rehearses them, or None."""
     return (
         unsupported_here(shape)
         or unsupported_index_sizes(shape, shape["heads"], shape["head_dim"])
@@ -70,6 +76,16 @@ def rehearse(
     shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS, use_relu: bool = True
 ) -> None:
     """Run selection, scores at given entries and the gradients of both on tensors without memory."""
+    call, topk, ranges = rehearsed_call(shape, rows, keys, use_relu)
+    indices, scores = select(call, topk, ranges)
+    scores_at(call, indices)
+    score_gradients(call, indices, scores)
+
+
+def rehearsed_call(
+    shape: ShapeClass, rows: int, keys: int, use_relu: bool = True
+) -> tuple[IndexerCall, int, Ranges]:
+    """Return arguments of a selection, tensors without memory among them."""
     heads, dim, dtype = shape["heads"], shape["head_dim"], shape.dtype
     call = IndexerCall(
         meta(1, rows, heads, dim, dtype=dtype),
@@ -78,9 +94,7 @@ def rehearse(
         use_relu,
     )
     bound = meta(1, rows, dtype=torch.int32)
-    indices, scores = select(call, min(shape["topk"], keys), Ranges(bound, bound, False))
-    scores_at(call, indices)
-    score_gradients(call, indices, scores)
+    return call, min(shape["topk"], keys), Ranges(bound, bound, False)
 
 
 def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str | None:
@@ -101,8 +115,34 @@ def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
     query, key, weights = call.query, call.key, call.weights
+
+    def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
+        score_slab(query[b, rows], key[b], weights[b, rows], starts, ends, slab, call.use_relu)
+
+    return select_by(call, topk, ranges, score)
+
+
+def select_by(
+    call: IndexerCall,
+    topk: int,
+    ranges: Ranges,
+    score: Callable[[int, slice, Tensor, Tensor, Tensor], None],
+) -> tuple[Tensor, Tensor]:
+    """Select by scores that a function writes for some rows at a time.
+
+    Args:
+        call: the operator's.
+        topk: entries per row.
+        ranges: the keys that each row sees.
+        score: gets a sequence, some of its rows, their starts and ends, and a slab for their scores; see
+            :func:`score_slab`.
+
+    Returns:
+        Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
+    """
+    query = call.query
     batch, query_length = query.shape[:2]
-    key_length, device = key.shape[1], query.device
+    key_length, device = call.key.shape[1], query.device
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32, device=device)
     topk_scores = torch.empty(batch, query_length, topk, dtype=torch.float32, device=device)
     if topk_indices.numel() == 0:
@@ -116,7 +156,7 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
     for b in range(batch):
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
-            score_slab(query[at], key[b], weights[at], starts[at], ends[at], slab, call.use_relu)
+            score(*at, starts[at], ends[at], slab)
             on_grid(select_kernel, starts[at].numel())(
                 slab,
                 starts[at],

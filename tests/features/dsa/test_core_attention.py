@@ -21,6 +21,7 @@ PARTS = (
 )
 FUSED = {"use_fused_dsa": True}
 IN_BACKWARD = {"use_fused_dsa": True, "dsa_fuse_kl_in_backward": True}
+IN_FP8 = {"dsa_indexer_precision": "fp8"}
 SHORT = {"dsa_indexer_topk": 20}  # the sequence is no longer than that
 DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
 
@@ -305,6 +306,21 @@ DSA = {"experimental_attention_variant": "dsa"}
         (IN_BACKWARD, DSA | {"dsa_indexer_use_sparse_loss": False}, "add --dsa-indexer-use-sparse-loss"),
         (IN_BACKWARD | {"dsa_stage": "warmup"}, DSA, "forms the loss in the backward of sparse attention"),
         (FUSED, DSA | {"delay_wgrad_compute": True}, "no delayed weight gradients"),
+        (
+            IN_FP8,
+            DSA,
+            "Megatron's own indexer selects the keys; add --use-fused-dsa or --use-fused-lightning-",
+        ),
+        (
+            FUSED | IN_FP8 | {"use_fused_lightning_indexer": False},
+            DSA,
+            "--dsa-indexer-precision fp8 is for our",
+        ),
+        (
+            FUSED | IN_FP8 | {"dsa_backend": "npu"},
+            DSA,
+            "does not run on NPUs: torch_npu's npu_quant_lightning",
+        ),
     ],
     ids=str,
 )

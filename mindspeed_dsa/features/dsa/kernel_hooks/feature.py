@@ -62,7 +62,11 @@ def kernel_hooks_wanted(settings: Any) -> bool:
 _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
-_OF_OPERATORS = tuple(flag for flag in fused_dsa.FUSED.flags if flag.dest in ("dsa_backend", "dsa_cpu_bf16"))
+_OF_OPERATORS = tuple(
+    flag
+    for flag in fused_dsa.FUSED.flags
+    if flag.dest in ("dsa_backend", "dsa_cpu_bf16", "dsa_indexer_precision")
+)
 
 FEATURE = Feature(
     name="dsa-kernel-backend",

@@ -146,8 +146,16 @@ class KernelHooks:
         if not self.options.indexer:
             return None
         index = IndexInputs.from_megatron(q, k, weights, use_relu)
-        rows, backend = Rows(starts, ends), self.options.backend
-        return select_keys(index, index_topk, rows, backend, in_order=True).topk_indices, None
+        selection = select_keys(
+            index,
+            index_topk,
+            Rows(starts, ends),
+            self.options.backend,
+            in_order=True,
+            precision=self.options.precision,
+            with_scores=False,
+        )
+        return selection.topk_indices, None
 
     def run_fused_qk_topk_with_loss(
         self,
@@ -199,7 +207,8 @@ class KernelHooks:
         backend, groups = self.options.backend, Groups.of(pg_collection)
         rows = self._rows(Rows(starts, ends, _counted(query_valid_rows)), query, groups)
         index = IndexInputs.from_megatron(q, k, weights, use_relu)
-        selection = select_keys(index, index_topk, rows, backend, in_order=True)
+        precision = self.options.precision
+        selection = select_keys(index, index_topk, rows, backend, in_order=True, precision=precision)
         wanted = LossOptions(loss_coeff, on_chosen_keys=True, per_token=calculate_per_token_loss)
         operands = Operands(query, key, _NO_VALUE, softmax_scale)
         loss = sparse_loss(Problem(operands, index_topk, rows, groups, wanted, backend), selection)
@@ -323,6 +332,7 @@ class KernelHooks:
             groups,
             loss,
             chosen.backend,
+            precision=chosen.precision,
         )
         index = IndexInputs.from_megatron(q_indexer, k_indexer, indexer_weights, use_relu)
         result = sparse_attention(problem, index)

@@ -1,0 +1,73 @@
+"""Quantised selection in Triton, for CUDA devices: the Lightning Indexer's kernels on e4m3 numbers.
+
+PyTorch quantises keys once, and rows of queries when their scores are formed; a slab of scores is then
+multiplied with the factors of the keys, which is a pass over 4 bytes beside 2 x heads x head_dim operations.
+
+GPUs from compute capability 8.9 on multiply e4m3 numbers; others the same numbers in bf16, which holds them
+exactly. What tensor cores add in is theirs: see README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.backend import ShapeClass
+from mindspeed_dsa.ops.lightning_indexer.triton import (
+    rehearsed_call,
+    score_slab,
+    select_by,
+    unsupported_with,
+)
+from mindspeed_dsa.ops.quantised_indexer.arithmetic import QuantisedCall, quantise
+from mindspeed_dsa.ops.row_ranges import Ranges
+from mindspeed_dsa.ops.triton.launch import REHEARSED_KEYS, REHEARSED_ROWS, capability_of
+
+# The least compute capability, times ten, whose tensor cores take e4m3.
+_MULTIPLIES_FP8 = 89
+# Inner numbers of the least product of them.
+_LEAST_DIM = 32
+
+
+def unsupported(shape: ShapeClass) -> str | None:
+    """Return why this backend cannot take calls of this shape, or None."""
+    return unsupported_with(shape, rehearse)
+
+
+def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
+    """Run the selection on tensors without memory.
+
+    Args:
+        shape: of the calls that are to come; dtypes of queries and keys differ in what quantises them alone.
+        rows: of the call.
+        keys: of the call.
+    """
+    call, topk, ranges = rehearsed_call(shape, rows, keys)
+    select(QuantisedCall(call.query, call.key, call.weights), topk, ranges)
+
+
+def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
+    """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
+    dtype = operand_dtype(call.query.device, call.query.shape[3])
+    key, of_key = quantise(call.key, call.powers_of_two)
+    key = key.to(dtype)
+
+    def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
+        query, of_query = quantise(call.query[b, rows], call.powers_of_two)
+        weights = call.weights[b, rows].float() * of_query
+        score_slab(query.to(dtype), key[b], weights, starts, ends, slab, call.use_relu)
+        # What no row of a tile sees holds what was there before, and is not read.
+        slab[: len(query)].mul_(of_key[b])
+
+    return select_by(call, topk, ranges, score)[0]
+
+
+def operand_dtype(device: torch.device, head_dim: int) -> torch.dtype:
+    """Return in what dtype tensor cores take e4m3 numbers, exactly.
+
+    Args:
+        device: of the call; in a rehearsal its capability decides.
+        head_dim: numbers that a product sums up.
+    """
+    takes_fp8 = capability_of(device) >= _MULTIPLIES_FP8 and head_dim >= _LEAST_DIM
+    return torch.float8_e4m3fn if takes_fp8 else torch.bfloat16
