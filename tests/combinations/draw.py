@@ -122,7 +122,7 @@ class Draw:
         resumed: the layout in which it is continued.
         dtype: ``fp32`` or ``bf16``.
         model: flags that all three jobs have.
-        features: those that the second and the third have.
+        features: those of the second, and of the one that is continued from it.
     """
 
     layout: str
@@ -131,16 +131,32 @@ class Draw:
     model: str
     features: tuple[str, ...]
 
+    @property
+    def other_masks(self) -> bool:
+        """Return whether the job that is continued draws other masks of dropout than the one that went on."""
+        return "dropout" in self.model and self.resumed != self.layout
+
     def start(self) -> list[str]:
         """Return the flags of the job that writes the first weights: Megatron draws others in each layout."""
         return [*MODEL, *self.model.split(), "--train-iters", "0"]
+
+    @property
+    def dealt(self) -> tuple[str, ...]:
+        """Return features that deal rows to ranks, and so to their masks of dropout, otherwise than Megatron.
+
+        Jobs without features have them as well: from Megatron's deal, rows in blocks of 8 are 0.89 of what is
+        allowed with dropout, and a thousandth without.
+        """
+        if "dropout" not in self.model:
+            return ()
+        return tuple(each for each in self.features if each.startswith("--cp-block-rows"))
 
     def argv(self, layout: str, features: bool) -> list[str]:
         """Return the flags of a job in this layout; one that is continued leaves out what does not fit it."""
         words = [*MODEL, *LAYOUTS[layout][1].split(), *self.model.split()]
         if self.dtype == "bf16":
             words.append("--bf16")
-        for feature in self.features if features else ():
+        for feature in self.features if features else self.dealt:
             if layout == self.layout or fits(feature, layout, self.dtype, self.model):
                 words += feature.split()
         return words

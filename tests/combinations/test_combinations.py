@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.combinations.draw import FEATURES, draws, fits
+from tests.combinations.draw import FEATURES, Draw, draws, fits
 from tests.combinations.play import deviation, judged, play
 
 STEPS = [
@@ -76,6 +77,48 @@ def test_a_layout_is_given_what_can_act_there():
     assert fits("--reuse-fp32-param", "1", "bf16", "")
     assert not fits("--reuse-fp32-param", "1", "fp32", "")
     assert all(fits(feature, "1", "fp32", "") for feature, needed in FEATURES.items() if not needed)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "model", "reference"),
+    [
+        ("EP2", "--hidden-dropout 0.1", "plain-resumed"),
+        ("PP2", "--hidden-dropout 0.1", "features"),
+        ("EP2", "", "features"),
+    ],
+)
+@pytest.mark.parametrize("changes", ["plain", "features", "plain-resumed", "resumed"])
+def test_what_is_continued_is_compared_with_what_has_the_same_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: str, model: str, reference: str, changes: str
+):
+    def job(argv: Sequence[str], ranks: int, output: Path, more: Sequence[str]) -> list[dict[str, float]]:
+        if output.name.endswith("resumed"):
+            run = "plain" if output.name.startswith("plain") else "features"
+            assert more[:2] == ["--load", str(tmp_path / "draw" / run / "checkpoints")]
+            assert output.name == "resumed" or "--recompute-norm" not in argv
+        if f"{output.name}-resumed" == reference:
+            assert "--no-save" not in more  # else there is nothing to continue
+        records = STEPS
+        if output.name == changes:
+            records = [{**record, "grad_norm": 2 * record["grad_norm"]} for record in STEPS]
+        return [{**record, "step": record["step"] + 2} for record in records]
+
+    monkeypatch.setattr("tests.combinations.play.train", job)
+    outcome = play(Draw("PP2", resumed, "fp32", model, ("--recompute-norm",)), tmp_path / "draw")
+    stage = "features" if changes in ("plain", "features") else "resumed"
+    same = changes == "plain-resumed" and reference != changes
+    assert (outcome.verdict, outcome.stage) == (("same", "resumed") if same else ("different", stage))
+
+
+def test_with_dropout_the_jobs_deal_rows_alike():
+    plain, masked = (
+        Draw("CP2", "CP2", "fp32", model, ("--cp-block-rows 8", "--recompute-norm"))
+        for model in ("", "--hidden-dropout 0.1")
+    )
+    assert "--cp-block-rows" not in plain.argv("CP2", features=False)
+    assert "--cp-block-rows" in masked.argv("CP2", features=False)
+    assert "--cp-block-rows" not in masked.argv("TP2+SP", features=False)
+    assert "--recompute-norm" not in masked.argv("CP2", features=False)
 
 
 @pytest.mark.full
