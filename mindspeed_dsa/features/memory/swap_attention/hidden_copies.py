@@ -250,14 +250,17 @@ class Choice(pipeline_steps.Follower):
                 layer.limit = min(known, default=0)
         beyond = keep_within(layers, _room(platform))
         swapped = sum(sum(layer.nbytes[: layer.limit]) for layer in layers)
+        reason = f"as the copies and the computation of step {_MEASURED_STEP} allow"
+        if not platform.asynchronous:
+            reason = f"because copies on {platform.name} are waited for, so that none is hidden"
         self._log.info(
             "swap-attention: %.0f of %.0f MiB of a microbatch are swapped from here on, in %d of %d layers, "
-            "as the copies and the computation of step %d allow%s",
+            "%s%s",
             swapped / 2**20,
             sum(sum(layer.nbytes) for layer in layers) / 2**20,
             sum(bool(layer.nbytes[: layer.limit]) for layer in layers),
             len(layers),
-            _MEASURED_STEP,
+            reason,
             f"; {beyond} of them more than is hidden, which the device has no room for" if beyond else "",
             ranks="stage",
         )

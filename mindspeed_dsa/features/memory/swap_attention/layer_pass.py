@@ -201,7 +201,8 @@ class LayerPass:
 
     Attributes:
         name: as given.
-        largest_too_small: bytes of the largest storage that is too small, if none has been large enough.
+        largest_too_small: bytes of the largest storage that is too small, if none has been large enough,
+            whether or not it was swapped.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class LayerPass:
         # The last save, by address, which cannot be reused as long as the storage is held here.
         self._saved: dict[int, _Swapped] = {}
         self._gone: list[ref[SwappedStorage]] = []
-        self.largest_too_small = 0
+        self.largest_too_small, self._has_large = 0, False
         self._choice = choice
         # Parts of the layer, and of the schedule around it, may run on another one (--two-streams).
         self._stream = platforms.current().current_stream()
@@ -245,7 +246,7 @@ class LayerPass:
 
     def leave(self) -> None:
         """Let the device's memory go at the end of the layer's forward."""
-        if self._leaving:
+        if self._has_large:
             self.largest_too_small = 0
         if self._clock is not None:
             self._clock.end = now()
@@ -282,7 +283,7 @@ class LayerPass:
     def _pack(self, tensor: Tensor) -> _Saved:
         if not self._may_leave(tensor):
             return _Kept(tensor, self.name)
-        storage = tensor.untyped_storage()
+        storage, self._has_large = tensor.untyped_storage(), True
         # The copy starts now and not at the module's end, to run behind what is left of the module too. So
         # a write that no version counter shows is not in it; autograd does not see such a write either.
         former = self._saved.get(storage.data_ptr())

@@ -256,10 +256,11 @@ def transformer_engine_switch(switches: Mapping[str, Any], **before: bool) -> di
 def steps(
     switches: Mapping[str, Any], count: int, asynchronous: bool = True, room: float = 2.0**40
 ) -> list[dict[str, Any]]:
-    """Steps of two microbatches on Megatron's schedule: loss, gradients, bytes copied, most on the host.
+    """Steps of two microbatches on Megatron's schedule: loss, gradients, bytes copied, most on the host, log.
 
     Every event is a tick later than the one before, so the time that anything takes is a number of events.
     """
+    from mindspeed_dsa import log
     from mindspeed_dsa.features.memory.swap_attention import hidden_copies
     from mindspeed_dsa.platforms import cpu
     from mindspeed_dsa.platforms.host_pool import HostPool
@@ -277,7 +278,9 @@ def steps(
         return buffer
 
     found = []
+    log.forget()
     with (
+        redirect_stderr(io.StringIO()) as said,
         mock.patch.object(cpu.time, "perf_counter", side_effect=clock.__next__),
         mock.patch.object(cpu.CpuPlatform, "asynchronous", asynchronous),
         mock.patch.object(hidden_copies, "_room", return_value=room),
@@ -296,6 +299,7 @@ def steps(
                     forward_only=False,
                 )
             result = {"losses": losses, "gradients": gradients(model), "most": most[0]}
+            result["said"] = said.getvalue().splitlines()
             found.append({**result, "out": sum(seen.out), "back": sum(seen.back)})
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -137,6 +138,14 @@ def test_nothing_is_hidden_where_copies_take_the_computations_time(pool, without
     auto = steps(pool, AUTO, asynchronous=False)
     assert [step["out"] > 0 for step in auto] == [True, True, False, False]
     assert_same_gradients(without[3]["gradients"], auto[3]["gradients"])
+
+
+def test_the_log_says_why_nothing_is_swapped(pool):
+    """Layers have storages of both kinds: too small ones, and others, of which step 2 has hidden none."""
+    auto = steps(pool, {**AUTO, "swap_attention_min_bytes": 2048}, asynchronous=False)
+    assert [step["out"] > 0 for step in auto] == [True, True, False, False]
+    (line,) = auto[3]["said"]
+    assert re.search(r"0 of \d+ MiB .* in 0 of \d layers, because copies on cpu are waited for", line)
 
 
 def test_everything_is_swapped_where_the_device_has_no_room(pool):
