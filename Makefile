@@ -78,8 +78,8 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 # for each feature and layout, which is what the compatibility page calls trained; a few are tested closely.
 # MEGATRON_LM=DIR:DIR... adds pretrain_gpt.py of checkouts of these releases.
 MATRIX := 0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0 0.19.2
-MATRIX_TABLE := $(addprefix tests/matrix/test_,$(addsuffix .py,features dsa_model memory local_modules norm_weights pretrain_gpt \
-	weights_in_training))
+MATRIX_TABLE := $(addprefix tests/matrix/test_,$(addsuffix .py,features dsa_model memory local_modules norm_weights \
+	other_attention padding pairs_of_microbatches pretrain_gpt weights_in_training whole_checkpoints))
 CLOSELY := 0.12.1 0.15.3 0.19.0
 CLOSELY_TESTS := tests/matrix tests/features/tensor_parallel
 # The newer ones need Python 3.12.
@@ -91,7 +91,7 @@ test-matrix: $(STAMP) $(MATRIX:%=.venv-matrix/%/.installed)  ## every feature on
 		case " $(CLOSELY) " in *" $$release "*) tests="$(CLOSELY_TESTS)";; *) tests="$(MATRIX_TABLE)";; esac; \
 		MATRIX_RECORD=runs/matrix/$$release.json .venv-matrix/$$release/bin/python $(IN_MATRIX) $$tests $(ARGS) \
 		|| status=1; done; \
-	$(if $(ARGS),,$(BIN)/python -m mindspeed_dsa.tools.compat trained runs/matrix || status=1;) exit $$status
+	$(BIN)/python -m mindspeed_dsa.tools.compat trained runs/matrix $(if $(ARGS),--part) || status=1; exit $$status
 
 .venv-matrix/%/.installed: setup.py
 	$(if $(filter 0.17.% 0.18.% 0.19.% next,$*),$(PYTHON312),$(PYTHON)) -m venv --clear .venv-matrix/$*

@@ -186,7 +186,8 @@ def _check_batch(args: argparse.Namespace, world: World) -> Iterator[str]:
         if not pp <= group <= microbatches or 0 < microbatches % group < pp:
             yield (
                 f"an interleaved pipeline over {pp} ranks cannot run {microbatches} microbatches in groups "
-                f"of {group}; choose --global-batch-size so that their number is a multiple of {pp}"
+                f"of {group}; choose --global-batch-size or --micro-batch-size so that their number is a "
+                f"multiple of {pp}"
             )
 
 
@@ -221,7 +222,10 @@ def _check_combinations(args: argparse.Namespace, world: World) -> Iterator[str]
     if args.use_distributed_optimizer and args.optimizer == "sgd":
         yield "--use-distributed-optimizer is for --optimizer adam in Megatron; omit one of them"
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
-        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers; add them"
+        yield (
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers; add them, "
+            "as in --recompute-method uniform --recompute-num-layers 1, which recomputes every layer"
+        )
     if args.recompute_granularity != "full" and args.recompute_method:
         yield "--recompute-method is for --recompute-granularity full; add that or omit it"
     if args.recompute_modules and args.recompute_granularity != "selective":

@@ -42,6 +42,23 @@ _DENSE_MODEL = "--experimental-attention-variant none"
 FILE = Path(__file__).with_name("pairs.json")
 PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 SAME_FLAG = "values of one flag"
+NOT_PAIRED = {
+    "ascend-mc2": "an operator of NPUs",
+    "cpu-optimizer-resume": "a platform",
+    "cpu-p2p-ordering": "a platform",
+    "cpu-platform": "a platform",
+    "accept-mindspeed-flags": "reads other flags",
+    "initial-weights": "before the first step",
+    "latent-yarn": "part of the model",
+    "load-hf": "before the first step",
+    "moe-expert-placement": "a file, made of a job's own experts",
+    "record-collectives": "watches what others send, in a thread and files of its own",
+    "save-hf": "after a checkpoint",
+    "sft-prompts": "data of Megatron-LM's own loop",
+    "step-metrics": "Megatron-LM's own loop",
+    "whole-checkpoints": "Megatron-LM's own checkpoints; the example job has its own",
+}
+"""Features whose flags no row has, and what they are; DSA's own are part of the model."""
 _RANKS = 4
 """Of a job, at most."""
 _AT_ONCE = 16
@@ -66,6 +83,14 @@ Values of one flag are no pair, and these are for different kinds of attention:
 | Feature | Beside | Reason |
 | --- | --- | --- |
 {refused}
+## Not asked for
+
+Sequences that ranks do not divide have no row: random draws have them [padded](features/pad-sequences.md)
+beside all features (`python -m tests.combinations`). Neither have these:
+
+| Feature | What it is |
+| --- | --- |
+{unpaired}
 ## Together
 
 | Job | Ranks | Weights | Features |
@@ -254,6 +279,7 @@ class Table:
             jobs=jobs,
             count=len(self.jobs),
             apart=apart,
+            unpaired="".join(f"| {name} | {what} |\n" for name, what in NOT_PAIRED.items()),
         )
 
 

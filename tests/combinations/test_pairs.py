@@ -12,27 +12,10 @@ import pytest
 
 from mindspeed_dsa import features
 from mindspeed_dsa.session.start_report import REPORT_FILE
-from tests.combinations.pairs import PAGE, ROWS, Job, Table, flags_of, pairs, shortened
+from tests.combinations.pairs import NOT_PAIRED, PAGE, ROWS, Job, Table, flags_of, pairs, shortened
 from tests.combinations.play import deviation, train
 
 TABLE = Table.kept()
-NOT_PAIRED = {
-    "ascend-mc2": "an operator of NPUs",
-    "cpu-optimizer-resume": "a platform",
-    "cpu-p2p-ordering": "a platform",
-    "cpu-platform": "a platform",
-    "accept-mindspeed-flags": "reads other flags",
-    "initial-weights": "before the first step",
-    "latent-yarn": "part of the model",
-    "load-hf": "before the first step",
-    "moe-expert-placement": "a file, made of a job's own experts",
-    "record-collectives": "watches what others send, in a thread and files of its own",
-    "save-hf": "after a checkpoint",
-    "sft-prompts": "data of Megatron-LM's own loop",
-    "step-metrics": "Megatron-LM's own loop",
-    "whole-checkpoints": "Megatron-LM's own checkpoints; the example job has its own",
-}
-"""Features whose flags no row has, and what they are instead; DSA's own are part of the model."""
 
 
 def test_every_feature_that_one_switches_on_has_a_row():

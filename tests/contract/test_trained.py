@@ -103,6 +103,34 @@ def test_releases_that_ran_replace_what_was_known_and_others_stay(tmp_path):
     assert again.of("f", "0.15.3") == Result("trained", ("EP2",))
 
 
+@pytest.mark.parametrize(
+    ("before", "found", "after"),
+    [
+        (Result("trained", ("CP2",)), {}, Result("trained", ("CP2",))),
+        (Result("refused: needs more"), {}, Result("refused: needs more")),
+        (None, {}, Result("fits, not trained")),
+        (Result("trained", ("CP2",)), {"trained": {"EP2": ""}}, Result("trained", ("CP2", "EP2"))),
+        (Result("trained", ("CP2",)), {"fails": {"CP2": "no"}}, Result("fails: CP2: no")),
+        (Result("fails: CP2: no: it"), {"trained": {"CP2": ""}}, Result("trained", ("CP2",))),
+        (Result("fails: CP2: no: it"), {"trained": {"EP2": ""}}, Result("fails: CP2: no: it", ("EP2",))),
+        (Result("refused: needs more"), {"trained": {"EP2": ""}}, Result("trained", ("EP2",))),
+    ],
+)
+def test_a_part_of_the_matrix_leaves_the_rest_as_it_was(tmp_path, before, found, after):
+    results(tmp_path, "0.16.1", **({"f": found} if found else {}))
+    known = Trained({"0.16.1": RAN}, {"f": {"0.16.1": before}} if before else {})
+    table = trained.merge(known, tmp_path, (FEATURE,), KNOWN, part=True)
+    assert table.of("f", "0.16.1") == after
+
+
+def test_a_part_that_ran_with_other_versions_than_the_rest_is_refused(tmp_path):
+    results(tmp_path, "0.16.1", f={"trained": {"EP2": ""}})
+    known = Trained({"0.16.1": {**RAN, "torch": "2.12.0"}}, {})
+    with pytest.raises(MindSpeedDSAError, match=r"run the whole matrix of 0\.16\.1"):
+        trained.merge(known, tmp_path, (FEATURE,), KNOWN, part=True)
+    assert trained.merge(known, tmp_path, (FEATURE,), KNOWN).ran_with == {"0.16.1": RAN}
+
+
 def test_files_of_another_release_are_refused(tmp_path):
     with pytest.raises(MindSpeedDSAError, match="run make test-matrix"):
         trained.merge(Trained(), tmp_path, (FEATURE,), KNOWN)

@@ -23,7 +23,6 @@ from mindspeed_dsa.runs import collectives, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 from mindspeed_dsa.tools.cli.host_profile import table
 from mindspeed_dsa.tools.hang.waits import find
-from tests.features.attention.context_parallel import dense_model as dense
 from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.diagnostics.collectives import late_ranks
 from tests.features.moe.balanced_experts import popular_experts as balanced
@@ -67,6 +66,7 @@ class Case:
         overrides: of the configuration, on both sides.
         megatrons: of the configuration, with the feature: Megatron's own switch.
         rtol: how far gradients may be from those without, as a share of the largest; 0 for the same bits.
+        name: of the layout in the record, where a model of it has something of its own.
     """
 
     feature: str
@@ -76,9 +76,10 @@ class Case:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     megatrons: Mapping[str, Any] = field(default_factory=dict)
     rtol: float = 0.0
+    name: str = ""
 
     def __str__(self) -> str:
-        return f"{self.feature}, {self.layout}"
+        return f"{self.feature}, {self.name or self.layout}"
 
 
 PERMUTED = {"moe_permute_fusion": True}
@@ -96,6 +97,14 @@ SWITCHED = (
     Case("moe-alltoall-overlap-comm", "EP2", {"moe_alltoall_overlap_comm": True}, events.STARTED, rtol=1e-5),
     Case("balanced-moe-experts", "EP2", balanced.ALWAYS, events.MOVED, rtol=1e-5),
     Case("moe-batch-overlap", "EP2", batch_overlap.ALWAYS, events.STARTED, rtol=1e-5),
+    Case(
+        "moe-batch-overlap",
+        "EP2",
+        batch_overlap.ATTENTION,
+        events.ATTENDED,
+        rtol=1e-5,
+        name="EP2, attention in halves",
+    ),
     Case("moe-expert-placement", "EP2", {"moe_expert_placement": "FILE"}, events.PLACED, rtol=1e-5),
     Case("moe-permute-fusion", "EP2", PERMUTED, events.PERMUTED, megatrons=PERMUTED, rtol=1e-5),
     Case(
@@ -134,7 +143,6 @@ SWITCHED = (
     Case("two-streams", "EP2", {"two_streams": True}, events.BESIDE),
     Case("compile-regions", "one process", {"compile_regions": True}, "compiled", TWO_LAYERS, rtol=1e-5),
     Case("ascend-mc2", "TP2+SP", {"use_ascend_mc2": True}),  # its operators are torch_npu's
-    Case("moe-fb-overlap", "PP2 x VPP2 x EP2", {"moe_fb_overlap": True}, events.STARTED, rtol=1e-5),
     Case("recompute-ahead", "PP2 x VPP2", {"recompute_in_bubble": True}, "ahead", overrides=FULL),
     Case("moe-router-load-report", "EP2", {"moe_router_load_report": "FOLDER"}, events.COUNTED),
     Case("initial-weights", "EP2", {"initial_weights_dir": "FOLDER"}, "files"),
@@ -161,7 +169,7 @@ def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> 
     """Megatron's own, or for DSA on old releases that of the backport."""
     paths = {"FILE": str(tmp_path / "placement.json"), "FOLDER": str(tmp_path / "written")}
     switches = {name: paths.get(str(value), value) for name, value in case.switches.items()}
-    if note.begins(case.layout, case.feature, switches=switches):
+    if note.begins(case.name or case.layout, case.feature, switches=switches):
         return
     expert_placement.write(tmp_path / "placement.json", Placement(4, 2, ORDERS))
     theirs = run(pool, case.layout, overrides=case.overrides)
@@ -419,8 +427,10 @@ def test_a_hang(pool: Any, note: Note, tmp_path: Path) -> None:
     theirs = pool.run(f"{STEPS}:beside", 2, case=step, **sizes)
     ours = pool.run(f"{STEPS}:beside", 2, **late, step=step, **sizes)
     assert_same(*([rank["found"] for rank in ranks] for ranks in (ours, theirs)))
+    # On a busy machine records are of two moments, and the rank that waited has gone on to another group.
     waits = find(collectives.read(tmp_path)).waits
-    assert {wait.group.kinds: wait.missing for wait in waits} == {("PP",): (late_ranks.LATE,)}
+    assert waits[0].group.kinds == ("PP",)
+    assert {wait.missing for wait in waits} == {(late_ranks.LATE,)}
     note.trained(ours)
 
 
@@ -441,63 +451,4 @@ def test_grouped_experts(pool: Any, note: Note) -> None:
     case = "tests.features.moe.grouped_experts.beside_sequential:layers"
     ranks = pool.run(f"{STEPS}:beside", 2, case=case, ep=2, switches=DSA)
     assert all(rank["found"] == ("GroupedExperts", "SequentialMLP") for rank in ranks)
-    note.trained(ranks)
-
-
-def dense_ranks(
-    pool: Any, case: dict[str, Any], alone: dict[str, Any], cp: int, tp: int
-) -> list[dict[str, Any]]:
-    """What ranks of a dense model found, after a comparison with one rank alone."""
-    ranks = [rank["found"] | rank for rank in pool.run(f"{STEPS}:beside", 2, **case)]
-    found = dense.in_one_group(ranks, cp, tp)
-    torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-5, atol=0)
-    assert_same_gradients(found["gradients"], alone["gradients"], rtol=1e-5)
-    return ranks
-
-
-@pytest.mark.parametrize(
-    ("attention", "algorithm"), [("grouped", "ulysses_cp_algo"), ("latent", "megatron_cp_algo")]
-)
-def test_dense_attention_on_context_parallel_ranks(
-    pool: Any, note: Note, attention: str, algorithm: str
-) -> None:
-    note.begins(f"CP2, {algorithm}", "dense-context-parallel")
-    (alone,) = pool.baseline(f"{DENSE}:step", 1, attention=attention)
-    case = {"case": f"{DENSE}:step", "attention": attention, "cp": 2, "algorithm": algorithm}
-    ranks = dense_ranks(pool, case, alone, cp=2, tp=1)
-    assert all(rank["calls"] > 0 for rank in ranks)
-    note.trained(ranks)
-
-
-def test_dense_attention_by_the_operator(pool: Any, note: Note) -> None:
-    note.begins("TP2+SP", "flash-attention")
-    (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="grouped")
-    case = {"case": f"{DENSE}:step", "attention": "grouped", "tp": 2, "more": {"use_flash_attn": True}}
-    ranks = dense_ranks(pool, case, alone, cp=1, tp=2)
-    assert all(rank["calls"] > 0 for rank in ranks)
-    note.trained(ranks)
-
-
-def test_latent_attention_by_rows_and_heads(pool: Any, note: Note) -> None:
-    note.begins("TP2+SP", "mla-sp-tp-sp")
-    (alone,) = pool.baseline(f"{DENSE}:step", 1, attention="latent")
-    case = {"case": "tests.features.attention.sp_tp_sp.rows_and_heads:facts", "tp": 2}
-    ranks = dense_ranks(pool, case, alone, cp=1, tp=2)
-    assert all(rank["received"] == [(dense.SEQUENCE, 2, 8 * 8 // 2)] * 4 for rank in ranks)
-    note.trained(ranks)
-
-
-def test_packs_of_documents(pool: Any, note: Note) -> None:
-    """By a script that knows no packs; beside the same documents one by one."""
-    note.begins("TP2+SP x PP2", "pack-documents")
-    case = {
-        "case": "tests.features.attention.packs.documents:scripted_step",
-        "builder": "tests.matrix.model",
-        "overrides": {"moe_layer_freq": [0, 1, 0, 1], "dsa_indexer_n_heads": 16},
-        # From 0.19 on Megatron's own code describes the rows, and a script hands on no lengths.
-        "from_tokens": Version(str(versions.of_megatron())) >= Version("0.19"),
-    }
-    (alone,) = pool.run(f"{STEPS}:beside", 1, alone=True, **case)
-    ranks = pool.run(f"{STEPS}:beside", 4, tp=2, pp=2, **case)
-    assert_same_gradients(put_together([rank["found"] for rank in ranks]), alone["found"]["gradients"], 2e-5)
     note.trained(ranks)

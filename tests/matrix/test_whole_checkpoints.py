@@ -28,9 +28,15 @@ SAVED = (4, 8, 12, 14)
 LATE_S = 3
 
 
-@pytest.mark.full
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("way", ["torch_dist", "torch", "torch_dist --async-save"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "torch_dist",
+        pytest.param("torch", marks=pytest.mark.full),
+        pytest.param("torch_dist --async-save", marks=pytest.mark.full),
+    ],
+)
 def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, tmp_path: Path) -> None:
     """One shard is truncated, one has a flipped bit, one is missing; what is left is four steps old."""
     note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")

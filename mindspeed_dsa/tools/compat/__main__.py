@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     merging = commands.add_parser("trained", help="take over what tests of the matrix have written")
     merging.add_argument("folder", type=Path, help="with RELEASE.json for each release")
+    merging.add_argument(
+        "--part", action="store_true", help="some of the matrix has run: keep what is known of the rest"
+    )
     commands.add_parser("docs", help="write the generated pages from the record")
     options = parser.parse_args(argv)
     try:
@@ -37,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
             records.FILE.write_text(records.dump(found), encoding="utf-8")
             records.load.cache_clear()
         if options.command == "trained":
-            table = trained.merge(trained.load(), options.folder, shipped(), records.load())
+            table = trained.merge(
+                trained.load(), options.folder, shipped(), records.load(), part=options.part
+            )
             trained.FILE.write_text(trained.dump(table), encoding="utf-8")
             trained.load.cache_clear()
         for path in pages.write_all(pages.docs_folder()):

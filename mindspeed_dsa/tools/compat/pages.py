@@ -70,7 +70,7 @@ them, and `python -m mindspeed_dsa doctor FLAGS` what a command line switches on
 
 Automatic features are on where they are needed: repairs where the model uses DSA, redirections on their
 platform. A flag beside the word switches the feature on, and its `--no-` form off. Flags marked so are
-Megatron's own.
+Megatron's own. Which of them one job can have at once is on the page [Features together](../pairs.md).
 """
 _SESSION = "The session's own rows, always on"
 

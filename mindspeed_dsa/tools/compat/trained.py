@@ -82,6 +82,7 @@ def _is_below(release: str, specifiers: str) -> bool:
 
 
 FILE = Path(__file__).with_name("trained.json")
+_VERSIONS = ("python", "torch", "mindspeed_dsa")
 TRAINED, REFUSED, FAILS, FITS_ONLY = "trained", "refused", "fails", "fits, not trained"
 
 
@@ -159,11 +160,21 @@ def _to_json(result: Result) -> dict[str, Any]:
     return {"result": result.word, **({"layouts": list(result.layouts)} if result.layouts else {})}
 
 
-def merge(previous: Trained, folder: Path, features: Iterable[Feature], records: Records) -> Trained:
+def merge(
+    previous: Trained, folder: Path, features: Iterable[Feature], records: Records, part: bool = False
+) -> Trained:
     """The table with the releases whose files lie in a folder, ``RELEASE.json``; the others stay.
 
+    Args:
+        previous: table so far.
+        folder: of the files.
+        features: those that the table shows.
+        records: of releases.
+        part: the tests were some of the matrix, and what they did not run stays as well.
+
     Raises:
-        MindSpeedDSAError: there is none, or one is of no recorded release, or of another than its name says.
+        MindSpeedDSAError: there is none, or one is of no recorded release, or of another than its name says;
+            or a part ran with other versions than the rest.
     """
     files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
     if not files:
@@ -174,10 +185,16 @@ def merge(previous: Trained, folder: Path, features: Iterable[Feature], records:
                 f"mindspeed_dsa: {folder / release}.json holds results of megatron-core "
                 f"{content['megatron-core']}; recorded are {', '.join(records.releases)}"
             )
+        ran_with = {name: content[name] for name in _VERSIONS}
+        if part and previous.ran_with.get(release, ran_with) != ran_with:
+            raise MindSpeedDSAError(
+                f"mindspeed_dsa: {folder / release}.json is a part that ran with {ran_with}, and the "
+                f"rest of the table with {previous.ran_with[release]}; run the whole matrix of {release}"
+            )
     shipped = tuple(features)
     order = [r for r in records.releases if r in files or r in previous.ran_with]
     ran_with = {
-        release: {name: files[release][name] for name in ("python", "torch", "mindspeed_dsa")}
+        release: {name: files[release][name] for name in _VERSIONS}
         if release in files
         else previous.ran_with[release]
         for release in order
@@ -188,10 +205,28 @@ def merge(previous: Trained, folder: Path, features: Iterable[Feature], records:
             kept = previous.of(feature.name, release)
             if release in files:
                 found = files[release]["features"].get(feature.name, {})
-                kept = result(found, judge(feature, release, records, shipped).word)
+                if part and kept is not None:
+                    found = _beside(found, kept)
+                if found or not part or kept is None:
+                    kept = result(found, judge(feature, release, records, shipped).word)
             if kept is not None:
                 results.setdefault(feature.name, {})[release] = kept
     return Trained(ran_with, results)
+
+
+def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str, dict[str, str]]:
+    """Return what cases have found, with what is known of layouts that did not run again."""
+    again = {layout for layouts in found.values() for layout in layouts}
+    together = {what: dict(layouts) for what, layouts in found.items()}
+    if not again:
+        return together
+    trained = {layout: "" for layout in earlier.layouts if layout not in again}
+    together[TRAINED] = {**trained, **together.get(TRAINED, {})}
+    word, _, why = earlier.word.partition(": ")
+    layout, _, reason = why.partition(": ")
+    if word == FAILS and layout not in again:
+        together[FAILS] = {layout: reason, **together.get(FAILS, {})}
+    return {what: layouts for what, layouts in together.items() if layouts}
 
 
 def result(found: Mapping[str, Mapping[str, str]], verdict: str) -> Result:
