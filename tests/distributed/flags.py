@@ -28,6 +28,7 @@ FULLY_SHARDED = "--use-torch-fsdp2"
 SHALLOW = "--num-layers 4"  # for quick tests: eight are needed by PP4 x VPP2 alone
 BF16 = "--bf16"
 MTP = "--mtp-num-layers 1"
+SHALLOW_MTP = f"{SHALLOW} {MTP}"
 TIED = "--no-untie-embeddings-and-output-weights"
 PER_TOKEN = "--calculate-per-token-loss"
 # With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
@@ -65,3 +66,5 @@ VIRTUAL = {"virtual_optimizer": ["all"]}
 ACTIVATIONS = {**RECOMPUTED, **ON_HOST}
 WITH_SWAP = {**ACTIVATIONS, **SWAP}
 PACKED = {**FUSED, "pack_documents": True}
+FSDP2 = {**FUSED, "use_torch_fsdp2": True}
+EXPERTS_CUT = {"fsdp2_shard_experts": True}

@@ -2,7 +2,8 @@
 
 A row names the feature that it is about, the layout that runs, what that is compared with, how much they may
 differ, and what has to be counted to show that the feature was at work. ``pytest tests/distributed -k fsdp2``
-runs all rows of a feature. Rows without ``quick`` are for ``make test-full``.
+runs all rows of a feature. Rows without ``quick`` are for ``make test-full``. Those about experts, memory,
+shared selections and padding lie in files beside this one.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from __future__ import annotations
 from functools import partial
 
 from tests.distributed.flags import (
-    ACTIVATIONS,
     BF16,
-    BLOCKS,
     DENSE,
     DENSE_LOSS,
     EP2,
-    EP4,
     ETP1,
+    EXPERTS_CUT,
     FOR_THREE,
     FOUR_MICROBATCHES,
     FULL_RECOMPUTE,
@@ -38,27 +37,25 @@ from tests.distributed.flags import (
     PACKS_PER_TOKEN,
     PAIRS,
     PER_TOKEN,
-    PERMUTE,
     PP2,
     PP4,
     RECOMPUTED,
     SELECTIVE,
     SHALLOW,
+    SHALLOW_MTP,
     STACKED,
-    SWAP,
     TIED,
     TP2,
     TP4,
-    VIRTUAL,
     VPP2,
-    WITH_SWAP,
     ZERO,
 )
+from tests.distributed.layouts_of_experts import AT_EXPERTS, EXPERTS
+from tests.distributed.layouts_of_memory import MEMORY
 from tests.distributed.layouts_of_sharing import SHARED_SELECTIONS
 from tests.distributed.layouts_padded import PADDED
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
-from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EXPERTS
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS as HALVES
 from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION as HALVES_OF_ATTENTION
 from tests.support import memory_events as events
@@ -73,7 +70,6 @@ COMBINATIONS = {
 
 # -- Megatron's own layouts --------------------------------------------------------------------
 
-AT_EXPERTS = (events.STARTED, events.GROUPED, events.PERMUTED)
 plain = partial(row, "megatron", watched=AT_EXPERTS)
 
 MEGATRON = (
@@ -199,122 +195,8 @@ ATTENTION = (
     packed_on("CP2 x PP2", 4, f"{PP2} {PACK}", cp=2),
 )
 
-# -- experts -----------------------------------------------------------------------------------
-
-launched = partial(
-    row, "moe-alltoall-overlap-comm", watched=(events.STARTED,), moe_alltoall_overlap_comm=True
-)
-
-halves = partial(row, "moe-batch-overlap", watched=AT_EXPERTS, **HALVES)
-attending = partial(
-    row, "moe-batch-overlap", watched=(events.STARTED, events.ATTENDED), **HALVES_OF_ATTENTION
-)
-
-# Buckets start once a fixed number of gradients is there: every forward has as many, whatever moves.
-moved = partial(row, "balanced-moe-experts", watched=(events.MOVED,), **HOT_EXPERTS)
-
-grouped = partial(row, "moe-grouped-gemm", watched=(events.GROUPED,), **GROUP)
-
-permuted = partial(row, "moe-permute-fusion", watched=AT_EXPERTS, **PERMUTE)
-extended = partial(row, "moe-tp-extend-ep", moe_tp_extend_ep=True)
-
-together = partial(
-    row,
-    "moe",
-    own=f"--moe-permute-fusion {STACKED}",
-    watched=(events.MOVED, *AT_EXPERTS),
-    moe_alltoall_overlap_comm=True,
-    **HOT_EXPERTS,
-    **GROUP,
-    **PERMUTE,
-)
-
-EXPERTS = (
-    launched("EP2", 2, EP2, SHALLOW, quick=True, watched=AT_EXPERTS),
-    launched("EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
-    launched("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
-    launched("PP2 x EP2", 4, f"{PP2} {EP2}"),
-    launched("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
-    launched("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
-    launched("EP2, MTP", 2, EP2, MTP),
-    launched("EP2, all layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
-    halves("EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
-    halves("TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
-    halves("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
-    halves("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
-    halves("EP2, MTP", 2, EP2, MTP),
-    halves("EP2, all layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
-    halves(
-        "EP2, grouped experts, fused permutation, fused DSA",
-        2,
-        f"{EP2} --moe-permute-fusion {STACKED}",
-        **GROUP,
-        **PERMUTE,
-        **FUSED,
-    ),
-    attending("attention, EP2", 2, EP2, SHALLOW, quick=True),
-    attending("attention, EP2, beside stock", 2, EP2, both={}, bounds=BESIDE_STOCK),
-    attending("attention, EP4", 4, EP4),
-    attending("attention, TP2+SP x EP2", 2, f"{TP2} {EP2} {ETP1}"),
-    attending("attention, PP2 x EP2", 4, f"{PP2} {EP2}"),
-    attending("attention, PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
-    attending("attention, CP2 x EP2", 2, EP2, cp=2, **FUSED),
-    attending("attention, EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
-    attending("attention, EP2, MTP", 2, EP2, MTP),
-    attending("attention, EP2, all layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
-    attending("attention, EP2, core attention recomputed", 2, f"{EP2} {SELECTIVE} core_attn"),
-    attending("attention, EP2, dense latent attention", 2, EP2, DENSE),
-    attending("attention, EP2, memory features", 2, EP2, **ACTIVATIONS),
-    attending("attention, rows, EP2", 2, EP2, FOUR_MICROBATCHES, **FUSED),
-    attending("attention, rows, PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", FOUR_MICROBATCHES, **FUSED),
-    attending("attention, rows, EP2, dense latent attention", 2, EP2, f"{DENSE} {FOUR_MICROBATCHES}"),
-    attending(
-        "attention, EP2, grouped experts, fused permutation, hot experts, fused DSA",
-        2,
-        f"{EP2} --moe-permute-fusion {STACKED}",
-        watched=(events.STARTED, events.ATTENDED, events.MOVED, *AT_EXPERTS),
-        **HOT_EXPERTS,
-        **GROUP,
-        **PERMUTE,
-        **FUSED,
-    ),
-    moved("EP2, distributed optimizer, overlap", 2, f"{EP2} {ZERO} {OVERLAP}", SHALLOW, quick=True),
-    moved("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}"),
-    moved("EP2 x DP2, one expert", 4, f"{EP2} --overlap-grad-reduce", balanced_moe_hot_expert_num=1),
-    moved("PP2 x EP2, distributed optimizer, overlap", 4, f"{PP2} {EP2} {ZERO} {OVERLAP}"),
-    moved("TP2+SP as EP2", 2, f"{TP2} {EP2} {ETP1}"),
-    moved("EP2, experts recomputed", 2, f"{EP2} {SELECTIVE} moe"),
-    moved("EP2, activations recomputed", 2, EP2, recompute_activation_function=True),
-    moved("EP2, MTP", 2, EP2, MTP),
-    grouped(
-        "EP2, distributed optimizer", 2, f"{EP2} {ZERO} {STACKED}", SHALLOW, quick=True, watched=AT_EXPERTS
-    ),
-    grouped("PP2, MTP", 2, f"{PP2} {STACKED}", MTP),
-    grouped("TP2+SP x EP2", 4, f"{TP2} {EP2} {STACKED}"),
-    grouped("PP2 x EP2 x DP2, overlap", 4, f"{PP2} {EP2} {ZERO} {OVERLAP} {STACKED}"),
-    grouped(
-        "EP2, fused DSA, activations recomputed",
-        2,
-        f"{EP2} {STACKED}",
-        **FUSED,
-        recompute_activation_function=True,
-    ),
-    permuted("EP2", 2, f"{EP2} --moe-permute-fusion", SHALLOW, quick=True),
-    extended("TP2+SP", 2, TP2, SHALLOW, quick=True),
-    extended("TP2+SP x EP2", 4, f"{TP2} {EP2}"),
-    together("EP2 x DP2, distributed optimizer, overlap", 4, f"{EP2} {ZERO} {OVERLAP}", SHALLOW, quick=True),
-    together("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}"),
-    together("TP2+SP as EP2, chunks", 2, TP2, moe_tp_extend_ep=True, use_ascend_coc=True, coc_parallel_num=2),
-    together("EP2, fused DSA", 2, EP2, **FUSED),
-    together("EP2, activations recomputed", 2, EP2, recompute_activation_function=True),
-    together("EP2, attention swapped", 2, EP2, swap_attention=True),
-    together("EP2, norms recomputed", 2, EP2, recompute_norm=True),
-    together("EP2, optimizer swapped", 2, f"{EP2} {ZERO}", swap_optimizer=True),
-)
-
 # -- data and tensor parallelism ---------------------------------------------------------------
 
-SHALLOW_MTP = f"{SHALLOW} {MTP}"
 # Five steps of four microbatches, each layer in either direction.
 SHARDED = {events.GATHERED: 5 * 4 * 4 * 2, events.GROUPED: 1}
 
@@ -328,7 +210,6 @@ fsdp2 = partial(
     watched=SHARDED,
     use_torch_fsdp2=True,
 )
-EXPERTS_CUT = {"fsdp2_shard_experts": True}
 # Ten steps of four microbatches, three layers with experts, in either direction.
 with_experts = partial(
     fsdp2,
@@ -443,118 +324,6 @@ COMMUNICATION = (
     chunks("TP2+SP, MTP, 4 chunks", 2, TP2, MTP, coc_parallel_num=4),
     chunks("TP2+SP, fused DSA, 4 chunks", 2, TP2, **FUSED, coc_parallel_num=4),
     chunks("TP2+SP, recomputed, 4 chunks", 2, TP2, **RECOMPUTED, coc_parallel_num=4),
-)
-
-# -- memory: the same bits ---------------------------------------------------------------------
-
-same_bits = partial(row, bounds=None, watched=events.EVENTS.values())
-reuse = partial(same_bits, "reuse-fp32-param", model=BF16, both={}, reuse_fp32_param=True)
-swap = partial(same_bits, "swap-optimizer", model=BF16, both={}, **SWAP)
-
-swapped = partial(
-    row,
-    "swap-attention",
-    both={},
-    bounds=None,
-    watched=(events.EVENTS["swap-attention"],),
-    **ON_HOST,
-    swap_modules="input_norm,self_attention,post_attention_norm",
-)
-
-FSDP2 = {**FUSED, "use_torch_fsdp2": True}
-beside_fsdp2 = partial(same_bits, "fsdp2", both=FSDP2)
-
-VERIFIED = {**RECOMPUTED, "recompute_verify": True}
-SOME_LAYERS = {"recompute_activation_function_num_layers": 1, "recompute_norm_num_layers": 1}
-recomputed = partial(
-    row,
-    "recompute",
-    watched=(events.EVENTS["recompute-activation-function"], events.EVENTS["recompute-norm"]),
-    **VERIFIED,
-)
-
-MEMORY = (
-    reuse("PP4 x VPP2, all others", 4, f"{PP4} {VPP2} {ZERO}", **ACTIVATIONS, **VIRTUAL),
-    reuse("TP2+SP, all others, fused DSA", 2, f"{TP2} {ZERO}", both=FUSED, **ACTIVATIONS, **VIRTUAL),
-    reuse("PP4 x VPP2, overlap", 4, f"{PP4} {VPP2} {ZERO} {OVERLAP}"),
-    reuse("PP2 x DP2, overlap", 4, f"{PP2} {ZERO} {OVERLAP}"),
-    reuse("PP2, without the distributed optimizer", 2, PP2),
-    reuse("EP2", 2, EP2),
-    reuse("EP2 x DP2, distributed optimizer", 4, f"{EP2} {ZERO}"),
-    reuse("TP2+SP x DP2, distributed optimizer", 4, f"{TP2} {ZERO}"),
-    swap("PP4 x VPP2, all others", 4, f"{PP4} {VPP2} {ZERO}", **ACTIVATIONS),
-    swap("PP2 x DP2, overlap, all others", 4, f"{PP2} {ZERO} {OVERLAP}", **ACTIVATIONS),
-    swap("PP4 x VPP2, overlap", 4, f"{PP4} {VPP2} {ZERO} {OVERLAP}"),
-    swap("EP2 x DP2, distributed optimizer", 4, f"{EP2} {ZERO}"),
-    swap("TP2+SP x DP2, distributed optimizer", 4, f"{TP2} {ZERO}"),
-    swap("PP2, without the distributed optimizer", 2, PP2),
-    swapped("PP2", 2, PP2),
-    swapped("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
-    swapped("PP4 x VPP2, norms and activations recomputed", 4, f"{PP4} {VPP2}", both=RECOMPUTED),
-    swapped("TP2+SP, fused DSA", 2, TP2, both=FUSED),
-    swapped("TP2+SP x PP2", 4, f"{TP2} {PP2}"),
-    swapped("EP2 x DP2, distributed optimizer, overlap, bf16", 4, f"{EP2} {ZERO} {OVERLAP}", BF16),
-    swapped("PP2, experts and up-projection recomputed", 2, f"{PP2} {SELECTIVE} moe core_attn mla_up_proj"),
-    swapped("TP2+SP, MTP", 2, TP2, MTP),
-    beside_fsdp2(
-        "PP2 x VPP2 x EP2, memory", 4, f"{FULLY_SHARDED} {PP2} {VPP2} {EP2}", f"{SHALLOW} {BF16}", **WITH_SWAP
-    ),
-    beside_fsdp2(
-        "TP2+SP x DP2, MTP, memory",
-        4,
-        f"{FULLY_SHARDED} {TP2}",
-        f"{SHALLOW_MTP} {BF16}",
-        **ACTIVATIONS,
-        **VIRTUAL,
-    ),
-    beside_fsdp2(
-        "PP2 x VPP2 x EP2, pairs, memory",
-        4,
-        f"{FULLY_SHARDED} {PP2} {VPP2} {EP2} {FOUR_MICROBATCHES}",
-        f"{SHALLOW} {BF16}",
-        both={**FSDP2, **PAIRS},
-        **WITH_SWAP,
-    ),
-    beside_fsdp2(
-        "sharded experts, EP2 x EDP2, grouped, memory",
-        4,
-        f"{FULLY_SHARDED} --fsdp2-shard-experts {EP2} {STACKED}",
-        f"{SHALLOW} {BF16}",
-        both={**FSDP2, **EXPERTS_CUT, **GROUP},
-        **WITH_SWAP,
-    ),
-    # In fp32 an RMSNorm of several operations is recomputed with gradients that are rounded differently.
-    beside_fsdp2(
-        "EP2, fp32, grouped experts, memory",
-        2,
-        f"{FULLY_SHARDED} {EP2} {STACKED}",
-        SHALLOW,
-        both={**FSDP2, **GROUP},
-        **ON_HOST,
-        **SWAP,
-    ),
-    recomputed("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
-    recomputed("TP2+SP", 2, TP2),
-    recomputed("PP2", 2, PP2),
-    recomputed("PP2 x VPP2, some layers", 2, f"{PP2} {VPP2}", **SOME_LAYERS),
-    recomputed("EP2", 2, EP2),
-    recomputed("DP2, distributed optimizer, overlap", 2, f"{ZERO} {OVERLAP}"),
-    recomputed("TP2+SP, MTP", 2, TP2, MTP),
-    recomputed("TP2+SP, fused DSA", 2, TP2, **FUSED),
-    recomputed("PP2, beside full recompute", 2, f"{PP2} {BLOCKS}"),
-    recomputed(
-        "one process, beside up-projection and core attention", 1, f"{SELECTIVE} core_attn mla_up_proj"
-    ),
-    row(
-        "recompute-activation-function",
-        "PP2",
-        2,
-        PP2,
-        both={},
-        bounds=None,
-        watched=(events.EVENTS["recompute-activation-function"], events.EVENTS["recompute-norm"]),
-        recompute_activation_function=True,
-    ),
 )
 
 # -- operators and compilation: ten steps ------------------------------------------------------

@@ -20,6 +20,8 @@ import torch
 from tests.distributed.flags import (
     BF16,
     EP2,
+    EXPERTS_CUT,
+    FSDP2,
     FULLY_SHARDED,
     FUSED,
     GROUP,
@@ -32,7 +34,6 @@ from tests.distributed.flags import (
     WITH_SWAP,
     ZERO,
 )
-from tests.distributed.layouts import EXPERTS_CUT, FSDP2
 from tests.distributed.parity import MODEL, TRAINING, Lab, Layout
 from tests.support import example_job
 from tests.support.pool import WorkerPool

@@ -18,6 +18,7 @@ from mindspeed_dsa.runs.expert_placement import Placement
 from mindspeed_dsa.runs.whole_checkpoints import name_of, state_of, tracked
 from tests.matrix.record import Note
 from tests.matrix.test_pretrain_gpt import LAYOUT, checkout, pretrain
+from tests.matrix.test_weights_in_training import CHECKPOINTS
 
 pytestmark = [
     pytest.mark.releases(">=0.12.1"),
@@ -26,17 +27,12 @@ pytestmark = [
 
 SAVED = (4, 8, 12, 14)
 LATE_S = 3
+WAYS = ("torch_dist", "torch", "torch_dist --async-save") if CHECKPOINTS else ("torch",)
+"""Formats; the first is in the table of releases."""
 
 
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize(
-    "way",
-    [
-        "torch_dist",
-        pytest.param("torch", marks=pytest.mark.full),
-        pytest.param("torch_dist --async-save", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.full) for way in WAYS[1:])])
 def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, tmp_path: Path) -> None:
     """One shard is truncated, one has a flipped bit, one is missing; what is left is four steps old."""
     note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")
