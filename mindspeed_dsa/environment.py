@@ -104,6 +104,7 @@ class Surroundings:
         machine: this node.
         checked_by_megatron: the job has yet to pass Megatron-LM's own look at its arguments.
         checkpoint: bytes of a checkpoint, where the model's sizes are known.
+        iteration: of the newest checkpoint in the folder that the job saves to and loads from.
     """
 
     platform: str
@@ -114,6 +115,7 @@ class Surroundings:
     machine: Machine = field(default_factory=Machine)
     checked_by_megatron: bool = False
     checkpoint: float | None = None
+    iteration: int = 0
 
     def argument(self, name: str) -> Any:
         """Return one of the job's arguments; None where it is not known."""

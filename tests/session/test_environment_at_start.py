@@ -64,14 +64,23 @@ def test_other_ranks_say_nothing(start):
 def test_the_newest_checkpoint_is_measured_where_there_is_one(tmp_path):
     from mindspeed_dsa.runs import manifest
 
-    assert environment.newest(SimpleNamespace(save=str(tmp_path))) is None
-    assert environment.newest(SimpleNamespace(save="s3://bucket/x")) is None
+    fresh = SimpleNamespace(save=str(tmp_path), load=None)
+    assert environment.newest(fresh) == (0, None)
+    assert environment.newest(SimpleNamespace(save="s3://bucket/x")) == (0, None)
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     (folder / "weights").write_bytes(bytes(1000))
-    assert environment.newest(SimpleNamespace(save=str(tmp_path))) is None, "without a manifest nobody knows"
+    assert environment.newest(fresh) == (0, None), "without a manifest nobody knows"
     manifest.write(folder, "job", manifest.sums(folder, manifest.names(folder)))
-    assert environment.newest(SimpleNamespace(save=str(tmp_path))) == 1000
+    assert environment.newest(fresh) == (0, 1000)
+    assert environment.newest(SimpleNamespace(save=str(tmp_path), load=str(tmp_path))) == (3, 1000)
+    (folder / manifest.NAME).write_text("no manifest", encoding="utf-8")
+    assert environment.newest(fresh) == (0, None), "which loading reports"
+
+
+def test_what_goes_wrong_stops_no_job(start, monkeypatch):
+    monkeypatch.setattr(environment.installation, "read", lambda *args: 1 / 0)
+    assert "environment: not examined: ZeroDivisionError" in start(0, 0)[0]
 
 
 SMALL_DISK = """\

@@ -415,6 +415,7 @@ CASES = [
         [
             {"checkpoint": 4 * GB},
             {"args": {"save": "s3://bucket"}},
+            {"args": {"save": "saves", "no_save": True}},
             {"machine": {"free": lambda folder: 5 * GB, "local_ranks": 8, "world": 16}},
             {"machine": {}},
         ],
@@ -432,6 +433,7 @@ CASES = [
         [
             {"args": {"save": "saves", "train_iters": 100, "save_interval": 50}},
             {"args": {"save": "s", "train_iters": 100, "save_interval": 10, "save_retain_interval": 50}},
+            {"iteration": 80},
         ],
     ),
     (

@@ -120,15 +120,21 @@ def at_start(
     first = log.is_first_rank()
     if not first and variables.get("LOCAL_RANK") != "0":
         return []
-    about = Surroundings(
-        platform=settings.platform,
-        args=args,
-        features=frozenset(feature.name for feature in active),
-        overlaps=overlaps(active, args),
-        variables=variables,
-        machine=_machine(settings, variables),
-        checkpoint=_checkpoint(args, checkpoint_size),
-    )
+    try:
+        iteration, size = newest(args)
+        about = Surroundings(
+            platform=settings.platform,
+            args=args,
+            features=frozenset(feature.name for feature in active),
+            overlaps=overlaps(active, args),
+            variables=variables,
+            machine=_machine(settings, variables),
+            checkpoint=size or (checkpoint_size(args) if getattr(args, "save", None) else None),
+            iteration=iteration,
+        )
+    except Exception as error:  # a look around must not stop a job
+        log.get().warning("environment: not examined: %r; report it as a bug", error, once=True)
+        return []
     found = examine(about, active, None if first else True)
     where = "" if first else f" of node {socket.gethostname()}"
     tell = {"error": "error", "warning": "warning", "note": "info"}
@@ -143,21 +149,21 @@ def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:
     return installation.read(settings.platform, settings.megatron_root, launched)
 
 
-def _checkpoint(args: Any, planned: Callable[[Any], float | None]) -> float | None:
-    """Return the bytes of a checkpoint; None where that is not known, or where the job saves none."""
-    return newest(args) or planned(args) if getattr(args, "save", None) else None
+def newest(args: Any) -> tuple[int, float | None]:
+    """Look at the folder that a job saves to.
 
-
-def newest(args: Any) -> float | None:
-    """Return the bytes of the newest checkpoint where the job saves; None where it has no manifest."""
+    Returns:
+        The iteration from which it goes on, if it loads from there; and the bytes of the newest checkpoint,
+        where that has a manifest.
+    """
     named = getattr(args, "save", None)
     if not named or "://" in str(named):
-        return None
-    folder = Path(named)
+        return 0, None
+    folder, goes_on = Path(named), getattr(args, "load", None) == named
     try:
         for iteration in whole_checkpoints.iterations(folder)[:1]:
             listed = manifest.read(folder / whole_checkpoints.name_of(iteration))
-            return None if listed is None else float(listed.size)
-    except (RunError, OSError):
+            return iteration if goes_on else 0, None if listed is None else float(listed.size)
+    except (RunError, OSError):  # which loading reports
         pass
-    return None
+    return 0, None

@@ -119,7 +119,7 @@ def find_staging(about: Surroundings) -> Iterator[Finding]:
 def find_disk(about: Surroundings) -> Iterator[Finding]:
     """Yield a disk that the next checkpoint, or those that are to come, will fill."""
     folder, size = about.argument("save"), about.checkpoint
-    if not folder or "://" in str(folder) or not size:
+    if not folder or "://" in str(folder) or not size or about.argument("no_save"):
         return
     free = about.machine.free(Path(folder))
     if free is None:
@@ -139,8 +139,9 @@ def find_disk(about: Surroundings) -> Iterator[Finding]:
     steps, every = about.argument("train_iters"), about.argument("save_interval")
     if not steps or not every:
         return
+    left = max(steps - about.iteration, 0)
     kept = about.argument("save_retain_interval")
-    number = 1 + steps // kept if kept else math.ceil(steps / every)
+    number = 1 + left // kept if kept else math.ceil(left / every)
     if number * share > free:
         each = f"at least {amount(int(share))} here" if nodes > 1 else f"about {amount(int(share))}"
         yield Finding(

@@ -22,7 +22,7 @@ from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.tools.planner import checkpoint, flags
 from mindspeed_dsa.tools.planner.arguments import Switches
 
-_WORDS = {"save": None, "cuda-graph-impl": "none"}
+_WORDS = {"save": None, "load": None, "cuda-graph-impl": "none"}
 _NUMBERS = {
     "num-workers": 2,
     "distributed-timeout-minutes": 10,
@@ -109,6 +109,7 @@ def examine(
     platform = running.settings.platform if running else _platform(args)
     root = running.settings.megatron_root if running else "megatron"
     path = sys.path if not command.script else [str(Path(command.script).parent), *sys.path[1:]]
+    iteration, size = environment.newest(args)
     about = Surroundings(
         platform=platform,
         args=args,
@@ -117,7 +118,8 @@ def examine(
         variables=variables,
         machine=installation.read(platform, root, variables, path),
         checked_by_megatron=not command.is_example,
-        checkpoint=environment.newest(args) or checkpoint.size_of(words),
+        checkpoint=size or checkpoint.size_of(words),
+        iteration=iteration,
     )
     return environment.examine(about, active)
 
