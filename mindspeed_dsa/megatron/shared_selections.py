@@ -13,12 +13,15 @@ as long as the graph, which is longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from mindspeed_dsa.megatron import replayed_selections
+from mindspeed_dsa.megatron.replayed_selections import Microbatch
 
 ATTRIBUTE = "_mindspeed_dsa_place"
 """Name under which a ``DSAttention`` has its :class:`Place`."""
@@ -148,6 +151,7 @@ class Carrying:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._has_run, self._is_spent = function, False, False
         self._read: Selected | None = None
+        self._microbatch: Microbatch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
@@ -163,10 +167,13 @@ class Carrying:
             )
         if self._has_run:
             self._is_spent = self._read is not None
-            holder, self._read = recomputing(self._read), None
-            with holder:
+            with ExitStack() as stack:
+                stack.enter_context(recomputing(self._read))
+                stack.enter_context(replayed_selections.recomputing(self._microbatch))
+                self._read = self._microbatch = None
                 return self._function(*args, **kwargs)
         self._has_run = True
+        self._microbatch = replayed_selections.current()
         latest = current().latest
         reads = 0 if latest is None else latest.reads
         result = self._function(*args, **kwargs)

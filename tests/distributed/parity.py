@@ -56,6 +56,7 @@ TRAINING = """
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 0 --lr-decay-style constant
     --eval-iters 0 --no-plot --no-tensorboard
 """
+TRAIN = "tests.support.example_job:train"
 WEIGHTS_ALONE = "--save-interval 0 --no-save-optim --no-save-rng"
 
 Tensors = dict[str, torch.Tensor]
@@ -198,14 +199,37 @@ class Lab:
             del self._references[next(iter(self._references))]
         return outcome
 
-    def run(self, layout: Layout, forced: Choices | None = None, fault: Fault | None = None) -> Outcome:
-        """All steps from the initial weights of the layout's model."""
+    def run(
+        self,
+        layout: Layout,
+        forced: Choices | None = None,
+        fault: Fault | None = None,
+        function: str = TRAIN,
+        **arguments: Any,
+    ) -> Outcome:
+        """All steps from the initial weights of the layout's model.
+
+        Args:
+            layout: it.
+            forced: choices to be made.
+            fault: a gradient to spoil.
+            function: what runs the job on a rank, :func:`example_job.train` or a function around it.
+            **arguments: more of its arguments.
+        """
         self._runs += 1
         final = self._folder / f"final-{self._runs}"
         flags = (
             f"--train-iters {self._steps} --load {self._initial_weights(layout)} --finetune --save {final}"
         )
-        ranks = self._train(layout, f"{layout.flags} {flags}", gradients=True, forced=forced, fault=fault)
+        ranks = self._train(
+            layout,
+            f"{layout.flags} {flags}",
+            gradients=True,
+            forced=forced,
+            fault=fault,
+            function=function,
+            **arguments,
+        )
         assert len(ranks[0].records) == self._steps
         first, last = (
             _layer_by_layer(put_together(itertools.chain.from_iterable(pieces)))
@@ -284,11 +308,16 @@ class Lab:
         return self._initial[key]
 
     def _train(
-        self, layout: Layout, flags: str, saving: str = WEIGHTS_ALONE, **arguments: Any
+        self,
+        layout: Layout,
+        flags: str,
+        saving: str = WEIGHTS_ALONE,
+        function: str = TRAIN,
+        **arguments: Any,
     ) -> list[RankOutcome]:
         data = f"--data {self._folder / 'text'} --data-cache-path {self._folder / 'cache'}"
         return self._pool.run(
-            "tests.support.example_job:train",
+            function,
             layout.world_size,
             timeout_s=self._timeout_s,
             argv=f"{MODEL} {layout.model} {TRAINING} {saving} {data} {flags}".split(),

@@ -46,6 +46,7 @@ def train(
     forced: Choices | None = None,
     fault: Fault | None = None,
     signs: bool = False,
+    selects: bool = True,
 ) -> RankOutcome:
     """Run the job of ``examples/`` with these flags.
 
@@ -57,6 +58,7 @@ def train(
         forced: choices to be made.
         fault: a gradient to spoil.
         signs: whether the signs of indexers' products are among the choices.
+        selects: whether indexers that are fused select keys.
     """
     from dsa_job.app import told
     from dsa_job.arguments import parse_args
@@ -93,7 +95,7 @@ def train(
     ):
         records = training.train(args)
     assert observer.place is not None
-    wants_fused = bool((switches or {}).get("use_fused_dsa"))
+    wants_fused = selects and bool((switches or {}).get("use_fused_dsa"))
     assert (observer.fused_selections > 0) == wants_fused, f"{observer.fused_selections} fused selections"
     steps = [dict(record) for record in records]
     return RankOutcome(steps, observer.place, observer.rows, observer.choices, memory, observer.gradients)

@@ -6,6 +6,7 @@ context parallel ranks from 0.19 on. What lies behind takes the call and nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,9 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.problem import Groups, LossOptions, Rows
-from mindspeed_dsa.megatron import shared_selections
+from mindspeed_dsa.megatron import replayed_selections, shared_selections
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.replayed_selections import LayerRows, Replayed, RowRun
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,62 @@ class Call:
         holder.release(place)
         return latest
 
-    def hand_on(self, topk_indices: tuple[Tensor | None, ...]) -> None:
-        """Keep a selection for layers above that share it: ``[batch, rows, topk]`` for each run of rows."""
-        place = shared_selections.place_of(self.layer)
-        if place is not None and self.shared is None:
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Runs of this rank's rows, on the host: see :class:`.replayed_selections.RowRun`."""
+        if self.documents is not None:
+            return self.documents.runs()
+        if self.exchange is not None:
+            return self.whole_runs(self.exchange)
+        rows, keys, padding = self.query.shape[0], self.key.shape[0], self.options.padding
+        if not padding.rows or keys != padding.length or keys != rows:
+            return [(0, rows, 0, keys)]
+        return [(0, padding.tokens, 0, padding.tokens), (padding.tokens, rows, 0, 0)]
+
+    @cached_property
+    def layer_rows(self) -> LayerRows:
+        """This rank's rows of the layer, as whoever replays or records selections knows them."""
+        rows, batch = self.query.shape[:2]
+        return LayerRows(
+            layer=vars(self.layer)[replayed_selections.NUMBER],
+            runs=[RowRun(*run) for run in self.runs],
+            batch=batch,
+            rows=rows,
+            keys=self.key.shape[0] if self.exchange is None else rows * self.exchange.ranks,
+            topk=self.topk,
+        )
+
+    @cached_property
+    def replayed(self) -> Replayed | None:
+        """Keys that the rows attend to whatever the indexer says; None where it selects them."""
+        microbatch = replayed_selections.current()
+        if microbatch is None or microbatch.source is None or self.shared is not None:
+            return None
+        return microbatch.source.selection(self.layer_rows).to(self.query.device)
+
+    def hand_on(
+        self,
+        topk_indices: tuple[Tensor | None, ...],
+        by_run: bool,
+        mass_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Keep a selection for layers above that share it, and for who records it.
+
+        Args:
+            topk_indices: ``[batch, rows, topk]``; None where rows attend to all keys that they see.
+            by_run: there is one for each of :attr:`runs`, whose keys are counted from its first one.
+            mass_of: returns each key's share of its row's attention, ``[batch, rows, topk]``, of a selection.
+        """
+        if self.shared is not None:
+            return
+        place, microbatch = shared_selections.place_of(self.layer), replayed_selections.current()
+        if place is not None:
             shared_selections.current().store(place, *topk_indices)
+        if microbatch is not None and microbatch.sink is not None:
+            mass = None
+            if microbatch.sink.wants_mass and not by_run and topk_indices[0] is not None:
+                mass = mass_of(topk_indices[0])
+            microbatch.sink.take(self.layer_rows, topk_indices, by_run, mass)
 
     @property
     def indexer_inputs(self) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.index_projection import index_inputs, shared_index_inputs
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
+from mindspeed_dsa.features.dsa.loss import attention_mass
 from mindspeed_dsa.features.dsa.megatron_parts import parts_left_to_megatron
 from mindspeed_dsa.features.dsa.problem import Operands, Problem, Rows, needs_index, parts_of
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs, sparse_attention
@@ -145,13 +147,14 @@ def attend(call: Call) -> Tensor:
         options.backend,
         parts_left_to_megatron(call, operands),
         options.precision,
+        call.replayed,
     )
     index, shared = None, call.shared
     if shared is None and problem.needs_index:
         with torch.set_grad_enabled(problem.loss is not None):
             index = index_inputs(call).of(slice(call.earlier, None), slice(None))
     result = sparse_attention(problem, index, None if shared is None else shared.topk_indices)
-    call.hand_on(result.topk_indices)
+    call.hand_on(result.topk_indices, False, partial(attention_mass, problem))
     return call.with_loss(result.out, result.loss, all_rows)
 
 
@@ -182,18 +185,27 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
     loss, topk = call.loss_options(all_rows), call.topk
     index, index_under_way = None, None
     with torch.set_grad_enabled(loss is not None):
-        if call.shared is None and needs_index(length, rows, topk, loss):
+        if call.shared is None and needs_index(length, rows, topk, loss, replayed=call.replayed):
             index_under_way = shared_index_inputs(call, exchange)
             gathered += [index_under_way.key] if loss is not None else []
     complete = operands()
     with torch.set_grad_enabled(loss is not None):
         index = None if index_under_way is None else index_under_way.wait()
-    problem = Problem(complete, topk, rows, call.groups, loss, options.backend, precision=options.precision)
+    problem = Problem(
+        complete,
+        topk,
+        rows,
+        call.groups,
+        loss,
+        options.backend,
+        precision=options.precision,
+        replayed=call.replayed,
+    )
     shared = None if call.shared is None else call.shared.topk_indices
-    if in_runs(query.device):
-        runs = call.whole_runs(exchange) if documents is None else documents.runs()
-        result = attend_by_runs(problem, index, runs, all_rows, shared)
+    by_run = in_runs(query.device)
+    if by_run:
+        result = attend_by_runs(problem, index, call.runs, all_rows, shared)
     else:
         result = sparse_attention(problem, index, shared)
-    call.hand_on(result.topk_indices)
+    call.hand_on(result.topk_indices, by_run, partial(attention_mass, problem))
     return exchange.free(call.with_loss(result.out, result.loss, all_rows), gathered)

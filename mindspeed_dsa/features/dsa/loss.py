@@ -103,8 +103,30 @@ def dense_loss(problem: Problem, inputs: IndexInputs) -> Tensor:
     return value * factor
 
 
+def attention_mass(problem: Problem, topk_indices: Tensor) -> Tensor:
+    """Return each key's share of its row's attention, a mean over the heads of all tensor parallel ranks.
+
+    Runs the attention once more, without a graph; a collective of the tensor parallel ranks.
+
+    Args:
+        problem: the layer's.
+        topk_indices: ``[b, s, topk]``; fewer rows where those at the end are padding.
+
+    Returns:
+        ``[b, s, topk]`` fp32, which sums to 1 over a row's keys.
+    """
+    if topk_indices.shape[1] < problem.operands.query.shape[0]:
+        problem = problem.first(topk_indices.shape[1])
+    summed = attention_sum_by_head(problem.operands, topk_indices, problem.backend).clone()
+    heads = problem.operands.query.shape[2]
+    if problem.groups.tensor is not None:
+        all_reduce(summed, group=problem.groups.tensor)
+        heads *= problem.groups.tensor.size()
+    return summed / heads
+
+
 def attention_sum_by_head(operands: Operands, topk_indices: Tensor, backend: str) -> Tensor:
-    """Return probabilities summed over heads with separate keys: ``[b, s, topk]`` fp32, no gradient."""
+    """Return probabilities summed over this rank's heads: ``[b, s, topk]`` fp32, no gradient."""
     with torch.no_grad():
         summed = attend_sparsely(operands, topk_indices, backend, with_sum=True).attention_sum
     assert summed is not None

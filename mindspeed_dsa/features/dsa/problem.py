@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.context_parallel.padding import Padding
+from mindspeed_dsa.megatron.replayed_selections import Replayed
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
 
 
@@ -341,6 +342,7 @@ class Problem:
         backend: of the operators.
         parts: code that replaces our operators.
         precision: by which keys are selected, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
+        replayed: keys that rows attend to instead of those of the highest scores.
     """
 
     operands: Operands
@@ -351,16 +353,20 @@ class Problem:
     backend: str = "auto"
     parts: Parts = field(default_factory=Parts)
     precision: str = "full"
+    replayed: Replayed | None = None
 
     @property
     def needs_index(self) -> bool:
         """Return whether the indexer's inputs are read; if not, the indexer need not be run."""
-        return needs_index(self.operands.key.shape[0], self.rows, self.topk, self.loss, self.parts)
+        keys = self.operands.key.shape[0]
+        return needs_index(keys, self.rows, self.topk, self.loss, self.parts, self.replayed)
 
     @property
     def is_dense(self) -> bool:
-        """Return whether no row sees more than ``topk`` keys."""
-        return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
+        """Return whether every row attends to all keys that it sees, as far as is known without a device."""
+        return every_key_is_chosen(
+            self.operands.key.shape[0], self.rows, self.topk, self.parts, self.replayed
+        )
 
     @property
     def reads_scores(self) -> bool:
@@ -375,11 +381,19 @@ class Problem:
 
     def first(self, rows: int) -> Problem:
         """Return it without the rows from this one on, none of which counts."""
-        return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows))
+        replayed = None if self.replayed is None else self.replayed.of(slice(rows), 0, rows)
+        return replace(
+            self, operands=self.operands.first(rows), rows=self.rows.first(rows), replayed=replayed
+        )
 
 
 def needs_index(
-    keys: int, rows: Rows, topk: int, loss: LossOptions | None, parts: Parts | None = None
+    keys: int,
+    rows: Rows,
+    topk: int,
+    loss: LossOptions | None,
+    parts: Parts | None = None,
+    replayed: Replayed | None = None,
 ) -> bool:
     """Return whether sparse attention reads the indexer's inputs, before its operands are there.
 
@@ -389,13 +403,20 @@ def needs_index(
         topk: keys per row.
         loss: the indexer loss; None for none.
         parts: code that replaces our operators.
+        replayed: as of :class:`Problem`.
     """
     parts = parts or Parts()
-    if every_key_is_chosen(keys, rows, topk, parts):
+    if every_key_is_chosen(keys, rows, topk, parts, replayed):
         return loss is not None and (parts.loss is None or parts.choose is None)
+    if replayed is not None and replayed.missing is None:
+        return loss is not None
     return parts.choose is None
 
 
-def every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Return whether no row sees more than ``topk`` keys, so that the attention is dense."""
+def every_key_is_chosen(
+    keys: int, rows: Rows, topk: int, parts: Parts, replayed: Replayed | None = None
+) -> bool:
+    """Return whether every row attends to all keys that it sees, so that the attention is dense."""
+    if replayed is not None and not replayed.is_complete:
+        return False
     return parts.attend is None and rows.most_visible(keys) <= topk

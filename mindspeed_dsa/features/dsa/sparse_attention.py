@@ -17,6 +17,7 @@ from torch import Tensor
 from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank, sparse_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Selection
+from mindspeed_dsa.megatron.replayed_selections import Replayed
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
@@ -56,6 +57,8 @@ def sparse_attention(
     def choose() -> Selection:
         if parts.choose is not None:
             return parts.choose()
+        if problem.replayed is not None:
+            return _replay(problem, problem.replayed, _present(index))
         return select_keys(
             _present(index),
             problem.topk,
@@ -65,7 +68,7 @@ def sparse_attention(
             with_scores=problem.reads_scores,
         )
 
-    if problem.is_dense:
+    if problem.is_dense and (shared is None or shared[0] is None):
         out = attend_densely(problem.operands, rows, problem.backend).out
         if loss is None:
             return Result(out, None)
@@ -74,7 +77,12 @@ def sparse_attention(
         # Both forms of the loss are the dense one.
         return Result(out, dense_loss(problem, _present(index)))
     if shared is not None:
-        return Result(_attend_to_shared(problem, shared).out, None, shared)
+        (topk_indices,) = shared
+        assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
+        return Result(_attend_to(problem, topk_indices).out, None, shared)
+    if problem.replayed is not None and not problem.needs_index:
+        topk_indices = problem.replayed.topk_indices
+        return Result(_attend_to(problem, topk_indices).out, None, (topk_indices,))
 
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
@@ -109,14 +117,41 @@ def sparse_attention(
     return Result(attended.out, value, (selection.topk_indices,))
 
 
-def _attend_to_shared(problem: Problem, shared: tuple[Tensor | None, ...]) -> Attended:
-    """Attend to the keys that another layer has selected for the same rows."""
-    (topk_indices,) = shared
-    assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
+def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
+    """Attend to keys that another layer has selected for the same rows, or that are replayed."""
     if problem.parts.attend is not None:
         return problem.parts.attend(topk_indices)
     form = problem.rows.form
     return attend_sparsely(problem.operands, topk_indices, problem.backend, with_sum=False, form=form)
+
+
+def _replay(problem: Problem, replayed: Replayed, index: IndexInputs) -> Selection:
+    """Return replayed keys with the indexer's scores; rows without them get the indexer's keys."""
+    rows = problem.rows
+    own = select_keys(
+        index, problem.topk, rows, problem.backend, True, problem.precision, problem.reads_scores
+    )
+    topk_indices = replayed.topk_indices
+    if replayed.missing is not None:
+        topk_indices = torch.where(replayed.missing[..., None], own.topk_indices, topk_indices)
+    # Scores at given entries are summed in another order than those of a selection: where these are the
+    # same keys, a run that repeats another one has its losses to the bit.
+    if torch.equal(topk_indices, own.topk_indices):
+        return own
+    scores = _scores_at(index, topk_indices, problem.backend) if problem.reads_scores else None
+    return Selection(topk_indices, scores, index, form=rows.form)
+
+
+def _scores_at(index: IndexInputs, topk_indices: Tensor, backend: str) -> Tensor:
+    return selected_scores(
+        index.query,
+        index.key,
+        index.weights,
+        topk_indices,
+        use_relu=index.use_relu,
+        key_receiver=index.key_receiver,
+        backend=backend,
+    )
 
 
 def select_keys(
@@ -155,17 +190,7 @@ def select_keys(
             form=rows.form,
             backend=backend,
         )
-        if not with_scores:
-            return Selection(topk_indices, None, index, form=rows.form)
-        scores = selected_scores(
-            index.query,
-            index.key,
-            index.weights,
-            topk_indices,
-            use_relu=index.use_relu,
-            key_receiver=index.key_receiver,
-            backend=backend,
-        )
+        scores = _scores_at(index, topk_indices, backend) if with_scores else None
         return Selection(topk_indices, scores, index, form=rows.form)
     topk_indices, topk_scores = lightning_indexer(
         index.query,
@@ -277,7 +302,10 @@ def attend_by_runs(
             share = replace(loss, coefficient=loss.coefficient * weight)
         rows = Rows.to_last_key(end - first, keys, operands.query.device)
         chosen = None if shared is None else shared[number : number + 1]
-        part = replace(problem, operands=operands, rows=rows, loss=share)
+        replayed = problem.replayed
+        if replayed is not None:
+            replayed = replayed.of(slice(first, end), low, keys)
+        part = replace(problem, operands=operands, rows=rows, loss=share, replayed=replayed)
         results.append(sparse_attention(part, inputs, chosen))
     losses = [result.loss for result in results if result.loss is not None]
     out = torch.cat([result.out for result in results])

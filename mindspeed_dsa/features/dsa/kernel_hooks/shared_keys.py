@@ -20,6 +20,7 @@ from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
+from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
 from mindspeed_dsa.megatron.shared_selections import place_of
@@ -104,10 +105,15 @@ def attend_to_shared_keys(
         up_v_weight: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        is_alone = groups_of(self).cp.size() == 1
         has_reason = vars(self).get(ATTRIBUTE) is not None or (
             place_of(self) is not None and context.options.all_ours and packed_seq_params is None
         )
-        if not has_reason or up_v_weight is None or not _is_dealt_here(packed_seq_params):
+        # Who records or replays selections knows where rows lie, which the kernels' arguments do not say.
+        if context.options.all_ours and replayed_selections.current() is not None:
+            has_reason = True
+        is_dealt = _is_dealt_here(packed_seq_params) or (has_reason and is_alone)
+        if not has_reason or up_v_weight is None or not is_dealt:
             return original(
                 self,
                 query,

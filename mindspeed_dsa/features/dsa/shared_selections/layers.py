@@ -16,6 +16,7 @@ from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
 from mindspeed_dsa.features.dsa.shared_selections.feature import check_sharing
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.replayed_selections import NUMBER
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.megatron.shared_selections import (
     ATTRIBUTE,
@@ -38,13 +39,17 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
         original(self, config, *args, **kwargs)
         sharing = Sharing.of(config)
         attention = getattr(getattr(self, "self_attention", None), "core_attention", None)
-        if not sharing.is_on or not hasattr(attention, "indexer"):
+        if not hasattr(attention, "indexer"):
             return
-        require(context, check_sharing, config)
         inner = _of_mtp.get()
         if inner is not None:
             inner.append(attention)
         else:
+            vars(attention)[NUMBER] = self.layer_number
+        if not sharing.is_on:
+            return
+        require(context, check_sharing, config)
+        if inner is None:
             put(attention, decoder_place(sharing, self.layer_number, config.num_layers))
 
     return __init__
@@ -60,8 +65,11 @@ def place_in_mtp(original: Callable[..., None]) -> Callable[..., None]:
             original(self, config, *args, **kwargs)
         finally:
             _of_mtp.reset(token)
+        sharing = Sharing.of(config)
         for attention in inner:
-            put(attention, mtp_place(Sharing.of(config), self.layer_number, config))
+            vars(attention)[NUMBER] = config.num_layers + self.layer_number
+            if sharing.is_on:
+                put(attention, mtp_place(sharing, self.layer_number, config))
 
     return __init__
 

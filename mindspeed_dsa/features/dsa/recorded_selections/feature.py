@@ -1,0 +1,285 @@
+"""Selections of keys that one run records and another one attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
+from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.dsa import Options as Parts
+from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.runs.files import RunError, number
+from mindspeed_dsa.runs.selections import Header, Recording
+
+RECORD, REPLAY = "--dsa-record-selections", "--dsa-replay-selections"
+BATCH = "batch"
+"""In place of a folder: selections come with each batch."""
+REFUSE, SELECT = "refuse", "select"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Ranges of numbers, as ``1-10,20,100-:50`` writes them.
+
+    Attributes:
+        ranges: first, last (None: without end) and step of each.
+    """
+
+    ranges: tuple[tuple[int, int | None, int], ...]
+
+    @classmethod
+    def of(cls, text: str) -> Numbers:
+        """Parse a flag's value.
+
+        Raises:
+            ValueError: it is no list of numbers and ranges.
+        """
+        ranges = []
+        for part in text.split(","):
+            span, _, step = part.partition(":")
+            first, dash, last = span.partition("-")
+            low, high, every = number(first), number(last), number(step or "1")
+            if low is None or not every or (last and high is None) or (high is not None and high < low):
+                raise ValueError(
+                    f"{part!r} is no number or range of numbers; write 7, 1-10, 100- or 1-1000:50, and "
+                    f"commas "
+                    "between several"
+                )
+            ranges.append((low, high if dash else low, every))
+        return cls(tuple(ranges))
+
+    def __contains__(self, value: int) -> bool:
+        return any(
+            first <= value and (last is None or value <= last) and (value - first) % step == 0
+            for first, last, step in self.ranges
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        record: folder for what is recorded; None: nothing is.
+        steps: that are recorded; None: all.
+        layers: likewise.
+        rows: likewise, by their position in the sequence.
+        mass: also record each key's share of the attention.
+        replay: folder of the selections to attend to; None: they come with each batch, or none do.
+        with_batch: selections come with each batch.
+        missing: what to do with a row that has no selection, :data:`REFUSE` or :data:`SELECT`.
+    """
+
+    record: Path | None = None
+    steps: Numbers | None = None
+    layers: Numbers | None = None
+    rows: Numbers | None = None
+    mass: bool = False
+    replay: Path | None = None
+    with_batch: bool = False
+    missing: str = REFUSE
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Build from resolved settings.
+
+        Raises:
+            SettingsError: a flag belongs to another one that is not set.
+        """
+        record, replay = settings.dsa_record_selections, settings.dsa_replay_selections
+        parts = ("steps", "layers", "rows", "mass")
+        chosen = {part: getattr(settings, f"dsa_record_selections_{part}") for part in parts}
+        for part, value in chosen.items():
+            if value not in (None, False) and record is None:
+                raise SettingsError(
+                    f"{RECORD}-{part} records nothing without {RECORD}; name a folder with that"
+                )
+        if settings.dsa_replay_missing is not None and replay is None:
+            raise SettingsError(
+                f"--dsa-replay-missing {settings.dsa_replay_missing} is for {REPLAY}; give that as well, or "
+                f"omit it"
+            )
+        return cls(
+            record=None if record is None else Path(record),
+            **chosen,
+            replay=None if replay in (None, BATCH) else Path(replay),
+            with_batch=replay == BATCH,
+            missing=settings.dsa_replay_missing or REFUSE,
+        )
+
+
+def wanted(settings: Any) -> bool:
+    """Return whether one of the flags is set, even one that does nothing alone, which is refused."""
+    return any(getattr(settings, flag.dest) not in (None, False) for flag in _FLAGS)
+
+
+def header_of(args: Any) -> Header:
+    """Return what a recording of a model is of.
+
+    Args:
+        args: of the job, or the model's configuration.
+    """
+    layers, mtp_layers = argument(args, "num_layers") or 0, argument(args, "mtp_num_layers") or 0
+    sharing = Sharing.of(args)
+    computing = [layer for layer in range(1, layers + 1) if sharing.computes(layer)]
+    computing += [layers + layer for layer in range(1, mtp_layers + 1) if sharing.mtp_computes(layer)]
+    return Header(argument(args, "dsa_indexer_topk") or 0, layers, mtp_layers, tuple(computing))
+
+
+def check_selections(args: Any, options: Any) -> Iterator[str]:
+    """Yield why a job cannot record or replay selections."""
+    chosen, parts = Options.of(args), Parts.of(args)
+    flags = " and ".join(
+        flag for flag, on in ((RECORD, chosen.record), (REPLAY, chosen.replay or chosen.with_batch)) if on
+    )
+    if not uses_dsa(args):
+        yield (
+            f"{flags}: the model selects no keys; add --experimental-attention-variant dsa, or omit the flag"
+        )
+        return
+    if not parts.all_ours:
+        yield f"{flags}: selections of Megatron's own operators stay in them; add --use-fused-dsa"
+    if parts.attends_densely:
+        yield (
+            f"{flags}: --dsa-stage {parts.stage} attends to all keys, whatever an indexer selects; omit the "
+            f"flag"
+        )
+    repeats = argument(args, "mtp_use_repeated_layer") and (argument(args, "mtp_num_layers") or 0) > 1
+    if repeats and not argument(args, "dsa_indexer_share_for_mtp"):
+        yield (
+            f"{flags}: --mtp-use-repeated-layer runs one layer several times, and it selects each time; add "
+            "--dsa-indexer-share-for-mtp, or omit the flag"
+        )
+    if chosen.mass and platforms.current().name == "npu":
+        yield (
+            f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record "
+            f"on a GPU or "
+            "CPU, or omit the flag"
+        )
+    for flag, folder in ((RECORD, chosen.record), (REPLAY, chosen.replay)):
+        if folder is not None and folder.is_file():
+            yield f"{flag} {folder} is a file; name a folder"
+    if chosen.replay is None or chosen.replay.is_file():
+        return
+    if chosen.record is not None and chosen.record.resolve() == chosen.replay.resolve():
+        yield f"{RECORD} and {REPLAY} name one folder, {chosen.replay}; record into another one"
+    try:
+        differences = list(Recording.open(chosen.replay).header.problems(header_of(args)))
+        if differences:
+            yield f"{REPLAY} {chosen.replay} is of another model: {'; '.join(differences)}"
+    except RunError as error:
+        yield f"{REPLAY}: {error}"
+
+
+_HERE = "mindspeed_dsa.features.dsa.recorded_selections"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_FLAGS = (
+    Flag(
+        RECORD,
+        "Write the keys that each row of each layer attends to into DIR, one file per rank, behind the step; "
+        "`python -m mindspeed_dsa selections DIR` reads them.",
+        kind="value",
+        metavar="DIR",
+    ),
+    Flag(
+        f"{RECORD}-steps",
+        "Record these steps only, as in 1-10,20 or 1-1000:50; default: all.",
+        kind="value",
+        type=Numbers.of,
+        metavar="NUMBERS",
+    ),
+    Flag(
+        f"{RECORD}-layers",
+        "Record these layers only, from 1, those of multi-token prediction behind the decoder's.",
+        kind="value",
+        type=Numbers.of,
+        metavar="NUMBERS",
+    ),
+    Flag(
+        f"{RECORD}-rows",
+        "Record the rows at these positions of a sequence only, from 0.",
+        kind="value",
+        type=Numbers.of,
+        metavar="NUMBERS",
+    ),
+    Flag(
+        f"{RECORD}-mass",
+        "Also record each key's share of its row's attention, which says how much a selection that lacks "
+        "the key "
+        "loses; computes the attention once more.",
+    ),
+    Flag(
+        REPLAY,
+        "Attend to the keys recorded in DIR, at the same step, sequence, layer and row, whatever the indexer "
+        "says; 'batch': to those that the job hands over with each microbatch.",
+        kind="value",
+        metavar="DIR",
+    ),
+    Flag(
+        "--dsa-replay-missing",
+        "What becomes of a row whose recorded keys are missing or too few: the job ends, or the indexer "
+        "selects. Default: refuse.",
+        kind="value",
+        choices=(REFUSE, SELECT),
+    ),
+)
+
+FEATURE = Feature(
+    name="dsa-recorded-selections",
+    summary="Records which keys each row attends to, and attends to recorded ones again.",
+    flags=(*_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT, USE_FUSED_DSA),
+    active=wanted,
+    options=Options.of,
+    check=check_selections,
+    conflicts=(
+        Conflict(
+            "moe-batch-overlap",
+            "halves of a microbatch attend apart, and selections are those of whole ones; omit one of them",
+        ),
+    ),
+    doc="dsa-recorded-selections.md",
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
+            "wrap",
+            f"{_HERE}.steps:know_model",
+            "a recording of another model is refused before the model is built",
+            params=("config",),
+        ),
+        Patch(
+            f"{_SCHEDULES}:get_forward_backward_func",
+            "wrap",
+            f"{_HERE}.steps:follow_steps",
+            "says where a step of the schedule begins and ends",
+        ),
+        Patch(
+            f"{_SCHEDULES}:forward_step",
+            "wrap",
+            f"{_HERE}.steps:follow_forwards",
+            "says which microbatch's selections the layers are at",
+        ),
+        Patch(
+            f"{_SCHEDULES}:backward_step",
+            "wrap",
+            f"{_HERE}.steps:follow_backwards",
+            "lets go of what a forward has left",
+            params=("output_tensor",),
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+            "wrap",
+            f"{_HERE}.steps:follow_pairs",
+            "says which microbatch's selections the forward of a pair is at",
+            params=("f_model", "b_model", "b_output_tensor"),
+            versions=">=0.14",
+        ),
+    ),
+)

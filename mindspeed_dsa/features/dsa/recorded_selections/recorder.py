@@ -1,0 +1,233 @@
+"""Selections on their way from a layer to the disk, by a thread beside training."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.dsa.recorded_selections.feature import RECORD, Options
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.megatron.replayed_selections import LayerRows
+from mindspeed_dsa.platforms import Event
+from mindspeed_dsa.runs.selection_rows import Ints, WrongRows
+from mindspeed_dsa.runs.selections import Header, Key, Run, Writer
+
+Floats = npt.NDArray[np.float32]
+
+_MOST_BYTES = 256 << 20
+"""Bytes that may wait for the thread; the layer waits for it beyond."""
+EXIT_STATUS = 74
+"""Status of a process whose recording is not whole, ``EX_IOERR`` of sysexits.h."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Selection of one layer, and where it belongs."""
+
+    key: Key
+    rows: LayerRows
+    indices: Sequence[Tensor | None]
+    mass: Tensor | None
+    by_run: bool
+    arrived: Event | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps."""
+        return sum(0 if each is None else each.nbytes for each in (*self.indices, self.mass))
+
+
+class Recorder:
+    """Recording of one rank.
+
+    Args:
+        options: of the feature.
+        header: of the model.
+        rank: of the process, whose file it is.
+        log: of the feature.
+
+    Attributes:
+        failed: why it has stopped; empty while it has not.
+        records: how many were written.
+        nbytes: bytes of these.
+    """
+
+    def __init__(self, options: Options, header: Header, rank: int, log: Log) -> None:
+        assert options.record is not None, "who records names a folder"
+        self._folder, self._options = options.record, options
+        self._header, self._rank, self._log = header, rank, log
+        self._waiting: deque[_Piece] = deque()
+        self._changed = Condition()
+        self._bytes, self._ends, self._busy = 0, False, False
+        self._thread: Thread | None = None
+        self._writer: Writer | None = None
+        self.failed, self.records, self.nbytes = "", 0, 0
+
+    def take(
+        self,
+        key: Key,
+        rows: LayerRows,
+        indices: Sequence[Tensor | None],
+        by_run: bool,
+        mass: Tensor | None = None,
+    ) -> None:
+        """Take what a layer's rows attended to; arguments as of :meth:`.replayed_selections.Sink.take`.
+
+        Args:
+            key: place of the microbatch's first sequence.
+            rows: of the layer.
+            indices: the selection.
+            by_run: whether it comes run by run.
+            mass: of its keys, if it is wanted.
+        """
+        layers = self._options.layers
+        if self.failed or (layers is not None and key.layer not in layers):
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="recorded selections", daemon=True)
+            self._thread.start()
+            atexit.register(self.finish)
+        copies: list[Tensor | None] = []
+        arrived = None
+        for each in (*indices, mass):
+            if each is None or each.device.type == "cpu":
+                copies.append(each)
+                continue
+            on_host = platforms.current().empty_pinned(each.shape, each.dtype)
+            arrived = platforms.current().copy_async(on_host, each.detach())
+            copies.append(on_host)
+        piece = _Piece(key, rows, copies[:-1], copies[-1], by_run, arrived)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._bytes + piece.nbytes <= _MOST_BYTES)
+            self._waiting.append(piece)
+            self._bytes += piece.nbytes
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything taken so far is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._busy)
+
+    def finish(self) -> None:
+        """Write what is left, and end a process whose recording is not whole with :data:`EXIT_STATUS`."""
+        self.close()
+        if self.failed:
+            # Whoever registered later has run; who registered earlier, logging among them, is given its turn
+            # here.
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STATUS)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._thread is None:
+            return
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._thread = None
+        if not self.failed:
+            atexit.unregister(self.finish)
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ends)
+                if not self._waiting:
+                    break
+                piece = self._waiting.popleft()
+                self._busy = True
+            try:
+                if not self.failed:
+                    self._write(piece)
+            except (OSError, WrongRows) as error:
+                self._stop(piece.key, error)
+            finally:
+                with self._changed:
+                    self._bytes -= piece.nbytes
+                    self._busy = False
+                    self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _stop(self, key: Key, error: Exception) -> None:
+        self.failed = f"{RECORD} {self._folder}: {error}"
+        self._log.error(
+            f"{self.failed}; recording ends at step {key.step}, layer {key.layer}, training goes on, and "
+            f"this process "
+            f"will end with status {EXIT_STATUS}"
+        )
+
+    def _write(self, piece: _Piece) -> None:
+        if piece.arrived is not None:
+            piece.arrived.synchronize()
+        if self._writer is None:
+            self._writer = Writer(self._folder, self._rank, self._header, piece.key.step)
+        for sequence in range(piece.rows.batch):
+            runs, keys, mass = self._rows(piece, sequence)
+            if runs:
+                place = piece.key._replace(sequence=piece.key.sequence + sequence)
+                self.nbytes += self._writer.append(place, runs, keys, mass)
+                self.records += 1
+
+    def _rows(self, piece: _Piece, sequence: int) -> tuple[list[Run], Ints, Floats | None]:
+        """Return the runs to record of a sequence, their keys, counted from a document's begin, and masses."""
+        width = min(piece.rows.topk, piece.rows.keys)
+        runs, parts, masses = [], [], []
+        for number, (first, end, low, high) in enumerate(piece.rows.runs):
+            if high == low:
+                continue
+            position = high - (end - first)
+            indices = piece.indices[number if piece.by_run else 0]
+            if indices is None:
+                visible = np.arange(position - low + 1, high - low + 1, dtype=np.int32)
+                keys = np.arange(width, dtype=np.int32)[None].repeat(end - first, axis=0)
+                keys[keys >= visible[:, None]] = -1
+            else:
+                at = slice(end - first) if piece.by_run else slice(first, end)
+                keys = indices[sequence, at].numpy()
+                if low and not piece.by_run:
+                    keys = np.where(keys >= 0, keys - low, -1)
+                keys = np.pad(keys, ((0, 0), (0, width - keys.shape[1])), constant_values=-1)
+            for begin, stop in self._wanted(position, high):
+                runs.append(Run(low, begin, stop - begin))
+                parts.append(keys[begin - position : stop - position])
+                if piece.mass is not None:
+                    at = slice(first + begin - position, first + stop - position)
+                    masses.append(piece.mass[sequence, at].numpy())
+        keys = np.concatenate(parts) if parts else np.zeros((0, width), np.int32)
+        if not masses:
+            return runs, keys, None
+        # Shares lie behind the keys in ascending order.
+        order = np.argsort(np.where(keys >= 0, keys, np.iinfo(np.int32).max), axis=1, kind="stable")
+        keys = np.take_along_axis(keys, order, axis=1)
+        return runs, keys, np.take_along_axis(np.concatenate(masses), order, axis=1)
+
+    def _wanted(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the runs of positions among these that are to be recorded."""
+        if self._options.rows is None:
+            return [(first, end)]
+        found: list[tuple[int, int]] = []
+        for position in range(first, end):
+            if position not in self._options.rows:
+                continue
+            if found and found[-1][1] == position:
+                found[-1] = (found[-1][0], position + 1)
+            else:
+                found.append((position, position + 1))
+        return found

@@ -1,0 +1,467 @@
+"""Recorded selections of a run: which keys each row of each layer attended to, one file for each rank.
+
+A file ``rank00003.selections`` begins with eight bytes that name the format and a header in JSON, and goes on
+with records, each of which has its length and a checksum before it:
+
+* a record is of one sequence of one step, in one layer: the number of the step, from 1; of the sequence among
+  those of the step's global batch, from 0; and of the layer, from 1, those of multi-token prediction behind
+  the decoder's;
+* its rows are runs of neighbours: the position at which their document begins, that of the first row, and how
+  many there are. Positions of rows count from the first row of the sequence, or pack;
+* their keys count from the begin of the document, see :mod:`.selection_rows`; behind them may lie, for each
+  key in ascending order, the share of the row's attention that it got, summed over heads, as fp16.
+
+A rank that is killed leaves half a record at the end at most, which readers pass over and the next writer
+cuts off. A later file of the same rank, ``rank00003-1.selections``, is of a job that went on in another
+layout; what it says of a row replaces what was said before.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.selection_rows import Ints, WrongRows, decode, encode
+
+SUFFIX = ".selections"
+_MAGIC = b"DSASEL1\n"
+_PREFIX = struct.Struct("<II")
+"""Length of what follows, and its CRC-32."""
+_RECORD = struct.Struct("<IIIII")
+"""Step, sequence, layer, number of runs, and length of the keys' bytes."""
+
+
+class Run(NamedTuple):
+    """Neighbours among the rows of a sequence.
+
+    Attributes:
+        document: position at which their document begins.
+        first: position of the first row, in the sequence.
+        rows: how many there are.
+    """
+
+    document: int
+    first: int
+    rows: int
+
+
+class Key(NamedTuple):
+    """Place of a selection in a run.
+
+    Attributes:
+        step: from 1.
+        sequence: of the step's global batch, from 0.
+        layer: from 1; layers of multi-token prediction follow the decoder's.
+    """
+
+    step: int
+    sequence: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a recording is of.
+
+    Attributes:
+        topk: keys of a row, at most.
+        layers: of the decoder.
+        mtp_layers: of multi-token prediction.
+        computing: numbers of the layers that select keys, ascending, in the order in which arrays have them.
+    """
+
+    topk: int
+    layers: int
+    mtp_layers: int
+    computing: tuple[int, ...]
+
+    def problems(self, other: Header) -> Iterator[str]:
+        """Yield in which ways a model, the other one, is not that of the recording."""
+        for name in ("topk", "layers", "mtp_layers"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                yield f"{name} is {mine} in the recording and {theirs} in the model"
+        if self.computing != other.computing:
+            yield f"layers {list(self.computing)} select keys in it, and {list(other.computing)} in the model"
+
+    def to_bytes(self) -> bytes:
+        """Return the begin of a file."""
+        text = json.dumps(
+            {
+                "topk": self.topk,
+                "layers": self.layers,
+                "mtp_layers": self.mtp_layers,
+                "computing": list(self.computing),
+            }
+        ).encode()
+        return _MAGIC + _PREFIX.pack(len(text), zlib.crc32(text)) + text
+
+
+def visible_of(runs: Sequence[Run]) -> Ints:
+    """Return how many keys each row sees: those of its document up to itself."""
+    parts = [np.arange(run.rows, dtype=np.int32) + (run.first - run.document + 1) for run in runs]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def positions_of(runs: Sequence[Run]) -> Ints:
+    """Return the position of each row in its sequence."""
+    parts = [np.arange(run.first, run.first + run.rows, dtype=np.int32) for run in runs]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+class Writer:
+    """File of one rank's selections, to which records are appended.
+
+    Args:
+        folder: of the recording; made if need be.
+        rank: of the process.
+        header: of the model.
+        first_step: what the rank recorded from here on, before it was started again, is cut off.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int, header: Header, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        begin, number = header.to_bytes(), 0
+        while True:
+            name = f"rank{rank:05d}" + (f"-{number}" if number else "")
+            self.path = folder / f"{name}{SUFFIX}"
+            if not self.path.exists() or self._goes_on(begin, first_step):
+                break
+            number += 1
+        # Unbuffered: what was written is there when the process is killed.
+        self._file = self.path.open("ab", buffering=0)
+        if self._file.tell() == 0:
+            self._write(begin)
+
+    def _goes_on(self, begin: bytes, first_step: int) -> bool:
+        with self.path.open("r+b") as file:
+            found = file.read(len(begin))
+            if found != begin:
+                # Half a header is what a process leaves that was killed at once.
+                if not begin.startswith(found):
+                    return False
+                file.truncate(0)
+                return True
+            end = len(begin)
+            for entry in _entries(file):
+                if entry.key.step >= first_step:
+                    break
+                end = entry.end
+            file.truncate(end)
+        return True
+
+    def append(self, key: Key, runs: Sequence[Run], keys: Ints, mass: npt.NDArray[Any] | None = None) -> int:
+        """Append one record, and return its bytes.
+
+        Args:
+            key: its place.
+            runs: its rows.
+            keys: ``[rows, width]``, counted from the begin of the row's document, -1 where there is none;
+                with a mass they are ascending, -1 at the tail.
+            mass: ``[rows, width]``, each key's share of the row's attention.
+
+        Raises:
+            WrongRows: a row lists what it does not see, or a key twice.
+            OSError: the disk is full, or gone; the file ends with the record before.
+        """
+        blob = encode(keys, visible_of(runs))
+        shares = b"" if mass is None else mass[keys >= 0].astype("<f2").tobytes()
+        flat = np.array(runs, "<u4").tobytes()
+        body = b"".join((_RECORD.pack(*key, len(runs), len(blob)), flat, blob, shares))
+        return self._write(_PREFIX.pack(len(body), zlib.crc32(body)) + body)
+
+    def _write(self, data: bytes) -> int:
+        before = self._file.tell()
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._file.write(view) or 0 :]
+        except OSError:
+            self._file.truncate(before)
+            raise
+        return len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """Record of a file: its place in the run and in the file."""
+
+    key: Key
+    runs: tuple[Run, ...]
+    offset: int
+    end: int
+
+
+def _entries(file: Any) -> Iterator[_Entry]:
+    """Yield the whole records of a file that is read up to the end of its header."""
+    size = file.seek(0, 2)
+    file.seek(len(_MAGIC))
+    length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
+    at = len(_MAGIC) + _PREFIX.size + length
+    while at + _PREFIX.size + _RECORD.size <= size:
+        file.seek(at)
+        length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
+        end = at + _PREFIX.size + length
+        step, sequence, layer, runs, _ = _RECORD.unpack(file.read(_RECORD.size))
+        if end > size or _RECORD.size + 12 * runs > length:
+            return
+        flat = np.frombuffer(file.read(12 * runs), "<u4").reshape(-1, 3).tolist()
+        yield _Entry(Key(step, sequence, layer), tuple(Run(*each) for each in flat), at, end)
+        at = end
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Recorded rows of one sequence in one layer.
+
+    Attributes:
+        positions: ``[rows]``, of each row in the sequence.
+        documents: ``[rows]``, where the row's document begins.
+        keys: ``[rows, topk]`` int32, counted from there, ascending, -1 at the tail.
+        mass: ``[rows, topk]`` fp32, each key's share of the row's attention; None if it was not recorded.
+    """
+
+    positions: Ints
+    documents: Ints
+    keys: Ints
+    mass: npt.NDArray[np.float32] | None = None
+
+
+@dataclass
+class Recording:
+    """A folder of recorded selections.
+
+    Attributes:
+        folder: that was read.
+        header: of the model.
+        problems: what of the folder could not be read, a sentence each.
+    """
+
+    folder: Path
+    header: Header
+    problems: list[str] = field(default_factory=list)
+    _index: dict[Key, list[tuple[Path, _Entry]]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path) -> Recording:
+        """Read which records there are.
+
+        Raises:
+            RunError: there is no recording, or those of several models.
+        """
+        files = sorted(folder.glob(f"*{SUFFIX}"), key=_age) if folder.is_dir() else []
+        if not files:
+            raise RunError(
+                f"{folder} holds no recorded selections; name the folder that was given to "
+                "--dsa-record-selections"
+            )
+        found: Recording | None = None
+        problems = []
+        for path in files:
+            header = _header(path)
+            if header is None:
+                problems.append(f"{path.name} has no header of a recording")
+                continue
+            if found is None:
+                found = cls(folder, header)
+            differences = list(found.header.problems(header))
+            if differences:
+                raise RunError(
+                    f"{folder} holds selections of several models: in {path.name} {'; '.join(differences)}; "
+                    "record each run into a folder of its own"
+                )
+            with path.open("rb") as file:
+                end = 0
+                for entry in _entries(file):
+                    found._index.setdefault(entry.key, []).append((path, entry))
+                    end = entry.end
+                if end and file.seek(0, 2) != end:
+                    problems.append(f"{path.name} ends with half a record, which is passed over")
+        if found is None:
+            raise RunError(f"{folder} holds no recording that can be read: {'; '.join(problems)}")
+        found.problems = problems
+        return found
+
+    def places(self) -> list[Key]:
+        """Return the places of all records, in order."""
+        return sorted(self._index)
+
+    def count(self, key: Key) -> int:
+        """Return how many rows were recorded at a place, those recorded twice counted twice."""
+        return sum(run.rows for _, entry in self._index.get(key, ()) for run in entry.runs)
+
+    def rows(self, key: Key) -> Rows | None:
+        """Return what was recorded at a place; None if nothing was.
+
+        Raises:
+            RunError: a record is damaged.
+        """
+        entries = self._index.get(key)
+        if not entries:
+            return None
+        parts = [self._read(path, entry) for path, entry in entries]
+        if len(parts) == 1:
+            return parts[0]
+        positions = np.concatenate([part.positions for part in parts])
+        # The last one that says something of a row counts.
+        _, last = np.unique(positions[::-1], return_index=True)
+        chosen = len(positions) - 1 - last
+        masses = [part.mass for part in parts if part.mass is not None]
+        mass = np.concatenate(masses)[chosen] if len(masses) == len(parts) else None
+        return Rows(
+            positions[chosen],
+            np.concatenate([part.documents for part in parts])[chosen],
+            np.concatenate([part.keys for part in parts])[chosen],
+            mass,
+        )
+
+    def _read(self, path: Path, entry: _Entry) -> Rows:
+        try:
+            with path.open("rb") as file:
+                file.seek(entry.offset)
+                data = file.read(entry.end - entry.offset)
+            length, checksum = _PREFIX.unpack(data[: _PREFIX.size])
+            body = data[_PREFIX.size :]
+            if len(body) != length or zlib.crc32(body) != checksum:
+                raise WrongRows("its checksum is another one")
+            *_, size = _RECORD.unpack(body[: _RECORD.size])
+            at = _RECORD.size + 12 * len(entry.runs)
+            keys = decode(body[at : at + size], visible_of(entry.runs), self.header.topk)
+            shares = np.frombuffer(body[at + size :], "<f2")
+            mass = None
+            if len(shares):
+                mass = np.zeros(keys.shape, np.float32)
+                mass[keys >= 0] = shares
+        except (OSError, ValueError, struct.error) as error:
+            step, sequence, layer = entry.key
+            raise RunError(
+                f"{path}: the selection of step {step}, sequence {sequence}, layer {layer} is damaged "
+                f"({error})"
+            ) from error
+        documents = np.repeat(
+            np.array([run.document for run in entry.runs], np.int32), [run.rows for run in entry.runs]
+        )
+        return Rows(positions_of(entry.runs), documents, keys, mass)
+
+    def array(self, step: int, sequence: int) -> Ints:
+        """Return the selections of one sequence as engines hand them over.
+
+        Returns:
+            ``[tokens, computing layers, topk]`` int32, counted from the begin of the token's document,
+            ascending, -1 at the tail and in rows that were not recorded. Tokens go up to the last one that
+            was.
+
+        Raises:
+            RunError: nothing was recorded there, or a record is damaged.
+        """
+        found = {
+            column: rows
+            for column, layer in enumerate(self.header.computing)
+            if (rows := self.rows(Key(step, sequence, layer))) is not None
+        }
+        if not found:
+            raise RunError(f"{self.folder} has no selection of step {step}, sequence {sequence}")
+        tokens = max(int(rows.positions.max(initial=-1)) for rows in found.values()) + 1
+        out = np.full((tokens, len(self.header.computing), self.header.topk), -1, np.int32)
+        for column, rows in found.items():
+            out[rows.positions, column] = rows.keys
+        return out
+
+
+def _age(path: Path) -> tuple[int, str]:
+    """Order files of ranks: those of jobs that went on in another layout come later."""
+    rank, _, number = path.name.removesuffix(SUFFIX).partition("-")
+    return (int(number) if number.isdigit() else 0), rank
+
+
+def _header(path: Path) -> Header | None:
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return None
+            length, checksum = _PREFIX.unpack(file.read(_PREFIX.size))
+            text = file.read(length)
+        if len(text) != length or zlib.crc32(text) != checksum:
+            return None
+        values: Mapping[str, Any] = json.loads(text)
+        return Header(values["topk"], values["layers"], values["mtp_layers"], tuple(values["computing"]))
+    except (OSError, ValueError, KeyError, struct.error):
+        return None
+
+
+class Handed(NamedTuple):
+    """Selections of one sequence that somebody hands over, such as an inference engine.
+
+    Attributes:
+        step: from 1.
+        sequence: of the step's global batch, from 0.
+        array: ``[tokens, computing layers, topk]``, as :meth:`Recording.array` returns it; keys in any order.
+        documents: position of the first token of each document, ascending from 0.
+    """
+
+    step: int
+    sequence: int
+    array: npt.NDArray[Any]
+    documents: Sequence[int] = (0,)
+
+
+def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
+    """Write selections that somebody hands over as one more file of a recording, and return its path.
+
+    Args:
+        folder: of the recording; made if need be.
+        header: of the model.
+        handed: the selections of each sequence.
+
+    Raises:
+        RunError: an array is not of this model, or a row lists what it does not see, or a key twice; nothing
+            is left of the file then.
+    """
+    writer = Writer(folder, len(list(folder.glob(f"*{SUFFIX}"))), header, first_step=0)
+    try:
+        for each in handed:
+            tokens, layers, topk = each.array.shape
+            if layers != len(header.computing) or topk > header.topk:
+                raise RunError(
+                    f"step {each.step}, sequence {each.sequence}: selections are [{tokens}, {layers}, "
+                    f"{topk}], "
+                    f"and the model has {len(header.computing)} layers that select at most {header.topk} keys"
+                )
+            runs = [Run(a, a, b - a) for a, b in pairwise((*each.documents, tokens)) if b > a]
+            for column, layer in enumerate(header.computing):
+                try:
+                    keys = each.array[:, column].astype(np.int32)
+                    writer.append(Key(each.step, each.sequence, layer), runs, keys)
+                except WrongRows as error:
+                    raise RunError(
+                        f"step {each.step}, sequence {each.sequence}, layer {layer}: token {error.row} "
+                        f"{error}"
+                    ) from error
+    except BaseException:
+        writer.path.unlink()
+        raise
+    finally:
+        writer.close()
+    return writer.path

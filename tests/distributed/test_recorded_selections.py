@@ -1,0 +1,126 @@
+"""Recorded selections: a run that replays them repeats the one that recorded them bit for bit.
+
+In another layout it attends to the same keys, where near ties would fall to the other side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindspeed_dsa.runs.selections import Recording
+from tests.distributed.flags import (
+    EP2,
+    FOUR_MICROBATCHES,
+    FULL_RECOMPUTE,
+    FUSED,
+    GLM_5_2,
+    MTP,
+    NO_LOSS,
+    PACK,
+    PACKED,
+    PACKS,
+    PAIRS,
+    PP2,
+    SHALLOW,
+    TP2,
+    VPP2,
+)
+from tests.distributed.parity import Bounds, Lab, Layout, Outcome, assert_same_bits
+
+CP2 = "--context-parallel-size 2"
+RECORDS = "tests.distributed.recorded:train"
+full = pytest.mark.full
+IN_PAIRS = f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}"
+ONE = Layout("one process", 1, model=SHALLOW, switches=FUSED)
+REPEATED = [
+    pytest.param(Layout("TP2+SP, all layers recomputed", 2, f"{TP2} {FULL_RECOMPUTE}", SHALLOW, switches=FUSED)),
+    pytest.param(ONE, marks=full),
+    pytest.param(Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=FUSED), marks=full),
+    pytest.param(Layout("CP2", 2, CP2, SHALLOW, switches=FUSED), marks=full),
+    pytest.param(Layout("packs", 1, PACK, PACKS, switches=PACKED), marks=full),
+    pytest.param(Layout("packs, CP2", 2, f"{PACK} {CP2}", PACKS, switches=PACKED), marks=full),
+    pytest.param(Layout("pairs, all layers recomputed", 4, IN_PAIRS, switches={**FUSED, **PAIRS}), marks=full),
+    pytest.param(
+        Layout("shared selections, MTP", 1, FULL_RECOMPUTE, f"{GLM_5_2} {MTP}", switches=FUSED), marks=full
+    ),
+    pytest.param(
+        Layout("no loss", 1, FULL_RECOMPUTE, f"{SHALLOW} {NO_LOSS}", switches=FUSED), marks=full
+    ),
+]
+
+
+def recording(lab: Lab, layout: Layout, folder: Path, **switches: object) -> Outcome:
+    more = {"dsa_record_selections": str(folder), **switches}
+    return lab.run(replace(layout, switches={**layout.switches, **more}), function=RECORDS)
+
+
+def replaying(lab: Lab, layout: Layout, folder: Path) -> Outcome:
+    switches = {**layout.switches, "dsa_replay_selections": str(folder)}
+    # Without a loss nobody asks for the indexer's scores, and no indexer runs.
+    return lab.run(replace(layout, switches=switches), selects=NO_LOSS not in layout.model)
+
+
+@pytest.mark.parametrize("layout", REPEATED, ids=lambda layout: layout.name)
+def test_a_replay_repeats_the_run(lab, tmp_path, layout):
+    plain = lab.run(layout)
+    recorded = recording(lab, layout, tmp_path / "selections")
+    assert_same_bits(recorded, plain)
+    assert not Recording.open(tmp_path / "selections").problems
+    assert_same_bits(replaying(lab, layout, tmp_path / "selections"), recorded)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("TP2+SP", 2, TP2, SHALLOW, switches=FUSED),
+        Layout("CP2", 2, CP2, SHALLOW, switches=FUSED),
+        Layout("CP2 by blocks", 2, f"{CP2} --cp-block-rows 4", SHALLOW, switches=FUSED),
+        Layout("PP2", 2, PP2, SHALLOW, switches=FUSED),
+        Layout("DP2", 2, "", SHALLOW, switches=FUSED),
+        Layout("EP2, one sequence at a time", 2, f"{EP2} {FOUR_MICROBATCHES}", SHALLOW, switches=FUSED),
+    ],
+    ids=lambda layout: layout.name,
+)
+@pytest.mark.parametrize("how", ["folder", "batch"])
+def test_another_layout_attends_to_the_same_keys(lab, tmp_path, layout, how):
+    one, again = tmp_path / "one", tmp_path / "again"
+    reference = recording(lab, ONE, one)
+    if how == "batch":
+        if layout.flags not in (TP2, CP2, PP2):
+            pytest.skip("the forward step that hands over knows two sequences of every microbatch")
+        more = {"dsa_replay_selections": "batch", "dsa_record_selections": str(again)}
+        layout = replace(layout, switches={**layout.switches, **more})
+        function = "tests.distributed.recorded:train_handing_over"
+        outcome = lab.run(layout, function=function, handed=str(one))
+    else:
+        outcome = recording(lab, layout, again, dsa_replay_selections=str(one))
+    a, b = Recording.open(one), Recording.open(again)
+    assert a.places() == b.places()
+    for place in a.places():
+        assert np.array_equal(a.array(place.step, place.sequence), b.array(place.step, place.sequence))
+    # The indexer's own choices, which are noted beside, may flip; nothing follows from them.
+    comparison = lab.compare(layout, outcome, reference)
+    assert not comparison.violations(Bounds(forced=False)), str(comparison)
+
+
+@pytest.mark.full
+def test_a_foreign_selection_changes_the_run(lab, tmp_path):
+    """A recording of other weights is attended to, wherever it comes from."""
+    other = replace(ONE, flags="--lr 1e-1")
+    recording(lab, other, tmp_path / "other")
+    plain = lab.run(ONE)
+    outcome = recording(lab, ONE, tmp_path / "again", dsa_replay_selections=str(tmp_path / "other"))
+    losses, others = ([record["lm_loss"] for record in each.records] for each in (outcome, plain))
+    # The first step has the same weights on both sides, and so the same selection.
+    assert losses[0] == others[0]
+    assert losses[1:] != others[1:]
+    a, b = (Recording.open(tmp_path / name) for name in ("other", "again"))
+    assert all(
+        np.array_equal(a.array(place.step, place.sequence), b.array(place.step, place.sequence))
+        for place in a.places()
+    )

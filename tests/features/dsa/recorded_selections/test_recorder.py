@@ -1,0 +1,219 @@
+"""Recording beside training: what waits, what is chosen to be recorded, disks that are full, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_dsa import log
+from mindspeed_dsa.features.dsa.recorded_selections import recorder as recording
+from mindspeed_dsa.features.dsa.recorded_selections.feature import (
+    FEATURE,
+    Numbers,
+    Options,
+    check_selections,
+    header_of,
+)
+from mindspeed_dsa.features.dsa.recorded_selections.recorder import EXIT_STATUS, Recorder
+from mindspeed_dsa.megatron.replayed_selections import LayerRows, RowRun
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.selections import Header, Key, Recording
+
+TOPK, LENGTH = 3, 8
+HEADER = Header(TOPK, 2, 0, (1, 2))
+
+
+def rows(layer: int = 1, runs=((0, LENGTH, 0, LENGTH),), batch: int = 1) -> LayerRows:
+    count = max(end for _, end, _, _ in runs)
+    return LayerRows(layer, [RowRun(*run) for run in runs], batch, count, LENGTH, TOPK)
+
+
+def selection(batch: int = 1, seed: int = 0, low: int = 0, length: int = LENGTH) -> torch.Tensor:
+    random = np.random.default_rng(seed)
+    out = np.full((batch, length, TOPK), -1, np.int32)
+    for each in out:
+        for row in range(length):
+            count = min(TOPK, row + 1)
+            each[row, :count] = np.sort(random.permutation(row + 1)[:count]) + low
+    return torch.from_numpy(out)
+
+
+def a_recorder(folder, **options) -> Recorder:
+    return Recorder(Options(record=folder, **options), HEADER, 0, log.get("test", "megatron"))
+
+
+def test_everything_taken_is_on_disk_after_a_flush(tmp_path):
+    recorder, chosen = a_recorder(tmp_path), selection(2)
+    for layer in (1, 2):
+        recorder.take(Key(1, 4, layer), rows(layer, batch=2), [chosen], False)
+    recorder.flush()
+    found = Recording.open(tmp_path)
+    assert found.places() == [Key(1, sequence, layer) for sequence in (4, 5) for layer in (1, 2)]
+    assert np.array_equal(found.array(1, 5)[:, 0], chosen[1].numpy())
+    assert recorder.records == 4
+    recorder.close()
+
+
+def test_rows_of_documents_and_dense_ones(tmp_path):
+    recorder = a_recorder(tmp_path)
+    runs = ((0, 5, 0, 5), (5, 8, 5, 8), (8, 9, 0, 0))  # the last row is padding
+    whole = torch.cat([selection(length=5), selection(low=5, length=3), torch.full((1, 1, TOPK), -1)], dim=1)
+    recorder.take(Key(1, 0, 1), rows(1, runs), [whole.int()], False)
+    by_run = [selection(length=5), None, None]  # the second document is as long as the selection
+    recorder.take(Key(1, 0, 2), rows(2, runs), by_run, True)
+    recorder.close()
+    array = Recording.open(tmp_path).array(1, 0)
+    expected = np.concatenate([selection(length=5)[0].numpy(), selection(length=3)[0].numpy()])
+    assert np.array_equal(array[:, 0], expected)
+    assert np.array_equal(array[:, 1], expected)
+
+
+def test_only_what_was_asked_for(tmp_path):
+    recorder = a_recorder(tmp_path, layers=Numbers.of("2"), rows=Numbers.of("1-2,6-"))
+    for layer in (1, 2):
+        recorder.take(Key(1, 0, layer), rows(layer), [selection()], False)
+    recorder.close()
+    found = Recording.open(tmp_path)
+    assert found.places() == [Key(1, 0, 2)]
+    assert found.rows(Key(1, 0, 2)).positions.tolist() == [1, 2, 6, 7]
+
+
+def test_shares_follow_the_keys_into_order(tmp_path):
+    recorder = a_recorder(tmp_path, mass=True)
+    keys = torch.tensor([[[0, -1, -1], [1, 0, -1], [2, 0, 1], [3, 1, 0]]], dtype=torch.int32)
+    mass = torch.tensor([[[1.0, 0, 0], [0.75, 0.25, 0], [0.5, 0.125, 0.375], [0.5, 0.25, 0.25]]])
+    recorder.take(Key(1, 0, 1), rows(1, ((0, 4, 0, 4),)), [keys], False, mass)
+    recorder.close()
+    found = Recording.open(tmp_path).rows(Key(1, 0, 1))
+    assert found.keys[2].tolist() == [0, 1, 2]
+    assert found.mass[2].tolist() == [0.125, 0.375, 0.5]
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    most = []
+    monkeypatch.setattr(recording, "_MOST_BYTES", 3 * selection().nbytes)
+    recorder = a_recorder(tmp_path)
+    write = recorder._write
+
+    def slowly(piece):
+        most.append(recorder._bytes)
+        write(piece)
+
+    monkeypatch.setattr(recorder, "_write", slowly)
+    for step in range(1, 60):
+        recorder.take(Key(step, 0, 1), rows(), [selection()], False)
+    recorder.close()
+    assert len(Recording.open(tmp_path).places()) == 59
+    assert max(most) <= 4 * selection().nbytes
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path):
+    script = textwrap.dedent(f"""
+        import resource
+        from tests.features.dsa.recorded_selections.test_recorder import *
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        from pathlib import Path
+        recorder = a_recorder(Path({str(tmp_path)!r}))
+        for step in range(1, 100):
+            recorder.take(Key(step, 0, 1), rows(), [selection()], False)
+        recorder.flush()
+        print("trained", flush=True)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == EXIT_STATUS, done.stderr
+    assert "trained" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "recording ends at step" in line]
+    assert len(lines) == 1
+    assert "File too large" in lines[0]
+    found = Recording.open(tmp_path)
+    assert not found.problems
+    for place in found.places():
+        assert found.rows(place) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        ("7", [7], [6, 8]),
+        ("1-3,10", [1, 3, 10], [0, 4, 11]),
+        ("5-", [5, 1000], [4]),
+        ("1-9:4", [1, 5, 9], [2, 13]),
+    ],
+)
+def test_numbers(text, inside, outside):
+    numbers = Numbers.of(text)
+    assert all(value in numbers for value in inside)
+    assert not any(value in numbers for value in outside)
+
+
+@pytest.mark.parametrize("text", ["", "x", "3-1", "1-2-3", "1:0", "-4"])
+def test_no_numbers(text):
+    with pytest.raises(ValueError, match="no number or range of numbers"):
+        Numbers.of(text)
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def job(**changes) -> SimpleNamespace:
+    unset = {flag.dest: flag.unset for flag in FEATURE.flags if flag.name.startswith(("--dsa-re", "--dsa-record"))}
+    sizes = {"num_layers": 2, "dsa_indexer_topk": TOPK, "mtp_num_layers": None}
+    fused = {"experimental_attention_variant": "dsa", "use_fused_dsa": True}
+    return SimpleNamespace(**{**unset, **sizes, **fused, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_fused_dsa": False}, "selections of Megatron's own operators stay in them; add --use-fused-dsa"),
+        ({"experimental_attention_variant": None}, "the model selects no keys"),
+        ({"dsa_stage": "warmup"}, "--dsa-stage warmup attends to all keys"),
+        ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, "runs one layer several times"),
+        ({"dsa_record_selections": __file__}, "is a file; name a folder"),
+        ({"dsa_replay_selections": "/nowhere"}, "holds no recorded selections"),
+    ],
+)
+def test_jobs_that_cannot(changes, words, tmp_path):
+    args = job(**{"dsa_record_selections": str(tmp_path), **changes})
+    problems = list(check_selections(args, None))
+    assert [words in problem for problem in problems].count(True) == 1, problems
+
+
+def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
+    recorder = a_recorder(tmp_path)
+    recorder.take(Key(1, 0, 1), rows(), [selection()], False)
+    recorder.close()
+    assert not list(check_selections(job(dsa_replay_selections=str(tmp_path)), None))
+    (problem,) = check_selections(job(dsa_replay_selections=str(tmp_path), dsa_indexer_topk=8), None)
+    assert "is of another model: topk is 3 in the recording and 8 in the model" in problem
+    (problem,) = check_selections(
+        job(dsa_replay_selections=str(tmp_path), dsa_record_selections=str(tmp_path)), None
+    )
+    assert "record into another one" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dsa_record_selections_rows": Numbers.of("1")}, "-rows records nothing without --dsa-record-selections"),
+        ({"dsa_record_selections_mass": True}, "-mass records nothing without --dsa-record-selections"),
+        ({"dsa_replay_missing": "select"}, "--dsa-replay-missing select is for --dsa-replay-selections"),
+    ],
+)
+def test_flags_that_belong_to_others(changes, words):
+    args = job(**changes)
+    assert FEATURE.is_active(args)
+    with pytest.raises(SettingsError, match=words):
+        Options.of(args)
+
+
+def test_layers_that_select():
+    args = job(num_layers=8, mtp_num_layers=1, dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=3)
+    assert header_of(args) == Header(TOPK, 8, 1, (1, 2, 3, 7, 9))

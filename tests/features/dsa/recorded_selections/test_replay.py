@@ -1,0 +1,288 @@
+"""Attention to keys that somebody else has selected: numbers of formulas in fp64, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_dsa.context_parallel.layout import Zigzag
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem
+from mindspeed_dsa.features.dsa.recorded_selections.replay import (
+    HandedOver,
+    Recorded,
+    SelectionError,
+    hand_over,
+    replaying,
+)
+from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
+from mindspeed_dsa.megatron import replayed_selections
+from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
+from mindspeed_dsa.ops import backend
+from mindspeed_dsa.runs.selections import Header, Key, Recording, Run, Writer
+
+LENGTH, TOPK, LAYER = 24, 5, 3
+HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 4, 8
+HEADER = Header(TOPK, 4, 0, (1, 3))
+
+
+def foreign(batch: int, lengths=(LENGTH,), seed: int = 0) -> np.ndarray:
+    """A valid selection that no indexer has made, ``[batch, tokens, 2, topk]``, in any order."""
+    random = np.random.default_rng(seed)
+    out = np.full((batch, sum(lengths), 2, TOPK), -1, np.int32)
+    for each in out.reshape(batch, -1, 2, TOPK):
+        for layer in range(2):
+            at = 0
+            for length in lengths:
+                for row in range(length):
+                    count = min(TOPK, row + 1)
+                    each[at + row, layer, :count] = random.permutation(row + 1)[:count]
+                at += length
+    return out
+
+
+def tensors(batch: int):
+    noise = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(shape, generator=noise, dtype=torch.float64)
+
+    query, key = random(LENGTH, batch, HEADS, LATENT + ROPE), random(LENGTH, batch, 1, LATENT + ROPE)
+    value, index_query = random(HEADS, VALUE, LATENT), random(batch, LENGTH, INDEX_HEADS, INDEX)
+    index_key, weights = random(batch, LENGTH, INDEX), random(batch, LENGTH, INDEX_HEADS)
+    leaves = [x.requires_grad_() for x in (query, key, value, index_query, index_key, weights)]
+    return Operands(query, key, value, 0.3), IndexInputs(index_query, index_key, weights), leaves
+
+
+def formulas(operands: Operands, index: IndexInputs, chosen: torch.Tensor):
+    """Output and loss of attention to ``chosen``, ``[b, s, s]`` bool, from their definitions."""
+    scores = torch.einsum("sbhd,tbd->bhst", operands.query, operands.key[:, :, 0]) * operands.softmax_scale
+    probs = scores.masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
+    latent = torch.einsum("bhst,tbc->sbhc", probs, operands.key[:, :, 0, :LATENT])
+    out = torch.einsum("sbhc,hdc->sbhd", latent, operands.value).flatten(2)
+    products = torch.einsum("bshd,btd->bsht", index.query, index.key).relu()
+    index_scores = torch.einsum("bsht,bsh->bst", products, index.weights).masked_fill(~chosen, -torch.inf)
+    target = probs.detach().mean(1)
+    log_ratio = torch.where(chosen, target.clamp_min(1e-300).log() - index_scores.log_softmax(-1), 0.0)
+    return out, (target * log_ratio).sum(-1).mean()
+
+
+def runs_of(length: int = LENGTH) -> list[RowRun]:
+    return [RowRun(0, length, 0, length)]
+
+
+def asked(batch: int, runs=None, layer: int = LAYER) -> LayerRows:
+    return LayerRows(layer, runs or runs_of(), batch, LENGTH, LENGTH, TOPK)
+
+
+def handed(array, missing: str = "refuse") -> HandedOver:
+    source = HandedOver(HEADER, missing)
+    source.give(torch.from_numpy(array))
+    return source
+
+
+@pytest.mark.parametrize("by_runs", [False, True])
+def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
+    batch, array = 2, foreign(2)
+    replayed = handed(array).selection(asked(batch))
+    mask = torch.zeros(batch, LENGTH, LENGTH + 1, dtype=torch.bool)
+    keys = torch.from_numpy(array[:, :, 1]).long()
+    chosen = mask.scatter(-1, keys.masked_fill(keys < 0, LENGTH), True)[..., :LENGTH]
+    found = []
+    for ours in (True, False):
+        operands, index, leaves = tensors(batch)
+        if ours:
+            loss = LossOptions(1.0, on_chosen_keys=True)
+            problem = Problem(operands, TOPK, loss=loss, backend="reference", replayed=replayed)
+            assert not problem.is_dense
+            if by_runs:
+                result = attend_by_runs(problem, index, list(map(tuple, runs_of())), LENGTH * batch)
+            else:
+                result = sparse_attention(problem, index)
+            out, value = result.out, result.loss
+        else:
+            out, value = formulas(operands, index, chosen)
+        ((out * torch.arange(1.0, out.numel() + 1).view_as(out).sin()).sum() + value).backward()
+        found.append([out.detach(), value.detach(), *(leaf.grad for leaf in leaves)])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_without_a_loss_no_indexer_is_asked():
+    replayed = handed(foreign(1)).selection(asked(1))
+    operands, _, _ = tensors(1)
+    problem = Problem(operands, TOPK, backend="reference", replayed=replayed)
+    assert not problem.needs_index
+    before = backend.calls()
+    result = sparse_attention(problem, None)
+    assert torch.equal(result.topk_indices[0], replayed.topk_indices)
+    assert {operator for operator, _ in backend.calls() - before} == {"sparse_flash_attention"}
+
+
+def test_rows_of_packs_and_of_context_parallel_ranks():
+    array = foreign(1, (9, 1, 10))[:, :20]
+    runs = [RowRun(0, 9, 0, 9), RowRun(9, 10, 9, 10), RowRun(10, 20, 10, 20), RowRun(20, 24, 0, 0)]
+    replayed = handed(array).selection(asked(1, runs))
+    got = replayed.topk_indices[0].numpy()
+    low = np.repeat([0, 9, 10], [9, 1, 10])[:, None]
+    expected = np.sort(np.where(array[0, :, 1] >= 0, array[0, :, 1] + low, 99), axis=1)
+    assert np.array_equal(np.where(got[:20] < 0, 99, got[:20]), expected)
+    assert (got[20:] == -1).all()
+
+    whole = foreign(1)
+    layout = Zigzag(2)
+    for rank in range(2):
+        positions = layout.rows_of_rank(rank, LENGTH).numpy()
+        half = len(positions) // 2
+        runs = [
+            RowRun(at, at + half, 0, int(positions[at + half - 1]) + 1) for at in (0, half)
+        ]
+        rows = LayerRows(LAYER, runs, 1, len(positions), LENGTH, TOPK)
+        got = handed(whole).selection(rows).topk_indices[0].numpy()
+        ordered = np.sort(np.where(whole[0, positions, 1] >= 0, whole[0, positions, 1], 99), axis=1)
+        assert np.array_equal(np.where(got < 0, 99, got), ordered)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.__setitem__((0, 7, 1, 0), 8), "row 7 lists key 8 and sees 8 keys; this is no selection"),
+        (lambda a: a.__setitem__((0, 9, 1), 4), "row 9 lists key 4 more than once"),
+        (lambda a: a.__setitem__((0, 6, 1, 2), -1), "row 6 has 4 keys and sees 7"),
+        (lambda a: a.__setitem__((0, 11, 1), -1), "row 11 has no selection"),
+    ],
+    ids=["beyond the row", "twice", "short", "missing"],
+)
+def test_a_wrong_row_is_named(change, words):
+    array = foreign(1)
+    change(array)
+    with pytest.raises(SelectionError, match=rf"sequence 0 of the microbatch, layer 3: {words}"):
+        handed(array).selection(asked(1))
+
+
+def test_another_topk_and_another_number_of_layers_are_named():
+    wide = np.concatenate([foreign(1)] * 2, axis=-1)
+    wide[..., TOPK:] = -1
+    assert handed(wide).selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+    wide[0, 20, 1] = np.arange(2 * TOPK)
+    with pytest.raises(SelectionError, match="row 20 has 10 keys, and the model selects 5"):
+        handed(wide).selection(asked(1))
+    with pytest.raises(SelectionError, match=r"selections are \[24, 3, 5\]; hand over \[tokens, 2, topk\]"):
+        handed(np.zeros((24, 3, 5), np.int32))
+    with pytest.raises(SelectionError, match="2 sequences were handed over, and the microbatch has 3"):
+        handed(foreign(2)).selection(asked(3))
+
+
+def test_rows_without_a_selection_get_the_indexers():
+    array = foreign(2)
+    array[0, 11, 1], array[1, 6, 1, 2] = -1, -1
+    replayed = handed(array, "select").selection(asked(2))
+    assert replayed.missing.nonzero().tolist() == [[0, 11], [1, 6]]
+    assert not replayed.is_complete
+    operands, index, _ = tensors(2)
+    loss = LossOptions(1.0, on_chosen_keys=True)
+    own = sparse_attention(Problem(operands, TOPK, loss=loss, backend="reference"), index).topk_indices[0]
+    problem = Problem(operands, TOPK, loss=loss, backend="reference", replayed=replayed)
+    mixed = sparse_attention(problem, index).topk_indices[0]
+    missing = replayed.missing
+    assert torch.equal(mixed[missing], own[missing])
+    assert torch.equal(mixed[~missing], replayed.topk_indices[~missing])
+    assert not torch.equal(own[~missing], replayed.topk_indices[~missing])
+    # Without a loss the indexer is asked for these rows alone.
+    assert Problem(operands, TOPK, backend="reference", replayed=replayed).needs_index
+
+
+def test_nothing_handed_over_is_refused_or_selected():
+    with pytest.raises(SelectionError, match="row 0 has no selection"):
+        HandedOver(HEADER, "refuse").selection(asked(1))
+    assert HandedOver(HEADER, "select").selection(asked(1)).missing.all()
+
+
+def test_rows_that_list_all_they_see_stay_dense():
+    short = RowRun(0, TOPK, 0, TOPK)
+    rows = LayerRows(LAYER, [short], 1, TOPK, TOPK, TOPK)
+    assert handed(foreign(1)[:, :TOPK]).selection(rows).is_complete
+
+
+# -- recordings ----------------------------------------------------------------------------------
+
+
+def recorded(folder, documents=(0,), positions=(0, LENGTH), **options):
+    writer = Writer(folder, 0, HEADER, 1)
+    first, end = positions
+    keys = foreign(1)[0, first:end, 1]
+    writer.append(Key(2, 3, LAYER), [Run(documents[0], first, end - first)], keys)
+    writer.close()
+    return Recorded(Recording.open(folder), step=2, place=3, missing=options.get("missing", "refuse"))
+
+
+def test_a_recording_is_found_by_step_and_sequence(tmp_path):
+    replayed = recorded(tmp_path).selection(asked(1))
+    assert torch.equal(replayed.topk_indices, handed(foreign(1)).selection(asked(1)).topk_indices)
+
+
+def test_rows_that_were_not_recorded(tmp_path):
+    source = recorded(tmp_path, positions=(0, 20))
+    with pytest.raises(SelectionError, match="step 2, sequence 3, layer 3: row 20 has no selection; record"):
+        source.selection(asked(1))
+    source = Recorded(Recording.open(tmp_path), step=9, place=0, missing="refuse")
+    with pytest.raises(SelectionError, match="step 9, sequence 0, layer 3: row 0 has no selection"):
+        source.selection(asked(1))
+
+
+def test_rows_of_another_document(tmp_path):
+    source = recorded(tmp_path)
+    runs = [RowRun(0, 12, 0, 12), RowRun(12, LENGTH, 12, LENGTH)]
+    with pytest.raises(SelectionError, match="row 12 belongs to a document that begins at 12, and at 0 where"):
+        source.selection(asked(1, runs))
+
+
+@pytest.mark.parametrize("missing", ["refuse", "select"])
+def test_a_damaged_record_is_a_missing_one(tmp_path, missing):
+    source = recorded(tmp_path, missing=missing)
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    if missing == "select":
+        assert source.selection(asked(1)).missing.all()
+        return
+    with pytest.raises(SelectionError, match="layer 3 is damaged.*let the indexer select there by"):
+        source.selection(asked(1))
+
+
+# -- the microbatch ------------------------------------------------------------------------------
+
+
+def test_handing_over_needs_a_microbatch_that_waits_for_it():
+    with pytest.raises(SelectionError, match="outside of a microbatch's forward, or without"):
+        hand_over(torch.zeros(1, 2, TOPK))
+    replayed_selections.put_down(Microbatch())
+    try:
+        with pytest.raises(SelectionError, match="--dsa-replay-selections batch"):
+            hand_over(torch.zeros(1, 2, TOPK))
+    finally:
+        replayed_selections.put_down(None)
+
+
+def test_a_model_called_without_a_schedule():
+    with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
+        microbatch = replayed_selections.current()
+        assert microbatch.source.selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+    assert replayed_selections.current() is None
+
+
+def test_a_recomputation_replays_and_does_not_record():
+    class Nowhere:
+        wants_mass = False
+
+        def take(self, *arguments):
+            raise AssertionError("recorded twice")
+
+    source = handed(foreign(1))
+    with replayed_selections.recomputing(Microbatch(source, Nowhere())):
+        again = replayed_selections.current()
+        assert again.source is source
+        assert again.sink is None
+    with replayed_selections.recomputing(Microbatch(None, Nowhere())):
+        assert replayed_selections.current() is None

@@ -1,0 +1,210 @@
+"""Recorded selections on disk: rows as bytes and back; files cut short, damaged, or of another model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_dsa.runs import selections
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.selection_rows import WrongRows, check, decode, encode
+from mindspeed_dsa.runs.selections import Handed, Header, Key, Recording, Run, Writer
+
+HEADER = Header(topk=6, layers=4, mtp_layers=1, computing=(1, 3, 5))
+
+
+def chosen(visible, topk, seed: int = 0) -> np.ndarray:
+    """Distinct positions of each row in any order, -1 behind them."""
+    random = np.random.default_rng(seed)
+    keys = np.full((len(visible), topk), -1, np.int32)
+    for row, seen in enumerate(visible):
+        count = min(topk, int(seen))
+        keys[row, :count] = random.permutation(int(seen))[:count]
+    return keys
+
+
+def in_order(keys: np.ndarray) -> np.ndarray:
+    last = np.iinfo(np.int32).max
+    ordered = np.sort(np.where(keys < 0, last, keys), axis=1)
+    return np.where(ordered == last, -1, ordered)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    visible=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 70_000)), max_size=300),
+    topk=st.integers(1, 20),
+    seed=st.integers(0, 5),
+)
+def test_rows_come_back_in_order(visible, topk, seed):
+    seen = np.array(visible, np.int32)
+    keys = chosen(seen, topk, seed)
+    assert np.array_equal(decode(encode(keys, seen), seen, topk), in_order(keys))
+
+
+@pytest.mark.parametrize(("length", "most"), [(4096, 0.25), (32768, 0.27), (131072, 0.32)])
+def test_bytes_beside_four_for_each_key(length, most):
+    seen = np.arange(length - 8, length, dtype=np.int32) + 1
+    assert len(encode(chosen(seen, 2048), seen)) <= most * 8 * 2048 * 4
+
+
+def test_a_row_that_lists_everything_takes_a_byte_and_one_that_lists_nothing_too():
+    seen = np.array([0, 1, 6, 6], np.int32)
+    keys = chosen(seen, 6)
+    keys[3] = -1
+    assert np.array_equal(decode(encode(keys, seen), seen, 6), in_order(keys))
+    assert len(encode(keys[:3], seen[:3])) == 4 + 3
+
+
+@pytest.mark.parametrize("row", [0, 300])
+@pytest.mark.parametrize(("wrong", "words"), [([0, 5], "sees 5 keys"), ([2, 2], "key 2 more than once")])
+def test_wrong_rows_are_named(row, wrong, words):
+    seen = np.full(400, 5, np.int32)
+    keys = chosen(seen, 2)
+    keys[row] = wrong
+    for function in (encode, check):
+        with pytest.raises(WrongRows, match=words) as caught:
+            function(keys, seen)
+        assert caught.value.row == row
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=60))
+def test_no_bytes_decode_to_rows_that_see_less(blob):
+    seen = np.array([3, 900, 4], np.int32)
+    try:
+        rows = decode(blob, seen, 6)
+    except (WrongRows, IndexError):
+        return
+    assert (rows < seen[:, None]).all()
+
+
+# -- recordings ----------------------------------------------------------------------------------
+
+
+def record(folder, rank: int = 0, steps=(1, 2), first_step: int = 1, header: Header = HEADER) -> Writer:
+    """Two runs of rows of two documents, in every layer."""
+    writer = Writer(folder, rank, header, first_step)
+    runs = [Run(0, 4, 8), Run(12, 12, 10)]
+    for step in steps:
+        for layer in header.computing:
+            seen = selections.visible_of(runs)
+            writer.append(Key(step, 0, layer), runs, in_order(chosen(seen, header.topk, 10 * step + layer)))
+    writer.close()
+    return writer
+
+
+def test_a_recording_as_engines_hand_it_over(tmp_path):
+    record(tmp_path)
+    found = Recording.open(tmp_path)
+    assert [key.step for key in found.places()] == [1] * 3 + [2] * 3
+    array = found.array(2, 0)
+    assert array.shape == (22, 3, 6)
+    assert array.dtype == np.int32
+    assert (array[:4] == -1).all(), "rows that were not recorded"
+    runs = [Run(0, 4, 8), Run(12, 12, 10)]
+    expected = in_order(chosen(selections.visible_of(runs), 6, 23))
+    assert np.array_equal(array[4:, 1], expected)
+    with pytest.raises(RunError, match="no selection of step 3, sequence 0"):
+        found.array(3, 0)
+
+
+def test_selections_that_are_handed_over_come_back(tmp_path):
+    seen = np.concatenate([np.arange(9), np.arange(14)]).astype(np.int32) + 1
+    array = np.stack([chosen(seen, 6, seed) for seed in range(3)], axis=1).astype(np.int64)
+    path = selections.write(tmp_path, HEADER, [Handed(7, 1, array, (0, 9))])
+    assert path.is_file()
+    found = Recording.open(tmp_path).array(7, 1)
+    assert np.array_equal(found.reshape(-1, 6), in_order(array.reshape(-1, 6)))
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((3, 2, 6), np.int32), "3 layers that select at most 6"),
+        (np.zeros((3, 3, 7), np.int32), "3 layers that select at most 6"),
+        (np.full((3, 3, 6), 2, np.int32), "layer 1: token 0 lists key 2 and sees 1"),
+        (
+            np.where(np.arange(6) < 2, 0, -1) * np.ones((3, 3, 1), np.int32),
+            "token 0 lists key 0 more than once",
+        ),
+    ],
+    ids=["layers", "topk", "not visible", "twice"],
+)
+def test_nothing_is_left_of_selections_that_are_wrong(tmp_path, array, words):
+    with pytest.raises(RunError, match=words):
+        selections.write(tmp_path, HEADER, [Handed(1, 0, array.astype(np.int32))])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_cut_anywhere_gives_the_records_before(tmp_path):
+    path = record(tmp_path / "whole").path
+    data = path.read_bytes()
+    for size in range(len(HEADER.to_bytes()), len(data), 7):
+        cut = tmp_path / f"cut-{size}"
+        cut.mkdir()
+        (cut / path.name).write_bytes(data[:size])
+        found = Recording.open(cut)
+        whole = Recording.open(tmp_path / "whole").places()
+        assert found.places() == whole[: len(found.places())]
+        for key in found.places():
+            assert found.rows(key) is not None
+
+
+def test_who_goes_on_cuts_off_half_a_record_and_later_steps(tmp_path):
+    path = record(tmp_path, steps=(1, 2, 3)).path
+    with path.open("ab") as file:
+        file.write(b"\x80\0\0\0half")
+    record(tmp_path, steps=(2, 3), first_step=2)
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
+    found = Recording.open(tmp_path)
+    assert [key.step for key in found.places()] == [1] * 3 + [2] * 3 + [3] * 3
+    assert not found.problems
+
+
+def test_what_a_job_in_another_layout_says_later_counts(tmp_path):
+    record(tmp_path, steps=(1, 2))
+    writer = Writer(tmp_path, 0, HEADER, 5)
+    assert writer.path.name == "rank00000.selections"
+    writer.close()
+    other = Writer(tmp_path, 1, HEADER, 2)
+    keys = in_order(chosen(np.arange(5, 9, dtype=np.int32), 6, 99))
+    other.append(Key(2, 0, 3), [Run(0, 4, 4)], keys)
+    other.close()
+    array = Recording.open(tmp_path).array(2, 0)
+    assert np.array_equal(array[4:8, 1], keys)
+    assert (array[8:12, 1] >= 0).any(), "other rows are as before"
+
+
+@pytest.mark.parametrize("at", [60, 200, -3])
+def test_a_flipped_bit_is_named(tmp_path, at):
+    path = record(tmp_path).path
+    data = bytearray(path.read_bytes())
+    begin = len(HEADER.to_bytes())
+    data[(begin + 40 + at) if at > 0 else at] ^= 4
+    path.write_bytes(bytes(data))
+    found = Recording.open(tmp_path)
+    words = r"rank00000\.selections: the selection of step \d+, sequence 0, layer \d is damaged"
+    with pytest.raises(RunError, match=words):
+        list(map(found.rows, found.places()))
+
+
+def test_recordings_of_two_models_in_one_folder_are_refused(tmp_path):
+    record(tmp_path)
+    record(tmp_path, rank=1, header=Header(8, 4, 1, (1, 3, 5)))
+    with pytest.raises(RunError, match=r"selections of several models.*topk is 6 in the recording and 8"):
+        Recording.open(tmp_path)
+
+
+def test_folders_without_a_recording(tmp_path):
+    with pytest.raises(RunError, match="holds no recorded selections; name the folder"):
+        Recording.open(tmp_path)
+    (tmp_path / "rank00000.selections").write_bytes(b"something else")
+    with pytest.raises(RunError, match="no recording that can be read"):
+        Recording.open(tmp_path)
+
+
+def test_differences_of_models_are_named():
+    problems = list(HEADER.problems(Header(6, 4, 1, (1, 2, 5))))
+    assert problems == ["layers [1, 3, 5] select keys in it, and [1, 2, 5] in the model"]
