@@ -16,7 +16,6 @@ SHARED = ("megatron", "parallel", "context_parallel", "runs")
 """Rooms for code that features of at least two kinds, or a kind and a higher room, use."""
 SMALLEST, LARGEST = 60, 500
 SMALL = {
-    "__main__": "the command `python -m mindspeed_dsa`",
     "megatron_adaptor": "the one line in a training script",
     "tools.compat.__main__": "the command behind `make compat` and `make docs`",
     "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",

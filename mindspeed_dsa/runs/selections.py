@@ -71,7 +71,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a recording is of.
+    """Model that a recording is of.
 
     Attributes:
         topk: keys of a row, at most.

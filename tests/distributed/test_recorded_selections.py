@@ -37,19 +37,21 @@ full = pytest.mark.full
 IN_PAIRS = f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}"
 ONE = Layout("one process", 1, model=SHALLOW, switches=FUSED)
 REPEATED = [
-    pytest.param(Layout("TP2+SP, all layers recomputed", 2, f"{TP2} {FULL_RECOMPUTE}", SHALLOW, switches=FUSED)),
+    pytest.param(
+        Layout("TP2+SP, all layers recomputed", 2, f"{TP2} {FULL_RECOMPUTE}", SHALLOW, switches=FUSED)
+    ),
     pytest.param(ONE, marks=full),
     pytest.param(Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=FUSED), marks=full),
     pytest.param(Layout("CP2", 2, CP2, SHALLOW, switches=FUSED), marks=full),
     pytest.param(Layout("packs", 1, PACK, PACKS, switches=PACKED), marks=full),
     pytest.param(Layout("packs, CP2", 2, f"{PACK} {CP2}", PACKS, switches=PACKED), marks=full),
-    pytest.param(Layout("pairs, all layers recomputed", 4, IN_PAIRS, switches={**FUSED, **PAIRS}), marks=full),
+    pytest.param(
+        Layout("pairs, all layers recomputed", 4, IN_PAIRS, switches={**FUSED, **PAIRS}), marks=full
+    ),
     pytest.param(
         Layout("shared selections, MTP", 1, FULL_RECOMPUTE, f"{GLM_5_2} {MTP}", switches=FUSED), marks=full
     ),
-    pytest.param(
-        Layout("no loss", 1, FULL_RECOMPUTE, f"{SHALLOW} {NO_LOSS}", switches=FUSED), marks=full
-    ),
+    pytest.param(Layout("no loss", 1, FULL_RECOMPUTE, f"{SHALLOW} {NO_LOSS}", switches=FUSED), marks=full),
 ]
 
 
@@ -79,10 +81,10 @@ def test_a_replay_repeats_the_run(lab, tmp_path, layout):
     [
         Layout("TP2+SP", 2, TP2, SHALLOW, switches=FUSED),
         Layout("CP2", 2, CP2, SHALLOW, switches=FUSED),
-        Layout("CP2 by blocks", 2, f"{CP2} --cp-block-rows 4", SHALLOW, switches=FUSED),
+        Layout("CP2 by blocks", 2, CP2, SHALLOW, switches={**FUSED, "cp_block_rows": 4}),
         Layout("PP2", 2, PP2, SHALLOW, switches=FUSED),
         Layout("DP2", 2, "", SHALLOW, switches=FUSED),
-        Layout("EP2, one sequence at a time", 2, f"{EP2} {FOUR_MICROBATCHES}", SHALLOW, switches=FUSED),
+        Layout("EP2", 2, EP2, SHALLOW, switches=FUSED),
     ],
     ids=lambda layout: layout.name,
 )

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs import selection_agreement
 from mindspeed_dsa.runs.files import RunError, amount
 from mindspeed_dsa.runs.selections import SUFFIX, Recording
 from mindspeed_dsa.session import start_report
 from mindspeed_dsa.tools.compare import job
+from mindspeed_dsa.tools.selections import agreement
 
 _DESCRIPTION = """\
 Shows what --dsa-record-selections wrote into A; or, with B, how many of A's keys B has, by layer, by the
@@ -63,17 +63,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _compare(folders: Sequence[Recording], options: argparse.Namespace) -> int:
-    layers = selection_agreement.compare(*folders)
-    everything = selection_agreement.total(layers)
+    layers = agreement.compare(*folders)
+    everything = agreement.total(layers)
     if not everything.rows:
         raise RunError(
             f"no row that both recorded sees more than the {folders[0].header.topk} keys that it lists; "
             f"longer "
             "sequences are needed for a choice to be made"
         )
-    print("\n".join(start_report.aligned(selection_agreement.table(layers))))
+    print("\n".join(start_report.aligned(agreement.table(layers))))
     print()
-    print("\n".join(start_report.aligned(selection_agreement.lengths(layers))))
+    print("\n".join(start_report.aligned(agreement.lengths(layers))))
     if options.json is not None:
         found: dict[str, Any] = {
             "a": options.a,
@@ -84,7 +84,7 @@ def _compare(folders: Sequence[Recording], options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"\n{options.json}")
     if options.picture is not None:
-        selection_agreement.draw(options.picture, layers, (options.a or "A", options.b or "B"))
+        agreement.draw(options.picture, layers, (options.a or "A", options.b or "B"))
         print(f"\n{options.picture} shows them")
     return 0
 

@@ -225,8 +225,8 @@ _FLAGS = (
     ),
     Flag(
         "--dsa-replay-missing",
-        "What becomes of a row whose recorded keys are missing or too few: the job ends, or the indexer "
-        "selects. Default: refuse.",
+        "End the job at a row whose recorded keys are missing or too few, or let the indexer select there. "
+        "Default: refuse.",
         kind="value",
         choices=(REFUSE, SELECT),
     ),

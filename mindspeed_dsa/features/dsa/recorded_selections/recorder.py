@@ -186,7 +186,7 @@ class Recorder:
                 self.records += 1
 
     def _rows(self, piece: _Piece, sequence: int) -> tuple[list[Run], Ints, Floats | None]:
-        """Return the runs to record of a sequence, their keys, counted from a document's begin, and masses."""
+        """Return the runs to record of a sequence, their keys, counted from the document, and masses."""
         width = min(piece.rows.topk, piece.rows.keys)
         runs, parts, masses = [], [], []
         for number, (first, end, low, high) in enumerate(piece.rows.runs):

@@ -1,4 +1,4 @@
-"""Recording beside training: what waits, what is chosen to be recorded, disks that are full, and what is refused."""
+"""Recording beside training: what waits, what is recorded, disks that are full, and what is refused."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path):
         recorder.flush()
         print("trained", flush=True)
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == EXIT_STATUS, done.stderr
     assert "trained" in done.stdout
     lines = [line for line in done.stderr.splitlines() if "recording ends at step" in line]
@@ -163,7 +165,9 @@ def test_no_numbers(text):
 
 
 def job(**changes) -> SimpleNamespace:
-    unset = {flag.dest: flag.unset for flag in FEATURE.flags if flag.name.startswith(("--dsa-re", "--dsa-record"))}
+    unset = {
+        flag.dest: flag.unset for flag in FEATURE.flags if flag.name.startswith(("--dsa-re", "--dsa-record"))
+    }
     sizes = {"num_layers": 2, "dsa_indexer_topk": TOPK, "mtp_num_layers": None}
     fused = {"experimental_attention_variant": "dsa", "use_fused_dsa": True}
     return SimpleNamespace(**{**unset, **sizes, **fused, **changes})
@@ -172,7 +176,10 @@ def job(**changes) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_fused_dsa": False}, "selections of Megatron's own operators stay in them; add --use-fused-dsa"),
+        (
+            {"use_fused_dsa": False},
+            "selections of Megatron's own operators stay in them; add --use-fused-dsa",
+        ),
         ({"experimental_attention_variant": None}, "the model selects no keys"),
         ({"dsa_stage": "warmup"}, "--dsa-stage warmup attends to all keys"),
         ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, "runs one layer several times"),
@@ -202,7 +209,10 @@ def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dsa_record_selections_rows": Numbers.of("1")}, "-rows records nothing without --dsa-record-selections"),
+        (
+            {"dsa_record_selections_rows": Numbers.of("1")},
+            "-rows records nothing without --dsa-record-selections",
+        ),
         ({"dsa_record_selections_mass": True}, "-mass records nothing without --dsa-record-selections"),
         ({"dsa_replay_missing": "select"}, "--dsa-replay-missing select is for --dsa-replay-selections"),
     ],

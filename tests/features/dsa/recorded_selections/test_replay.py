@@ -134,9 +134,7 @@ def test_rows_of_packs_and_of_context_parallel_ranks():
     for rank in range(2):
         positions = layout.rows_of_rank(rank, LENGTH).numpy()
         half = len(positions) // 2
-        runs = [
-            RowRun(at, at + half, 0, int(positions[at + half - 1]) + 1) for at in (0, half)
-        ]
+        runs = [RowRun(at, at + half, 0, int(positions[at + half - 1]) + 1) for at in (0, half)]
         rows = LayerRows(LAYER, runs, 1, len(positions), LENGTH, TOPK)
         got = handed(whole).selection(rows).topk_indices[0].numpy()
         ordered = np.sort(np.where(whole[0, positions, 1] >= 0, whole[0, positions, 1], 99), axis=1)
@@ -233,7 +231,9 @@ def test_rows_that_were_not_recorded(tmp_path):
 def test_rows_of_another_document(tmp_path):
     source = recorded(tmp_path)
     runs = [RowRun(0, 12, 0, 12), RowRun(12, LENGTH, 12, LENGTH)]
-    with pytest.raises(SelectionError, match="row 12 belongs to a document that begins at 12, and at 0 where"):
+    with pytest.raises(
+        SelectionError, match="row 12 belongs to a document that begins at 12, and at 0 where"
+    ):
         source.selection(asked(1, runs))
 
 
@@ -247,7 +247,7 @@ def test_a_damaged_record_is_a_missing_one(tmp_path, missing):
     if missing == "select":
         assert source.selection(asked(1)).missing.all()
         return
-    with pytest.raises(SelectionError, match="layer 3 is damaged.*let the indexer select there by"):
+    with pytest.raises(SelectionError, match=r"layer 3 is damaged.*let the indexer select there by"):
         source.selection(asked(1))
 
 

@@ -1,0 +1,39 @@
+"""Training steps that record or replay selections; they run inside the pool's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+from tests.matrix import sharing_steps
+from tests.support import model as job
+from tests.support.contexts import running
+
+
+def step(
+    switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Run :func:`sharing_steps.step`, and tell how many selections were recorded, and how many replayed."""
+    from mindspeed_dsa.features.dsa.recorded_selections import replay, steps
+
+    train_step, recorded = job.train_step, 0
+
+    def step_and_close(*args: Any, **kwargs: Any) -> Any:
+        nonlocal recorded
+        result = train_step(*args, **kwargs)
+        context = running("dsa-recorded-selections")
+        recorder = None if context is None else steps.selections_of(context).recorder
+        if recorder is not None:
+            recorder.close()
+            assert not recorder.failed, recorder.failed
+            recorded = recorder.records
+        return result
+
+    found = replay.Recorded.found
+    with (
+        mock.patch.object(job, "train_step", step_and_close),
+        mock.patch.object(replay.Recorded, "found", autospec=True, side_effect=found) as replayed,
+    ):
+        result = sharing_steps.step(switches, overrides, **arguments)
+    return {**result, "recorded": recorded, "replayed": replayed.call_count}
