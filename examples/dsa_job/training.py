@@ -30,6 +30,8 @@ from dsa_job.step import Stepper
 from dsa_job.text import Corpus
 from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
+from mindspeed_dsa import session
+from mindspeed_dsa.features.dsa.recorded_selections import steps as recorded_selections
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.runs.files import RunError
@@ -234,6 +236,10 @@ class _Job:
         if not self.resumed:
             self._evaluate()
         self.reporter.start(progress.iteration)
+        running = session.current()
+        recorded = None if running is None else running.contexts.get("dsa-recorded-selections")
+        if recorded is not None:
+            recorded_selections.start_at(recorded, progress.iteration + 1)
         while progress.iteration < args.train_iters:
             record = self._step(stream)
             records.append(record)
