@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_dsa.runs.selections import Recording
 
-pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
+pytestmark = pytest.mark.releases(">=0.12.1")
 
 STEP = "tests.matrix.recorded_steps:step"
 FUSED = {"use_fused_dsa": True}
