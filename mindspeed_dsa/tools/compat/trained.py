@@ -221,7 +221,7 @@ def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str
     if not again:
         return together
     trained = {layout: "" for layout in earlier.layouts if layout not in again}
-    together[TRAINED] = {**trained, **together.get(TRAINED, {})}
+    together[TRAINED] = dict(sorted({**trained, **together.get(TRAINED, {})}.items()))
     word, _, why = earlier.word.partition(": ")
     layout, _, reason = why.partition(": ")
     if word == FAILS and layout not in again:
