@@ -151,6 +151,16 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
         counts, learning = layer.gathered(routing_map.sum(dim=0))
         plan = choose(counts, costs, context.options.limit)
+        if plan.experts:
+            context.log.info(
+                "experts %s travel to their tokens, the first that do: forward and backward of a layer's "
+                "experts are expected to take %.3g ms instead of %.3g",
+                ", ".join(map(str, plan.experts)),
+                1e3 * plan.after,
+                1e3 * plan.before,
+                once="the first that do",
+                ranks="stage",
+            )
         forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
         if not in_pieces():
             forward.transfer.announce()  # in backward the last of all, which has had most time

@@ -41,6 +41,14 @@ def test_tokens_stay_and_weights_travel(pool):
         assert ours[rank]["sent"] == len(plan) * EXPERT
 
 
+def test_one_line_says_when_experts_travel_and_none_where_they_never_do(pool):
+    ours = pool.run(f"{CASES}:train", 2, switches=ALWAYS, popularity=[SKEWED, SKEWED], **EP2)
+    (line,) = (line for rank in ours for line in rank["said"] if "travel" in line)
+    assert f"experts {', '.join(map(str, ours[0]['plans'][0]))} travel to their tokens" in line
+    never = pool.run(f"{CASES}:train", 2, switches=NEVER, popularity=[SKEWED], **EP2)
+    assert not [line for rank in never for line in rank["said"] if "travel" in line]
+
+
 @pytest.mark.parametrize(
     ("popularity", "arguments"),
     [
