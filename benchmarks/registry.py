@@ -54,8 +54,8 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "checkpoints",
-            "saves of a state on the host: time that an asynchronous one takes from training over that of a "
-            "synchronous one, and what the manifest adds",
+            "saves of a state on the host, and of the example job with each optimizer feature: time that an "
+            "asynchronous one takes from training over that of a synchronous one, and what the manifest adds",
             "benchmarks.checkpoints",
             on_device=False,
             has_quick=True,

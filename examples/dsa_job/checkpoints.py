@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest, whole_checkpoints
-from mindspeed_dsa.runs.files import RunError, number, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.files import RunError, number, sync, write_atomically
 from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
@@ -109,7 +109,7 @@ def publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
     Args:
         partial: its folder until now.
         step: of the checkpoint.
-        known: files whose sums are known of their writing.
+        known: files that are on the disk, and whose sums are known of their writing.
 
     Returns:
         The checkpoint's folder.
@@ -127,9 +127,11 @@ def _publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
     final = folder_of(partial.parent, step)
     names = manifest.names(partial)
     files = {name: known[name] for name in names if name in known}
-    files |= manifest.sums(partial, [name for name in names if name not in known])
+    rest = [name for name in names if name not in known]
+    files |= manifest.sums(partial, rest)
     manifest.write(partial, f"{socket.gethostname()}-{os.getpid()}", files, final.name)
-    sync_tree(partial)
+    for each in (*(partial / name for name in rest), partial):
+        sync(each)
     _rename(partial, final)
     write_atomically(final.parent / TRACKER, str(step))
     return final

@@ -57,12 +57,15 @@ class Summing:
         """Entry of a manifest for the bytes so far."""
         return Entry(self._size, self._crc32)
 
-    def write(self, data: Any) -> Any:
-        """Sum bytes, and write them."""
+    def write(self, data: Any) -> int:
+        """Sum bytes, and write them, in blocks: what is summed is still in a cache when it is copied."""
         content = memoryview(data).cast("B")
-        self._crc32 = crc32(content, self._crc32)
+        for at in range(0, content.nbytes, _BLOCK):
+            block = content[at : at + _BLOCK]
+            self._crc32 = crc32(block, self._crc32)
+            self._stream.write(block)
         self._size += content.nbytes
-        return self._stream.write(data)
+        return content.nbytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

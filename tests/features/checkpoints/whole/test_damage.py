@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_in_one_line(case: str, t
     assert why in str(refused.value)
     assert "--ckpt-step" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_clocks_that_go_back_change_nothing(tmp_path: Path) -> None:
+    """The newest is that of the latest iteration, whenever its files say that they were written."""
+    for iteration, at in ((1, 2 * 10**9), (2, 10**9), (3, 0)):
+        for file in (written := checkpoint(tmp_path, iteration)).iterdir():
+            os.utime(file, (at, at))
+        os.utime(written, (at, at))
+    track(tmp_path, 3)
+    state = choose(tmp_path, contents=True).state
+    assert state is not None
+    assert state.iteration == 3
+    (tmp_path / TRACKER).unlink()
+    state = choose(tmp_path).state
+    assert state is not None
+    assert state.iteration == 3
 
 
 def test_contents_of_large_files_are_read_only_when_asked(tmp_path: Path) -> None:

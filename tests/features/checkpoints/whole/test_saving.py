@@ -23,7 +23,7 @@ import mindspeed_dsa
 from mindspeed_dsa import features
 from mindspeed_dsa.features.checkpoints.whole.claims import FILE, Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
-from mindspeed_dsa.features.checkpoints.whole.saving import Summed
+from mindspeed_dsa.features.checkpoints.whole.written import Summed
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, state_of
@@ -234,7 +234,9 @@ def test_an_asynchronous_save_is_summed_where_it_is_written(
     assert not (path / manifest.NAME).exists()
     assert not (job.folder / TRACKER).exists()
     request.async_fn(*request.async_fn_args)  # another process may run it
-    assert (path / f"{manifest.SUMS}0").is_file()
+    assert sorted(each.name for each in path.glob(f"{manifest.SUMS}*")) == [
+        f"{manifest.SUMS}__0_{part}.distcp" for part in range(2)
+    ]
     read: list[str] = []
     sums = manifest.sums
 

@@ -1,0 +1,113 @@
+"""Checksums of a distributed checkpoint's files, made of the bytes that Megatron writes while it writes them.
+
+Each file's is left beside it, by whichever process has written the file, until the manifest is written. Files
+without one, such as those of other formats, are read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.checkpoints.whole.feature import Options
+from mindspeed_dsa.features.checkpoints.whole.work import Work
+from mindspeed_dsa.runs import manifest
+from mindspeed_dsa.runs.manifest import Entry, Summing
+
+
+def sum_a_file(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``FileSystemWriterAsync.write_preloaded_data``, which writes one file."""
+    work = context.state(Work)
+
+    def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:
+        save = work.saving
+        if save is None:
+            return original(*args, **kwargs)
+        work.open.close()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            stream = work.open.close()
+            if stream is not None:
+                leave(Path(stream.name), stream.entry, save.token)
+
+    return write_preloaded_data
+
+
+def sum_an_item(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``_write_item``, which writes a tensor to a stream: its first argument but for transforms."""
+    work = context.state(Work)
+
+    def _write_item(*args: Any, **kwargs: Any) -> Any:
+        at = next((at for at, each in enumerate(args) if hasattr(each, "write")), None)
+        if work.saving is None or at is None:
+            return original(*args, **kwargs)
+        if work.open.stream is None:
+            work.open.stream = Summing(args[at])
+        return original(*args[:at], work.open.stream, *args[at + 1 :], **kwargs)
+
+    return _write_item
+
+
+def leave(file: Path, entry: Entry, token: str) -> None:
+    """Leave a file's checksum beside it, unless more was written than has been summed."""
+    with contextlib.suppress(OSError):  # then it is read again
+        if file.stat().st_size == entry.size:
+            content = {"token": token, "files": {file.name: [entry.size, entry.crc32]}}
+            unfinished = file.with_name(f".{manifest.NAME}.{file.name}.partial")
+            unfinished.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(unfinished, file.with_name(f"{manifest.SUMS}{file.name}"))
+
+
+def left(checkpoint: Path, token: str) -> dict[str, Entry]:
+    """Return the checksums that were left of files of a save.
+
+    Args:
+        checkpoint: its folder.
+        token: of the save; what is left of others is not heard.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    known: dict[str, Entry] = {}
+    for file in checkpoint.glob(f"{manifest.SUMS}*"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["token"] == token:
+            known.update({name: Entry(*facts) for name, facts in content["files"].items()})
+    return known
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Function of a process that writes one rank's files, with their checksums after them.
+
+    A process that was not forked knows nothing of this session: there files are read when they are written.
+
+    Attributes:
+        write: Megatron's, which can be pickled as this can.
+        folder: of the checkpoint.
+        token: of the save.
+        rank: whose files, named ``__RANK_*`` by torch.
+    """
+
+    write: Callable[..., Any]
+    folder: str
+    token: str
+    rank: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Write files, and their sums beside them; sums that cannot be made are left to the first rank."""
+        result = self.write(*args, **kwargs)
+        with contextlib.suppress(OSError):
+            folder = Path(self.folder)
+            known = left(folder, self.token)
+            files = [path.name for path in folder.glob(f"__{self.rank}_*") if path.name not in known]
+            for name, entry in manifest.sums(folder, files).items():
+                leave(folder / name, entry, self.token)
+        return result
