@@ -97,13 +97,26 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(
     assert latest(run / "checkpoints") == 6
 
 
-def test_a_writer_that_dies_ends_the_job_in_one_line(jobs: JobServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("in the writer", "its writer has ended without a word"),
+        ("full disk", "File too large"),
+        ("vanished folder", "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_written_ends_the_job_in_one_line(
+    jobs: JobServer, unbroken: Path, tmp_path: Path, fault: str, why: str
+) -> None:
     run = tmp_path / "run"
-    finished = jobs.run(run, fault="in the writer")
+    finished = jobs.run(run, fault=fault)
     assert finished.code == 2, finished.output
     assert "Traceback" not in finished.output
-    assert "partial was not written (rank 0: its writer has ended without a word)" in finished.output
+    (line,) = (line for line in finished.output.splitlines() if "was not written (rank 0: " in line)
+    assert why in line
+    assert "make room, or name another folder with --save" in line
     assert latest(run / "checkpoints") == 2
+    assert_resumes_like(unbroken, run, jobs, step=2)
 
 
 def test_a_writer_ends_with_its_job(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:

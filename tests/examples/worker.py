@@ -8,6 +8,8 @@ the answer is ``{"codes": {pid: exit code}}``.
 import gc
 import json
 import os
+import resource
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +46,7 @@ from mindspeed_dsa.tools.migrate.accept import accept  # noqa: E402
 
 POISONED_STEP = 3
 LATE_S = 2
+ROOM = 20_000  # bytes
 WRITE = torch_dist.Shards.write
 OURS = {flag.name for flag in features.all_flags() if not flag.megatron}
 
@@ -108,6 +111,19 @@ def write_never(*args: object) -> None:
     time.sleep(10**6)
 
 
+def write_on_a_full_disk(*args: object) -> None:
+    """Write where files have room for a part of a shard."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
+    WRITE(*args)
+
+
+def write_nowhere(shards: torch_dist.Shards) -> None:
+    """Write when the folder has gone."""
+    shutil.rmtree(shards.path)
+    WRITE(shards)
+
+
 def poison_the_loss() -> None:
     """The loss becomes NaN where it is computed."""
     compute, train_step = step.loss_function, step.Stepper.train_step
@@ -169,6 +185,12 @@ FAULTS = {
     "in the writer": lambda: die_in_the_write_of_step_4(mock.patch.object(torch_dist.Shards, "write", die)),
     "never written": lambda: die_in_the_write_of_step_4(
         mock.patch.object(torch_dist.Shards, "write", write_never)
+    ),
+    "full disk": lambda: die_in_the_write_of_step_4(
+        mock.patch.object(torch_dist.Shards, "write", write_on_a_full_disk)
+    ),
+    "vanished folder": lambda: die_in_the_write_of_step_4(
+        mock.patch.object(torch_dist.Shards, "write", write_nowhere)
     ),
     "written late": lambda: setattr(torch_dist.Shards, "write", write_late),
     # Everything is written, under the temporary name.
