@@ -171,6 +171,13 @@ CASES: dict[str, Case] = {
             options={"size": "GB of the model in bf16 (default: 4)"},
         ),
         Case(
+            "selections",
+            "selections of keys: time of those in FP8 over those in bf16, and how many keys are the same",
+            "benchmarks.selections",
+            has_quick=True,
+            options={"only": "names of parts with commas between"},
+        ),
+        Case(
             "small-operators",
             "operators and host time of a layer: fused and compiled, beside stock Megatron",
             "benchmarks.small_operators",

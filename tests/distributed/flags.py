@@ -54,6 +54,7 @@ PACK = "--micro-batch-size 1 --pack-documents"
 # -- switches ----------------------------------------------------------------------------------
 
 FUSED = {"use_fused_dsa": True}
+IN_FP8 = {**FUSED, "dsa_indexer_precision": "fp8"}
 IN_BACKWARD = {"dsa_fuse_kl_in_backward": True}
 GROUP = {"moe_grouped_gemm": True}
 PERMUTE = {"moe_permute_fusion": True}

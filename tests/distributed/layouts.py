@@ -24,6 +24,7 @@ from tests.distributed.flags import (
     FUSED,
     GROUP,
     IN_BACKWARD,
+    IN_FP8,
     INTERLEAVED,
     MTP,
     MTP_PER_TOKEN,
@@ -129,6 +130,7 @@ halved_packs = partial(
     packed, watched=(events.STARTED,), moe_batch_overlap=True, moe_batch_overlap_always=True
 )
 packed_on = partial(packed, model=PACKS_PER_TOKEN, reference=PACKS_ALONE_PER_TOKEN, steps=10, blocks=16)
+in_fp8 = partial(row, "fused-dsa", reference=Layout("one process, FP8 selections", switches=IN_FP8), **IN_FP8)
 
 ATTENTION = (
     fused("TP2+SP", 2, TP2, SHALLOW, quick=True),
@@ -146,6 +148,20 @@ ATTENTION = (
     fused("TP2+SP, MTP", 2, TP2, MTP),
     fused("TP2+SP, no indexer loss", 2, TP2, NO_LOSS),
     fused("TP2+SP, dense indexer loss", 2, TP2, DENSE_LOSS),
+    in_fp8("FP8 selections, TP2+SP", 2, TP2),
+    in_fp8("FP8 selections, PP2 x VPP2, all layers recomputed", 2, f"{PP2} {VPP2} {FULL_RECOMPUTE}"),
+    in_fp8("FP8 selections, CP2, core attention recomputed", 2, f"{SELECTIVE} core_attn", cp=2),
+    in_fp8(
+        "FP8 selections, packs on CP2",
+        2,
+        PACK,
+        model=PACKS_PER_TOKEN,
+        reference=Layout("packed, FP8 selections", 1, PACK, PACKS_PER_TOKEN, switches={**PACKED, **IN_FP8}),
+        steps=10,
+        cp=2,
+        blocks=16,
+        pack_documents=True,
+    ),
     shared("CP2 x PP2", 4, PP2, "--num-layers 2", steps=10, quick=True, cp=2),
     shared("CP2", 2, model=SHALLOW, steps=10, cp=2),
     shared("CP2, keys kept", 2, model=SHALLOW, steps=10, cp_keep_gathered=True, cp=2),

@@ -62,10 +62,18 @@ def test_training_is_that_on_the_keys_of_the_formulas(pool, switches, formulas, 
 
 
 @pytest.mark.releases(">=0.16,<0.19", quick=True)
-def test_with_the_loss_in_backward(pool):
-    result = one_process(pool, {**FP8, "dsa_fuse_kl_in_backward": True})
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"dsa_fuse_kl_in_backward": True},
+        pytest.param({"use_fused_lightning_indexer_kl_loss": False}, marks=pytest.mark.full),
+    ],
+    ids=["in backward", "Megatron's"],
+)
+def test_with_other_forms_of_the_loss(pool, switches):
+    result = one_process(pool, {**FP8, **switches})
     indexers_learn(result)
-    same_bits(result, one_process(pool, {**FULL, "dsa_fuse_kl_in_backward": True}, formulas="ue8m0"))
+    same_bits(result, one_process(pool, {**FULL, **switches}, formulas="ue8m0"))
 
 
 def test_without_a_loss_no_scores_are_formed(pool):

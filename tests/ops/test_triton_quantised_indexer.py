@@ -24,7 +24,8 @@ def operands(request, monkeypatch):
     dtype = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}[request.param]
     if request.param == "bf16":
         monkeypatch.setattr(quantised, "operand_dtype", lambda *_: dtype)
-    assert quantised.operand_dtype(torch.device(DEVICE), 128) == dtype
+    elif quantised.operand_dtype(torch.device(DEVICE), 128) != dtype:
+        pytest.skip("this GPU does not multiply e4m3")
 
 
 @pytest.mark.parametrize("ue8m0", [True, False])

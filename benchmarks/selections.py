@@ -1,0 +1,238 @@
+"""Selections of keys: what selecting them in FP8 costs, and how many are the same."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.registry import Metrics
+from benchmarks.released import INDEX_DIM, MODELS
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
+from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
+
+_EXAMPLES = str(Path(__file__).parents[1] / "examples")
+_FACTORS = {"fp8": True, "fp8-plain": False}
+"""Precisions by the names of ``--dsa-indexer-precision``, and whether factors are powers of two."""
+_ROUNDS = 7
+_TRAINED = 200
+"""Steps after which keys are compared."""
+_COMPARED = 5
+"""Steps of which keys are compared, at the begin and at the end."""
+_LAYERS = 3
+_MODEL = (
+    f"--bf16 --num-layers {_LAYERS} --seq-length 512 --micro-batch-size 4 --global-batch-size 4 "
+    f"--dsa-indexer-n-heads 16 --dsa-indexer-head-dim {INDEX_DIM} --dsa-indexer-topk 64 "
+    "--dsa-indexer-loss-coeff 1.0 --eval-iters 0 --log-interval 50 --no-async-save"
+)
+
+
+def run(device: str, quick: bool = False, only: str | None = None) -> Metrics:
+    """All metrics of the case.
+
+    Args:
+        device: where keys are selected; the model trains on a CPU.
+        quick: tiny problems.
+        only: names of parts, with commas between; all by default.
+    """
+    names = list(PARTS) if only is None else only.split(",")
+    if unknown := set(names) - set(PARTS):
+        raise SystemExit(f"selections: --only {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    metrics: dict[str, Any] = {}
+    for name in names:
+        metrics.update(PARTS[name](device, quick))
+    return metrics
+
+
+# -- fp8: time ---------------------------------------------------------------------------------
+
+
+def fp8(device: str, quick: bool) -> Metrics:
+    """Time of selections in FP8 over those in bf16, by models' indexers; reported, without a bound."""
+    rows, lengths = (16, (128,)) if quick else (256, (4096, 16384))
+    return {
+        "fp8_over_bf16": {
+            name: {str(length): _ratios(MODELS[name], device, rows, length) for length in lengths}
+            for name in ("deepseek-v3.2", "glm-5.2")
+        }
+    }
+
+
+def _ratios(model: Any, device: str, rows: int, length: int) -> Metrics:
+    """Select for the last rows of a sequence, in turns; ratios of CPU time, or of time on another device."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(device, torch.bfloat16)
+
+    index = (
+        normal(rows, model.index_heads, INDEX_DIM),
+        normal(length, INDEX_DIM),
+        normal(rows, model.index_heads),
+    )
+    topk = min(model.topk, length // 4)
+    ends = torch.arange(length - rows + 1, length + 1, device=device)
+    found: dict[str, Tensor] = {}
+
+    def full() -> None:
+        found["full"] = lightning_indexer(*index, topk, ends=ends).topk_indices
+
+    def quantised(name: str) -> Callable[[], None]:
+        def select() -> None:
+            found[name] = quantised_indexer(*index, topk, ends=ends, powers_of_two=_FACTORS[name])
+
+        return select
+
+    def with_scores() -> None:
+        quantised("fp8")()
+        selected_scores(*index, found["fp8"])
+
+    ways = {"full": full, "fp8": quantised("fp8"), "fp8-plain": quantised("fp8-plain")}
+    ways["fp8 with the loss's scores"] = with_scores
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(_ROUNDS + 1):
+        for name, select in ways.items():
+            times[name].append(_seconds(select, device))
+    shares = [float(same_keys(found["full"], found[name], length).mean()) for name in _FACTORS]
+    if min(shares) < 0.9:
+        return {
+            "failed": f"selections in FP8 have {min(shares):.1%} of their keys in common with those in bf16"
+        }
+    # The first round is the one that measures how to multiply, or compiles.
+    of_full = times["full"][1:]
+    ratios = {
+        name: round(statistics.median(one / other for one, other in zip(of_way[1:], of_full, strict=True)), 3)
+        for name, of_way in times.items()
+        if name != "full"
+    }
+    return {"bf16_ms": round(1e3 * statistics.median(of_full), 2), **ratios}
+
+
+def _seconds(work: Callable[[], None], device: str) -> float:
+    if device == "cpu":
+        begin = time.process_time()
+        work()
+        return time.process_time() - begin
+    module = torch.get_device_module(device)
+    module.synchronize()
+    begin = time.perf_counter()
+    work()
+    module.synchronize()
+    return time.perf_counter() - begin
+
+
+def same_keys(one: Tensor, other: Tensor, keys: int) -> Tensor:
+    """Return the share of a row's keys that the other selection has, too: ``[..., rows]``, NaN without keys.
+
+    Args:
+        one: ``[..., rows, topk]`` positions, -1 for none.
+        other: likewise.
+        keys: that there are.
+    """
+    masks = [
+        torch.zeros(*x.shape[:-1], keys + 1, dtype=torch.bool, device=x.device).scatter_(
+            -1, x.long().masked_fill(x < 0, keys), True
+        )[..., :keys]
+        for x in (one, other)
+    ]
+    return (masks[0] & masks[1]).sum(-1) / masks[0].sum(-1)
+
+
+# -- agreement: of a trained model -------------------------------------------------------------
+
+
+def agreement(device: str, quick: bool) -> Metrics:
+    """Share of keys that bf16 and FP8 select alike, untrained and at the end of a training on real text.
+
+    Of rows that see more than ``topk`` keys. The model trains on the keys that bf16 selects.
+    """
+    steps = 2 * _COMPARED if quick else _TRAINED
+    flags = [*_MODEL.split(), "--train-iters", str(steps)]
+    if quick:
+        flags += "--seq-length 128 --dsa-indexer-topk 16".split()
+    with tempfile.TemporaryDirectory(prefix="selections-") as folder:
+        shares = _train([*flags, "--output-dir", folder])
+    if len(shares) != 2 * _COMPARED * _LAYERS:
+        return {
+            "failed": f"{len(shares)} selections of {_LAYERS} layers were compared in {2 * _COMPARED} steps"
+        }
+    parts = {"untrained": shares[: len(shares) // 2], "trained": shares[len(shares) // 2 :]}
+    return {
+        "same_keys": {
+            when: {
+                name: {
+                    "all": round(statistics.mean(share[name] for share in some), 4),
+                    **{
+                        f"layer {layer + 1}": round(
+                            statistics.mean(share[name] for share in some[layer::_LAYERS]), 4
+                        )
+                        for layer in range(_LAYERS)
+                    },
+                }
+                for name in _FACTORS
+            }
+            for when, some in parts.items()
+        }
+    }
+
+
+def _train(argv: list[str]) -> list[dict[str, float]]:
+    """Train the example's model; shares of the same keys, in the order in which layers selected."""
+    if _EXAMPLES not in sys.path:
+        sys.path.insert(0, _EXAMPLES)
+    import mindspeed_dsa
+    from mindspeed_dsa import session
+
+    session.enable_from_argv(argv)
+    try:
+        from dsa_job import app
+
+        with _compared(int(argv[argv.index("--train-iters") + 1])) as shares:
+            if app.main(argv) != 0:
+                raise SystemExit("selections: the example job failed; its messages are above")
+        return shares
+    finally:
+        mindspeed_dsa.disable()
+
+
+@contextmanager
+def _compared(steps: int) -> Iterator[list[dict[str, float]]]:
+    """Compare the selections of the first and the last steps, one of each layer in each step."""
+    from mindspeed_dsa.features.dsa import sparse_attention
+
+    select, shares = sparse_attention.select_keys, []
+    calls = iter(range(steps * _LAYERS + 1))
+
+    def watched(index: Any, topk: int, rows: Any, backend: str, **options: Any) -> Any:
+        selection = select(index, topk, rows, backend, **options)
+        if _COMPARED <= next(calls) // _LAYERS < steps - _COMPARED:
+            return selection
+        keys = index.key.shape[1]
+        seen = torch.arange(1, keys + 1) > topk
+        inputs = [x.detach() for x in (index.query, index.key, index.weights)]
+        others = {
+            name: quantised_indexer(*inputs, topk, powers_of_two=powers) for name, powers in _FACTORS.items()
+        }
+        shares.append(
+            {
+                name: float(same_keys(selection.topk_indices, other, keys)[:, seen].mean())
+                for name, other in others.items()
+            }
+        )
+        return selection
+
+    with mock.patch.object(sparse_attention, "select_keys", watched):
+        yield shares
+
+
+PARTS: dict[str, Callable[[str, bool], Metrics]] = {"fp8": fp8, "agreement": agreement}
