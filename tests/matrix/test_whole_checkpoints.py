@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from mindspeed_dsa.runs.whole_checkpoints import name_of, state_of, tracked
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, iterations, name_of, state_of, tracked
 from tests.matrix.record import Note
 from tests.matrix.test_pretrain_gpt import LAYOUT, checkout, pretrain
 from tests.matrix.test_weights_in_training import CHECKPOINTS
@@ -59,6 +60,50 @@ def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, 
             assert mine[figure] == theirs[figure]
     assert state_of(folder, SAVED[-1], contents=True).damage == ""
     note.trained([resumed])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1100)
+def test_ramp_and_loss_scale_go_on(note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16 the scale doubles every other step, and batches grow after the step that is loaded."""
+    note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")
+    folder = tmp_path / "checkpoints"
+    without(["--train-iters", "--lr-decay-iters", "--lr-warmup-iters"], tmp_path / "argv", monkeypatch)
+    flags = f"--whole-checkpoints --ckpt-format torch_dist --save {folder} --save-interval 3"
+    flags += " --train-samples 92 --lr-decay-samples 92 --lr-warmup-samples 16 --rampup-batch-size 4 4 24"
+    flags += " --fp16 --initial-loss-scale 4096 --loss-scale-window 2"
+    unbroken = pretrain(tmp_path / "unbroken", flags)
+    last = unbroken["steps"][-1]["step"]
+    assert last >= 3 + 10
+    assert last > 92 // 8 + 1, "every batch was whole"
+    whole = tensors(folder / name_of(last))
+    for iteration in iterations(folder):
+        if iteration != 3:
+            shutil.rmtree(folder / name_of(iteration))
+    (folder / TRACKER).write_text("3")
+    resumed = pretrain(tmp_path / "resumed", f"{flags} --load {folder}")
+    assert [record["step"] for record in resumed["steps"]] == list(range(4, last + 1))
+    for mine, theirs in zip(resumed["steps"], unbroken["steps"][3:], strict=True):
+        for figure in ("lm_loss", "indexer_loss", "grad_norm"):
+            assert mine[figure] == theirs[figure]
+    again = tensors(folder / name_of(last))
+    assert again.keys() == whole.keys()
+    assert [key for key in whole if not torch.equal(whole[key], again[key])] == []
+    note.trained([resumed])
+
+
+def without(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take flags with one value each from the command lines of ranks started from now on."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        f"for flag in {flags!r}:\n"
+        "    while flag in sys.argv and any('run_megatron' in each for each in sys.argv[:1]):\n"
+        "        at = sys.argv.index(flag)\n"
+        "        del sys.argv[at : at + 2]\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(folder))
 
 
 FEATURES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -130,6 +131,21 @@ def test_an_async_copy_is_complete_at_its_event(cpu):
     assert torch.equal(buffer, source)
     assert buffer.data_ptr() != source.data_ptr()
     assert buffer.device == cpu.device
+
+
+def test_a_forked_process_keeps_host_memory_as_it_was(cpu):
+    """One that writes a checkpoint reads it while the next step changes it."""
+    buffer = cpu.empty_pinned(4, torch.float32).fill_(1.0)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(told, 1)
+        os._exit(int(buffer[0].item()))
+    buffer.fill_(2.0)
+    os.write(tell, b".")
+    _, status = os.waitpid(child, 0)
+    os.close(told), os.close(tell)
+    assert os.waitstatus_to_exitcode(status) == 1
 
 
 def test_the_description_names_device_and_memory(cpu):

@@ -86,3 +86,12 @@ def test_softmax_takes_the_torch_path(redirected):
     scores = torch.zeros(1, 4, 32, 32, dtype=torch.bfloat16)  # batch, heads, queries, keys
     probabilities = module(scores, None)
     assert torch.allclose(probabilities[0, 0, 3, :5].float(), torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0]))
+
+
+def test_a_writer_of_checkpoints_is_forked_for_each_save(redirected):
+    """A persistent one begins with a device, of which there is none, and training changes what it reads."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, TemporalAsyncCaller
+
+    queue = AsyncCallsQueue(persistent=True)
+    assert type(queue._get_async_caller()) is TemporalAsyncCaller
+    assert queue._get_async_caller() is not queue._get_async_caller()
