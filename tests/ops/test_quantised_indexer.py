@@ -215,6 +215,41 @@ def test_rows_and_keys_that_are_not_finite(backend):
     assert quantised_indexer(*inputs, 8, backend=backend)[0, 5].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
 
 
+def _of_a_kind(kind: str, seed: int) -> IndexerInputs:
+    inputs = indexer_inputs(2, 40, 300, (1, 2, 5, 16)[seed % 4], (8, 64, 128)[seed % 3], torch.bfloat16, seed)
+    query, key, weights = inputs
+    if kind == "few values":
+        return IndexerInputs(*(x.float().round() for x in inputs))
+    if kind == "many orders of magnitude":
+        return IndexerInputs(*(x.sign() * torch.exp2(3 * x) for x in inputs))
+    if kind == "keys that come again":
+        return IndexerInputs(query, key[:, torch.arange(300) % 60], weights)
+    if kind == "rows of zeros":
+        return IndexerInputs(query * (torch.arange(40) % 3 > 0)[:, None, None], key, weights)
+    if kind == "below the normal numbers":
+        return IndexerInputs(query, key, weights.float() * 1e-43)
+    return IndexerInputs(query, key, weights.float() * 1e37)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("few values", "many orders of magnitude", "keys that come again", "rows of zeros"),
+        *("below the normal numbers", "near the largest numbers"),
+    ],
+)
+def test_numbers_of_every_kind(kind, seed):
+    inputs = _of_a_kind(kind, seed)
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 200, (40,), generator=generator)
+    ranges = {"starts": starts, "ends": starts + torch.randint(0, 300, (40,), generator=generator)}
+    options = {**ranges, "powers_of_two": seed % 2 == 0, "use_relu": seed != 3}
+    expected = quantised_indexer(*inputs, 30, **options, backend="reference")
+    for backend in ("cpu", "chunked"):
+        assert torch.equal(quantised_indexer(*inputs, 30, **options, backend=backend), expected)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("way", ["widened", "native"])
 def test_what_products_are_made_of_decides_nothing(threads, way, monkeypatch):

@@ -6,6 +6,7 @@ the order of sums that they leave open. Plain PyTorch: the same bits on every de
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ _PRODUCTS = 1 << 22
 _ROUNDING, _MARGIN = 2.0**-24, 1.1
 # Above what is lost where a product or a sum falls below the normal numbers of fp32, in 2^8 of them.
 _UNDERFLOW = 2.0**-118
+_FAR_FROM_OVERFLOW = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,12 @@ def largest_difference(query: Tensor, weights: Tensor, length: Tensor, factor: f
         factor: the largest of the keys.
 
     Returns:
-        fp32; infinite or NaN where the bound is none, as for rows that hold such.
+        fp32; infinite where there is none, as for rows that are not finite, or whose sums may not be.
     """
     heads, dim = query.shape[-2:]
     rounded = _MARGIN * _ROUNDING * (dim + 2 * heads + 8)
     magnitude = (weights.abs() * torch.linalg.vector_norm(query, dim=-1)).sum(dim=-1)
-    return magnitude * (rounded * length[..., None]) + heads * _UNDERFLOW * (1 + factor)
+    difference = magnitude * (rounded * length[..., None]) + heads * _UNDERFLOW * (1 + factor)
+    # Whether a sum overflows on its way depends on its order.
+    largest = magnitude * length[..., None].clamp_min(LARGEST * math.sqrt(dim))
+    return difference.masked_fill(~(largest < _FAR_FROM_OVERFLOW), torch.inf)
