@@ -23,6 +23,8 @@ _METHODS = (staticmethod, classmethod)
 _DESCRIPTORS = (*_METHODS, property)
 _codes: WeakValueDictionary[int, CodeType] = WeakValueDictionary()
 """Of all functions that were ever put in place of another, by identity: codes of two files can be equal."""
+_homes: set[str] = set()
+"""Modules that they were defined in."""
 
 
 def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
@@ -60,6 +62,15 @@ def with_context(decorate: Any, context: Any) -> Decorator:
 def is_patch(code: CodeType) -> bool:
     """Return whether a function of this code was put in place of another package's, or around it."""
     return _codes.get(id(code)) is code
+
+
+def is_made_by_patch(function: FunctionType) -> bool:
+    """Return whether a module that holds a patch's functions has made this one, in a call of one of them.
+
+    What it has of an original it calls for that patch, whose session may be over: a graph that a failed
+    backward has left behind, for example, holds the function that would have computed something again.
+    """
+    return "<locals>" in function.__qualname__ and function.__globals__.get("__name__") in _homes
 
 
 def _takes_context(decorate: Any) -> bool:
@@ -135,6 +146,7 @@ def clone(function: Any, what: str) -> FunctionType:
             "(proxies and callable objects break torch.compile, deepcopy and pickle)"
         )
     _codes[id(function.__code__)] = function.__code__
+    _homes.add(function.__globals__.get("__name__", ""))
     copy = FunctionType(
         function.__code__,
         function.__globals__,

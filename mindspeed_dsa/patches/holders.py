@@ -31,6 +31,7 @@ from types import (
 from typing import Any
 
 from mindspeed_dsa.patches import hooks
+from mindspeed_dsa.patches.compose import is_made_by_patch
 from mindspeed_dsa.patches.signatures import is_a
 
 _LRU = type(functools.lru_cache(hooks.namespace))
@@ -115,7 +116,7 @@ def _in_module(path: Path, names: dict[str, Any], module: str | None) -> str | N
 
 def _in_function(path: Path, function: FunctionType) -> str | None:
     child, inner = path.end, path.chain[-2] if len(path.chain) > 1 else None
-    if _is_part_of(function, path.original):
+    if _is_part_of(function, path.original) or is_made_by_patch(function):
         return None
     name, code = _function_name(function), function.__code__
     if function.__closure__ is not None and child is function.__closure__:

@@ -90,6 +90,36 @@ def test_holders_are_named(house, body, holder):
     house.armed(patch("core:area", stale="report")).finalize()
 
 
+LEFT = []
+
+
+def computes_later(original):
+    """Decorate a function: each call leaves what would make it again, as a graph that is never run does."""
+
+    def run(*args):
+        def again():
+            return original(*args)
+
+        LEFT.append(again)
+        return original(*args)
+
+    return run
+
+
+def test_what_a_call_of_an_earlier_patch_has_left_is_no_holder(house):
+    """It calls the original for a patch that is undone; a failed job's graph would refuse every later one."""
+    core = load("house.core")
+    manager = house.armed(patch("core:area", impl=f"{__name__}:computes_later", kind="wrap"))
+    manager.finalize()
+    before = core.area(3)
+    manager.undo()
+    again = house.armed(patch("core:area"))
+    again.finalize()
+    (site,) = again.report()
+    assert (site.state, site.stale) == ("applied", [])
+    assert LEFT.pop()() == before
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -6,6 +6,7 @@ Megatron's DSA reads; releases without DSA get objects with the same attributes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_backend
 
-from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.patches import versions
 
 WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
@@ -277,6 +278,16 @@ class LossTracker:
         if wandb_writer is not None:
             wandb_writer.log({_NAME: mean}, iteration)
         self._home.clean_loss_in_tracker()
+
+
+def forget_losses(original: Callable[..., None], context: Context[Any]) -> Callable[..., None]:
+    """Decorate ``destroy_model_parallel``: the log of a step that failed would be the next job's first."""
+
+    def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        indexer_loss(context.megatron).tracker.tracker.clear()
+
+    return destroy_model_parallel
 
 
 def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:

@@ -117,6 +117,13 @@ FEATURE = dsa_repair(
             versions=_RELEASES,
         ),
         Patch(
+            "megatron.core.parallel_state:destroy_model_parallel",
+            "wrap",
+            "mindspeed_dsa.features.dsa.indexer_loss:forget_losses",
+            "a step that failed leaves losses, and groups that are gone, to the next job of the process",
+            versions=_RELEASES,
+        ),
+        Patch(
             f"{MLA}:MLASelfAttention.__init__",
             "wrap",
             f"{_IMPL}.latent_attention:build_with_dsa",

@@ -297,6 +297,13 @@ LOSS_TRACKER = dsa_repair(
             factory=True,
         ),
         Patch(
+            "megatron.core.parallel_state:destroy_model_parallel",
+            "wrap",
+            "mindspeed_dsa.features.dsa.indexer_loss:forget_losses",
+            "a step that failed leaves losses, and groups that are gone, to the next job of the process",
+            versions=_ANY,
+        ),
+        Patch(
             "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
             "wrap",
             f"{_HERE}.loss:number_after_decoder",

@@ -106,6 +106,7 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
         listed = state.get("_global_process_group_list") or ()
         groups = {group for group in (*remembered, *listed) if isinstance(group, ProcessGroup)}
         original()
+        _pending.pop(context.megatron, None)  # sends of a step that failed, which nobody receives
         for group in groups:
             # Others were destroyed before: by the caller, by Megatron just now, or with the world.
             with contextlib.suppress(ValueError):
