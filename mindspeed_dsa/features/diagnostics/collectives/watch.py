@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from mindspeed_dsa.features.diagnostics.collectives.feature import Options
+from mindspeed_dsa.features.diagnostics.collectives.ring import Ring
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import collectives as files
 from mindspeed_dsa.runs.files import RunError, try_lock, write_atomically
@@ -71,7 +72,8 @@ class Watch:
         # Sessions and groups end without a word where nothing of them is patched any more.
         self._recorder, self._world = weakref.ref(recorder), weakref.ref(dist.group.WORLD)
         self._rank, self._ranks, self._host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
-        self._job = _job_of_all_ranks()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._job = _job_of_all_ranks(store)
         self._lost: dict[str, str] = {}
         self._ends_at: float | None = None
         self._silent_since = 0.0
@@ -80,6 +82,7 @@ class Watch:
         self._alive = self._folder / ".alive" / self._host
         self._file = self._alive / f"{self._rank:05d}"
         self._lock = self._say_alive()
+        self._ring = Ring(store, self._job, self._rank, self._ranks, self._host, os.getpid())
         self._request = self._folder / f".request-{self._job}"
         self._seen = 0
         self._writing = threading.Lock()
@@ -106,6 +109,7 @@ class Watch:
             with contextlib.suppress(OSError):
                 self._file.unlink()
         self._lock.close()
+        self._ring.leave()
         self._restore_signals()
         if sys.excepthook == self._failed:
             sys.excepthook = self._previous_hook
@@ -116,6 +120,7 @@ class Watch:
             return
         self._stopped.set()
         self._lock.close()
+        self._ring.close()
         self._restore_signals()
         sys.excepthook = self._previous_hook
 
@@ -124,8 +129,8 @@ class Watch:
     def _watch(self) -> None:
         while not self._stopped.is_set():
             try:
-                ready, _, _ = select.select([self._woken], [], [], _PERIOD_S)
-                for number in os.read(self._woken, 64) if ready else b"":
+                ready, _, _ = select.select([self._woken, *self._ring.waited_for()], [], [], _PERIOD_S)
+                for number in os.read(self._woken, 64) if self._woken in ready else b"":
                     self._signalled(number)
                 if self._stopped.is_set():
                     return
@@ -133,6 +138,7 @@ class Watch:
                     self.stop()
                     return
                 self._look()
+                self._listen(ready)
             except Exception as error:  # neither a full file system nor a defect here ends training
                 self._log.warning("%s gets no records: %r", self._folder, error, once=True)
                 time.sleep(_PERIOD_S)
@@ -164,6 +170,16 @@ class Watch:
         if self._ends_at is not None and time.time() > self._ends_at:
             self.stop()
             os._exit(1)
+
+    def _listen(self, ready: list[Any]) -> None:
+        """Hear of ranks that are gone, of other machines too; what is known of this one is more exact."""
+        self._ring.connect()
+        lost = self._ring.listen(ready)
+        if lost:
+            self._look_for_lost()
+            if news := {rank: why for rank, why in lost.items() if rank not in self._lost}:
+                self._lose(news)
+                self._ask(f"rank {next(iter(news))} died")
 
     def _notice_silence(self) -> None:
         recorder = self._recorder()
@@ -209,6 +225,8 @@ class Watch:
             self._ends_at = self._ends_at or time.time() + _GRACE_S
             if rank != str(self._rank):
                 self._say_once(rank, why)
+        if lost:
+            self._ring.tell(self._lost)
 
     def _say_once(self, rank: str, why: str) -> None:
         """Print what happened to a rank, on the first of the others that knows."""
@@ -281,7 +299,7 @@ class Watch:
         until = time.time() + _PATIENCE_S
         while time.time() < until:
             self._look_for_lost()
-            if self._lost:
+            if self._lost:  # or the thread has heard of it
                 return
             time.sleep(_PERIOD_S / 5)
 
@@ -357,10 +375,9 @@ def _is_ours(handler: Any) -> bool:
     return getattr(handler, "__func__", None) is Watch._heard
 
 
-def _job_of_all_ranks() -> str:
+def _job_of_all_ranks(store: Any) -> str:
     """Return a name that all ranks of a job agree on, whoever of them is the first, and no other job has."""
     mine = uuid.uuid4().hex[:12]
-    store: Any = dist.distributed_c10d._get_default_store()
     return str(store.compare_set("mindspeed_dsa/record-collectives", "", mine).decode())
 
 

@@ -24,7 +24,7 @@ def job(tmp_path):
     """Start two ranks of a step with pairs, in which one comes to grief inside of a pair."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(fate: str) -> list[subprocess.Popen[str]]:
+    def start(fate: str, apart: bool = False) -> list[subprocess.Popen[str]]:
         environment = {
             **os.environ,
             "MASTER_ADDR": "localhost",
@@ -41,7 +41,7 @@ def job(tmp_path):
                 sys.executable,
                 "-m",
                 "tests.features.diagnostics.collectives.late_ranks",
-                str(tmp_path),
+                str(tmp_path / str(rank) if apart else tmp_path),
                 fate,
             ]
             started.append(
@@ -92,3 +92,17 @@ def test_a_frozen_rank_is_named_by_the_others(job, tmp_path, capsys):
     assert f"no record of rank {LATE}: killed or frozen" in text
     assert f"rank {LATE} has not, as far as is known" in text
     assert f"Look at rank {LATE} first" in text
+
+
+def test_a_killed_rank_is_named_where_ranks_share_no_folder(job, tmp_path, capsys):
+    """As on machines of their own: a lock says nothing there, and nobody else has been on that machine."""
+    ranks = job("killed", apart=True)
+    survivor = ranks[1 - LATE]
+    ranks[LATE].wait(timeout=180)
+    _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
+    assert survivor.returncode not in (0, None)
+    assert f"mindspeed_dsa: rank {LATE} is gone: process {ranks[LATE].pid} on " in said
+    assert "Traceback" not in said
+    assert "Connection" not in said
+    assert main(["hang", str(tmp_path / str(1 - LATE))]) == 0
+    assert f"It began with rank {LATE}." in capsys.readouterr().out
