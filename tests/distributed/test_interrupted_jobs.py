@@ -1,7 +1,7 @@
 """A job after failed ones in the same process is the job of a fresh process, bit for bit.
 
-So it is after Megatron-LM's in-process restart, and after a second ``enable``: nothing that a feature keeps for
-its process (handles, buffers, streams, views of storage, what it has measured) belongs to a job that is gone.
+So it is after Megatron-LM's in-process restart, and after a second ``enable``: nothing that a feature keeps
+for its process (handles, buffers, streams, views of storage, what it has measured) is of a job that is gone.
 """
 
 from __future__ import annotations
