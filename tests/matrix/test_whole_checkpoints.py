@@ -106,6 +106,7 @@ def without(flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(folder))
 
 
+BALANCED = "--balanced-moe-experts"
 FEATURES = {
     "reuse-fp32-param": "--bf16 --reuse-fp32-param",
     "swap-optimizer": "--bf16 --swap-optimizer",
@@ -113,8 +114,12 @@ FEATURES = {
     "fsdp2": "--bf16 --use-torch-fsdp2",
     "moe-grouped-gemm": "--moe-grouped-gemm",
     "moe-expert-placement": "--moe-expert-placement {placement}",
+    "balanced-moe-experts": f"{BALANCED} --balanced-moe-matmul-rate 0.001 --balanced-moe-link-rate 999",
+    "moe-router-load-report": "--moe-router-load-report {report}",
+    "pack-documents": "--pack-documents --micro-batch-size 1 --use-fused-dsa",
 }
-LAYOUTS = {"fsdp2": "", "moe-expert-placement": "--expert-model-parallel-size 2"}
+EP = "--expert-model-parallel-size 2"
+LAYOUTS = {"fsdp2": "", "moe-expert-placement": EP, "balanced-moe-experts": EP}
 
 
 @pytest.mark.full
@@ -129,7 +134,7 @@ def test_an_asynchronous_save_has_the_tensors_of_a_synchronous_one(
         return
     placement = tmp_path / "placement.json"
     expert_placement.write(placement, Placement(4, 2, dict.fromkeys((2, 3, 4), (2, 0, 3, 1))))
-    flags = FEATURES[name].format(placement=placement)
+    flags = FEATURES[name].format(placement=placement, report=tmp_path / "report")
     flags += " --whole-checkpoints --ckpt-format torch_dist --save-interval 2 --num-workers 0"
     forks = late_forks(tmp_path / "late", monkeypatch)
     saved, forked = [], [0]
