@@ -21,14 +21,16 @@ SCRIPT = str(ROOT / "examples" / "pretrain_dsa.py")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
-def torchrun(ranks: int, arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+def torchrun(
+    ranks: int, arguments: list[str], output: Path, *flags: str, **environ: str
+) -> subprocess.Popen[bytes]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *flags]
     with open(output, "wb") as file:
         return subprocess.Popen(
             [*launcher, "--master-port", str(free_port()), SCRIPT, *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=ENVIRON,
+            env={**ENVIRON, **environ},
         )
 
 

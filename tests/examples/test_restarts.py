@@ -1,0 +1,71 @@
+"""A job whose ranks are killed ends with the unbroken run's weights, under ``torchrun --max-restarts``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
+from tests.matrix.test_whole_checkpoints import tensors
+
+from .conftest import JobServer, records, results, wait_for
+from .test_launch import torchrun
+
+STEPS = 24
+LAYOUTS = {
+    "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
+    "DP2, FSDP2": "--use-torch-fsdp2",
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_killed_at_random_steps_and_restarted(jobs: JobServer, tmp_path: Path, name: str) -> None:
+    flags = [*LAYOUTS[name].split(), "--train-iters", str(STEPS), "--save-interval", "2"]
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    whole = torchrun(2, jobs.arguments(unbroken, *flags), tmp_path / "whole.txt")
+    chance = random.Random(name)
+    at = sorted(chance.sample(range(3, STEPS // 2), 2))
+    saved = broken / "checkpoints" / TRACKER  # without a checkpoint a job begins another run
+    output = tmp_path / "output.txt"
+    # Else ranks of a new attempt find addresses of killed ones in the store, and do not meet.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    restarting = ("--standalone", "--max-restarts", "3")
+    job = torchrun(2, jobs.arguments(broken, *flags), output, *restarting, **own_store)
+    for step in at:
+        wait_for(lambda step=step: job.poll() is not None or (saved.exists() and step in steps_of(broken)))
+        assert job.poll() is None, output.read_text()
+        victim = chance.choice(ranks_of(job))
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda victim=victim: victim not in ranks_of(job))
+    assert whole.wait(timeout=400) == 0, (tmp_path / "whole.txt").read_text()
+    assert job.wait(timeout=400) == 0, output.read_text()
+    assert output.read_text().count("resuming the unfinished run") >= 1
+    assert results(broken) == results(unbroken)
+    assert records(broken, "heldout.jsonl") == records(unbroken, "heldout.jsonl")
+    mine, theirs = (tensors(run / "checkpoints" / f"iter_{STEPS:07d}") for run in (broken, unbroken))
+    assert mine.keys() == theirs.keys()
+    assert [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])] == []
+
+
+def steps_of(run: Path) -> list[int]:
+    """Steps so far; the last line may be under way."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """Process ids of what a launcher has started, in their order."""
+    children = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in children.stdout.split()]
