@@ -172,7 +172,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "selections",
-            "selections of keys: time of those in FP8 over those in bf16, and how many keys are the same",
+            "selections of keys: time of those in FP8, keys that are the same, bytes and time of a recording",
             "benchmarks.selections",
             has_quick=True,
             options={"only": "names of parts with commas between"},

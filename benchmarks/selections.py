@@ -1,4 +1,4 @@
-"""Selections of keys: what selecting them in FP8 costs, and how many are the same."""
+"""Selections of keys: what FP8 costs and how many are the same, and what recording takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,8 +18,15 @@ from torch import Tensor
 
 from benchmarks.registry import Metrics
 from benchmarks.released import INDEX_DIM, MODELS
+from mindspeed_dsa import log
+from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem
+from mindspeed_dsa.features.dsa.recorded_selections.feature import Options
+from mindspeed_dsa.features.dsa.recorded_selections.recorder import Recorder
+from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
+from mindspeed_dsa.megatron.replayed_selections import LayerRows, RowRun
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
+from mindspeed_dsa.runs.selections import Header, Key, Recording
 
 _EXAMPLES = str(Path(__file__).parents[1] / "examples")
 _FACTORS = {"fp8": True, "fp8-plain": False}
@@ -235,4 +242,81 @@ def _compared(steps: int) -> Iterator[list[dict[str, float]]]:
         yield shares
 
 
-PARTS: dict[str, Callable[[str, bool], Metrics]] = {"fp8": fp8, "agreement": agreement}
+# -- recording: bytes, and time of a step ------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+    operands: Operands
+    index: IndexInputs
+    leaves: list[Tensor]
+
+
+def recording(device: str, quick: bool) -> Metrics:
+    """Bytes of a recording over an int32 for each key, and time of a layer's attention with it over without.
+
+    Forward and backward with the indexer loss, in turns. Of a whole step, with projections and experts,
+    recording is a smaller part, and with more heads than these of the attention, too.
+    """
+    rows, topk, rounds = (160, 32, 1) if quick else (4096, 1024, 5)
+    layer = _layer(rows, device, 2 if quick else 16)
+    times: dict[str, list[float]] = {"without": [], "recording": []}
+    with tempfile.TemporaryDirectory() as folder:
+        header = Header(topk, 1, 0, (1,))
+        recorder = Recorder(Options(record=Path(folder)), header, 0, log.get("benchmark"))
+        _step(layer, topk, None, 0)
+        for step in range(1, rounds + 1):
+            for name, taker in (("without", None), ("recording", recorder)):
+                begin = time.perf_counter()
+                _step(layer, topk, taker, step)
+                times[name].append(time.perf_counter() - begin)
+        recorder.close()
+        written = sum(file.stat().st_size for file in Path(folder).iterdir())
+        begin = time.perf_counter()
+        found = Recording.open(Path(folder)).array(1, 0)
+        reading = time.perf_counter() - begin
+    if found.shape != (rows, 1, topk) or not (found[-1] >= 0).all():
+        return {"failed": f"a recording of {rows} rows came back as {found.shape}"}
+    return {
+        "bytes_over_int32": round(written / (rounds * found.nbytes), 4),
+        "recording_step_ratio": round(min(times["recording"]) / min(times["without"]), 4),
+        "step_s": round(min(times["without"]), 3),
+        "reading_a_layer_s": round(reading, 3),
+    }
+
+
+def _layer(rows: int, device: str, heads: int) -> _Layer:
+    """Make operands of DeepSeek-V3.2's widths."""
+    torch.manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).requires_grad_()
+
+    latent, rope, value = 512, 64, 128
+    of_attention = [
+        leaf(rows, 1, heads, latent + rope),
+        leaf(rows, 1, 1, latent + rope),
+        leaf(heads, value, latent),
+    ]
+    of_index = [leaf(1, rows, heads, INDEX_DIM), leaf(1, rows, INDEX_DIM), leaf(1, rows, heads)]
+    operands = Operands(*of_attention, (latent + rope) ** -0.5)
+    return _Layer(operands, IndexInputs(*of_index), [*of_attention, *of_index])
+
+
+def _step(layer: _Layer, topk: int, recorder: Recorder | None, step: int) -> None:
+    rows = layer.operands.query.shape[0]
+    problem = Problem(layer.operands, topk, loss=LossOptions(1.0, on_chosen_keys=True))
+    result = sparse_attention(problem, layer.index)
+    if recorder is not None:
+        of_layer = LayerRows(1, [RowRun(0, rows, 0, rows)], 1, rows, rows, topk)
+        recorder.take(Key(step, 0, 1), of_layer, result.topk_indices, False)
+    assert result.loss is not None
+    (result.out.sum() + result.loss).backward()
+    for leaf in layer.leaves:
+        leaf.grad = None
+
+
+PARTS: dict[str, Callable[[str, bool], Metrics]] = {
+    "fp8": fp8,
+    "agreement": agreement,
+    "recording": recording,
+}

@@ -36,6 +36,12 @@ def test_every_ratio_is_measured():
             assert min(times.values()) > 0
 
 
+def test_a_recording_is_counted_and_read_again():
+    found = selections.run("cpu", quick=True, only="recording")
+    assert found.keys() == {"bytes_over_int32", "recording_step_ratio", "step_s", "reading_a_layer_s"}
+    assert 0 < found["bytes_over_int32"] < 0.35
+
+
 @pytest.mark.full
 def test_keys_of_a_trained_model_are_compared():
     command = [sys.executable, "-m", "benchmarks", "selections", "--quick", "--only", "agreement"]
