@@ -15,6 +15,15 @@ LINEAR = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
 )
 """Parameters of Megatron's ``linear_with_*`` functions in every release."""
+DEFERRED_GRADIENTS = Patch(
+    "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+    "wrap",
+    "mindspeed_dsa.parallel.weight_gradients:defer_in_linear",
+    "computes the weight's gradient later in backward, where the feature has deferred it",
+    params=(*LINEAR, "grad_output_buffer"),
+    # Outside of chunked communication, which has nothing to do where a gradient is deferred.
+    priority=1,
+)
 ROWS = (
     Patch(
         "megatron.core.tensor_parallel.mappings:all_to_all",
@@ -23,15 +32,7 @@ ROWS = (
         "starts an all-to-all, or waits for one, where the feature has asked for that half",
         params=("group", "input_", "output_split_sizes_", "input_split_sizes"),
     ),
-    Patch(
-        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
-        "wrap",
-        "mindspeed_dsa.parallel.weight_gradients:defer_in_linear",
-        "computes the weight's gradient later in backward, where the feature has deferred it",
-        params=(*LINEAR, "grad_output_buffer"),
-        # Outside of chunked communication, which has nothing to do where a gradient is deferred.
-        priority=1,
-    ),
+    DEFERRED_GRADIENTS,
 )
 """All-to-alls in two halves, and deferred weight gradients; each is applied once, whoever claims it."""
 

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.ops.precision import normalize
+from mindspeed_dsa.parallel.weight_gradients import deferred_gradient_of, linear_later
 from mindspeed_dsa.patches.compose import depends_on
 
 # -- norms, with sequence parallelism, and fused into linear layers ----------------------------
@@ -207,9 +208,13 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Project ``[..., input_size]`` to ``([..., output_size], bias or None)``."""
-        if self.skip_bias_add:
-            return F.linear(hidden_states, self.weight), self.bias
-        return F.linear(hidden_states, self.weight, self.bias), None
+        added = None if self.skip_bias_add else self.bias
+        deferred = deferred_gradient_of(self.weight)
+        if deferred is None:
+            output = F.linear(hidden_states, self.weight, added)
+        else:
+            output = linear_later(hidden_states, added, deferred, self.megatron)
+        return output, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed here; part of the interface of Megatron's layers."""

@@ -1,12 +1,14 @@
 """Events of a pipeline schedule: steps, forwards and backwards, each by its chunk and microbatch.
 
 Features that follow a schedule derive from :class:`Follower` and decorate Megatron's functions with the
-``follow_*`` functions below.
+``follow_*`` functions below. Who computes weight gradients apart says so with :func:`noted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from inspect import signature
 from typing import Any
 
@@ -40,7 +42,7 @@ class Follower:
         """Note that the followed step is done."""
 
     def before(self, events: Sequence[Event]) -> None:
-        """Note that a forward, a backward, or both in one block, comes next."""
+        """Note that a forward, a backward, both in one block, or a backward's weight gradients come next."""
 
     def after(self, events: Sequence[Event]) -> None:
         """Note that it is done, as far as the host is concerned."""
@@ -50,11 +52,13 @@ class Follower:
         if step.get("forward_only", False) or not self.begins(step):
             return schedule(*args, **step)
         self.following = True
+        token = _followers.set((*_followers.get(), self))
         try:
             result = schedule(*args, **step)
             self.ends(step)
         finally:
             self.following = False
+            _followers.reset(token)
             self._outputs.clear()
         return result
 
@@ -71,6 +75,19 @@ class Follower:
             self._outputs.pop(id(tensor)) for tensor in tensors if id(tensor) in self._outputs
         )
         return Event(Kind.BACKWARD, chunk, microbatch, pair)
+
+
+_followers: ContextVar[tuple[Follower, ...]] = ContextVar("followers of a step", default=())
+
+
+@contextlib.contextmanager
+def noted(event: Event) -> Iterator[None]:
+    """Have all followers note an event that is no call of Megatron's."""
+    for follower in _followers.get():
+        follower.before([event])
+    yield
+    for follower in _followers.get():
+        follower.after([event])
 
 
 def decorators(follower: Callable[[Context[Any]], Follower]) -> tuple[_Decorator, _Decorator, _Decorator]:

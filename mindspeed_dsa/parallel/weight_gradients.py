@@ -14,16 +14,17 @@ A function takes part in three steps::
     output = Function.apply(rows, deferred.edge, deferred)      # the edge stands for the weight in the graph
     return grad_rows, deferred.defer(gradient), None            # in its backward, for the edge
 
-Megatron's own linear layers do so through :func:`defer_in_linear`.
+Megatron's own linear layers do so through :func:`defer_in_linear`. A :class:`QueuedGradient` waits even
+longer, until backward is done.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,13 +141,44 @@ class DeferredGradient:
         self._gradients: list[Gradient] = []
         self.edge: Tensor = _Deferral.apply(weight, self._gradients)
 
-    def defer(self, gradient: Gradient) -> Tensor:
+    def defer(self, gradient: Gradient, operands: Iterable[Tensor] = ()) -> Tensor:
         """Leave the gradient's computation here; several are added up.
+
+        Args:
+            gradient: computes it.
+            operands: what it keeps until then.
 
         Returns:
             ``[0]``, what the caller's backward returns for :attr:`edge`.
         """
         self._gradients.append(gradient)
+        return self.weight.new_empty(0)
+
+
+class Queued(NamedTuple):
+    """A gradient that backward has left uncomputed."""
+
+    weight: Tensor
+    gradient: Gradient
+    operands: tuple[Tensor, ...]
+
+
+class QueuedGradient(DeferredGradient):
+    """A deferred gradient that adds no autograd node, so that backward does not reach the weight.
+
+    Args:
+        weight: the parameter.
+        queue: gets the gradient; whoever has it computes that, and gives it to the weight.
+    """
+
+    def __init__(self, weight: Tensor, queue: MutableSequence[Queued]) -> None:
+        self.weight, self.taken = weight, False
+        self.edge = weight.new_empty(0).requires_grad_()
+        self._queue = queue
+
+    def defer(self, gradient: Gradient, operands: Iterable[Tensor] = ()) -> Tensor:
+        """Leave it in the queue."""
+        self._queue.append(Queued(self.weight, gradient, tuple(operands)))
         return self.weight.new_empty(0)
 
 
@@ -192,6 +224,26 @@ def defer_gradients(
         _deferred.reset(token)
 
 
+def deferred_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose calls leave gradients in the queues of now; for what is run again later.
+
+    Args:
+        function: calls others that ask for :func:`deferred_gradient_of`.
+    """
+    queued = {key: each for key, each in _deferred.get().items() if isinstance(each, QueuedGradient)}
+    if not queued:
+        return function
+
+    def deferring(*args: Any, **kwargs: Any) -> Any:
+        token = _deferred.set({**_deferred.get(), **queued})
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _deferred.reset(token)
+
+    return deferring
+
+
 def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
     """Return where the caller is going to leave this weight's gradient; ``None`` where nobody defers it."""
     deferred = _deferred.get().get(id(weight))
@@ -212,9 +264,8 @@ def is_deferred(weight: Tensor) -> bool:
 def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
     """Decorate ``linear_with_grad_accumulation_and_async_allreduce``.
 
-    Layers that communicate, defer the gradient themselves, or compute in another dtype are Megatron's own
-    affair: their weights take their gradients as ever. Several features claim this row; the engine applies it
-    once.
+    Layers that defer the gradient themselves, or compute in another dtype, are Megatron's own affair: their
+    weights take their gradients as ever. Several features claim this row; the engine applies it once.
     """
 
     def linear(
@@ -229,10 +280,7 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
         **kwargs: Any,
     ) -> Tensor:
         plain = (
-            not (allreduce_dgrad or sequence_parallel)
-            and grad_output_buffer is None
-            and kwargs.get("gtp_remat_size", 1) == 1
-            and _is_plain(input, weight)
+            grad_output_buffer is None and kwargs.get("gtp_remat_size", 1) == 1 and _is_plain(input, weight)
         )
         deferred = deferred_gradient_of(weight) if plain else None
         if deferred is None:
@@ -247,11 +295,45 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
                 *args,
                 **kwargs,
             )
-        fusion = gradient_accumulation_fusion
-        output: Tensor = _Linear.apply(input, deferred.edge, bias, deferred, fusion, context.megatron)
-        return output
+        ranks = TensorRanks(context.megatron, kwargs.get("tp_group"), allreduce_dgrad, sequence_parallel)
+        return linear_later(input, bias, deferred, context.megatron, gradient_accumulation_fusion, ranks)
 
     return linear
+
+
+class TensorRanks:
+    """Exchanges between the tensor parallel ranks of a layer, by Megatron's own functions.
+
+    Args:
+        megatron: whose functions they are.
+        group: of the ranks; ``None``: Megatron's tensor parallel group.
+        sums: gradients of inputs are partial sums, as in a layer that is split by columns.
+        gathers: inputs are parts of the sequence, under sequence parallelism.
+    """
+
+    def __init__(self, megatron: Megatron, group: Any, sums: bool, gathers: bool) -> None:
+        self._mappings, self._gathers, self._sums = None, gathers, sums and not gathers
+        if sums or gathers:
+            self._mappings = megatron("core.tensor_parallel.mappings")
+            self._group = group or megatron("core.parallel_state").get_tensor_model_parallel_group()
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the whole sequence's rows of ``[rows, ..., in]``."""
+        if not self._gathers or self._mappings is None:
+            return rows
+        whole: Tensor = self._mappings._gather_along_first_dim(rows, self._group)
+        return whole
+
+    def reduce(self, grad_rows: Tensor) -> Tensor:
+        """Return the sum over the ranks, of this rank's part where inputs are such."""
+        if self._mappings is None:
+            return grad_rows
+        if self._gathers:
+            part: Tensor = self._mappings._reduce_scatter_along_first_dim(grad_rows, self._group)
+            return part
+        if self._sums:
+            torch.distributed.all_reduce(grad_rows, group=self._group)
+        return grad_rows
 
 
 def _is_plain(input: Tensor, weight: Tensor) -> bool:
@@ -264,13 +346,33 @@ def _is_plain(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-class _Linear(torch.autograd.Function):
-    """``rows @ weight.T + bias`` for ``rows`` ``[..., in]``, ``weight`` ``[out, in]`` and ``bias`` ``[out]``.
+def linear_later(
+    rows: Tensor,
+    bias: Tensor | None,
+    deferred: DeferredGradient,
+    megatron: Megatron,
+    fusion: bool = False,
+    ranks: TensorRanks | None = None,
+) -> Tensor:
+    """Return ``rows @ weight.T + bias``, the weight's gradient deferred.
 
-    The operands of the weight's gradient stay until it is computed: ``rows``, which backward needs anyway,
-    and the gradient of the output.
+    Its operands stay until it is computed: ``rows``, which backward needs anyway, and the gradient of the
+    output. Under sequence parallelism that is this rank's part of the rows, gathered again.
+
+    Args:
+        rows: ``[..., in]``.
+        bias: ``[out]``.
+        deferred: of the weight, ``[out, in]``.
+        megatron: whose conventions for gradients hold.
+        fusion: Megatron's ``gradient_accumulation_fusion``.
+        ranks: those that share the layer.
     """
+    ranks = ranks or TensorRanks(megatron, None, False, False)
+    output: Tensor = _Linear.apply(rows, deferred.edge, bias, deferred, fusion, megatron, ranks)
+    return output
 
+
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -280,26 +382,30 @@ class _Linear(torch.autograd.Function):
         deferred: DeferredGradient,
         fusion: bool,
         megatron: Megatron,
+        ranks: TensorRanks,
     ) -> Tensor:
         ctx.save_for_backward(rows, deferred.weight)
-        ctx.deferred, ctx.fusion, ctx.megatron = deferred, fusion, megatron
+        ctx.deferred, ctx.fusion, ctx.megatron, ctx.ranks = deferred, fusion, megatron, ranks
         ctx.main_grad = getattr(deferred.weight, "main_grad", None) if fusion else None
-        output = torch.matmul(rows, deferred.weight.t())
+        output = torch.matmul(ranks.gather(rows), deferred.weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        grad_rows = grad_output.matmul(weight) if ctx.needs_input_grad[0] else None
+        ranks = ctx.ranks
+        grad_rows = ranks.reduce(grad_output.matmul(weight)) if ctx.needs_input_grad[0] else None
         flat, dtype = grad_output.reshape(-1, grad_output.size(-1)).contiguous(), rows.dtype
         grad_bias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
-        saved = rows.reshape(-1, rows.size(-1)).contiguous()
         parameter, main_grad, fusion, megatron = ctx.deferred.weight, ctx.main_grad, ctx.fusion, ctx.megatron
 
         def gradient() -> Tensor | None:
+            whole = ranks.gather(rows)
+            saved = whole.reshape(-1, whole.size(-1)).contiguous()
             total = WeightGradient(parameter, saved, main_grad, fusion, megatron)
             total.add(flat, saved)
             return total.result(dtype)
 
-        return grad_rows, ctx.deferred.defer(gradient), grad_bias, None, None, None
+        token = ctx.deferred.defer(gradient, (rows, flat))
+        return grad_rows, token, grad_bias, None, None, None, None

@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.schedule import megatron_order, recorded, report
+from mindspeed_dsa.schedule import lists, megatron_order, recorded, report
 from mindspeed_dsa.schedule.events import Costs, Event, Kind
 from mindspeed_dsa.schedule.report import Figures, figures
 from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
@@ -57,6 +57,8 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
         paired=layout.paired,
         extra_warmup=layout.extra_warmup,
     )
+    if layout.split:
+        schedule = lists.weights_later(schedule, layout.waiting)
     simulated = simulate(schedule, Costs(measured=_measured(real)))
     other = []
     for rank, (ours, theirs) in enumerate(zip(real.ranks, simulated.ranks, strict=True)):

@@ -1,4 +1,4 @@
-"""Schedules that Megatron does not have, as lists to compare with: they can be simulated, not trained with.
+"""Schedules that Megatron does not have, as lists.
 
 Sources: ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023); DualPipeV of the DeepSeek-V3 report's
 DualPipe, cut in half so that each rank holds two stages and nothing twice.
@@ -7,7 +7,8 @@ DualPipe, cut in half so that each rank holds two stages and nothing twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
@@ -20,26 +21,43 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
         ranks: pipeline parallel size.
         microbatches: per step.
     """
-    return Schedule(
-        "zero bubble (ZB-H1)",
-        tuple(tuple(_zero_bubble_rank(ranks, rank, microbatches)) for rank in range(ranks)),
-        1,
-        microbatches,
+    lists = tuple(tuple(_one_f_one_b(ranks - rank - 1, microbatches)) for rank in range(ranks))
+    return replace(weights_later(Schedule("", lists, 1, microbatches)), name="zero bubble (ZB-H1)")
+
+
+def _one_f_one_b(warmup: int, microbatches: int) -> Iterator[Event]:
+    for step in range(microbatches + warmup):
+        if step < microbatches:
+            yield Event(Kind.FORWARD, 0, step)
+        if step >= warmup:
+            yield Event(Kind.BACKWARD, 0, step - warmup)
+
+
+def weights_later(schedule: Schedule, most: int | None = None) -> Schedule:
+    """Split weight gradients off from a schedule's backwards; those of a rank run in the backwards' order.
+
+    On each rank as many wait as its number, which fills the waits at the end; more fill nothing.
+
+    Args:
+        schedule: without pairs, whose backwards are whole.
+        most: that may wait on any rank, of one chunk and microbatch each.
+    """
+    lists = (
+        tuple(_weights_later(events, rank if most is None else min(rank, most)))
+        for rank, events in enumerate(schedule.ranks)
     )
+    return replace(schedule, name=f"{schedule.name}, split", ranks=tuple(lists))
 
 
-def _zero_bubble_rank(ranks: int, rank: int, microbatches: int) -> Iterator[Event]:
-    warmup = min(ranks - rank - 1, microbatches)
-    for microbatch in range(warmup):
-        yield Event(Kind.FORWARD, 0, microbatch)
-    for microbatch in range(microbatches):
-        if warmup + microbatch < microbatches:
-            yield Event(Kind.FORWARD, 0, warmup + microbatch)
-        yield Event(Kind.BACKWARD, 0, microbatch)
-        if microbatch >= rank:
-            yield Event(Kind.WEIGHT, 0, microbatch - rank)
-    for microbatch in range(max(microbatches - rank, 0), microbatches):
-        yield Event(Kind.WEIGHT, 0, microbatch)
+def _weights_later(events: Iterable[Event], waiting: int) -> Iterator[Event]:
+    left: deque[Event] = deque()
+    for event in events:
+        yield event
+        if event.kind is Kind.BACKWARD:
+            left.append(Event(Kind.WEIGHT, event.chunk, event.microbatch))
+            if len(left) > waiting:
+                yield left.popleft()
+    yield from left
 
 
 def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:

@@ -26,6 +26,8 @@ class Layout:
         group: microbatch group size.
         paired: forward and backward shared blocks.
         extra_warmup: one more warmup.
+        split: weight gradients were computed apart.
+        waiting: as many of them might wait; ``None``: as the list has it.
     """
 
     ranks: int
@@ -34,6 +36,8 @@ class Layout:
     group: int
     paired: bool
     extra_warmup: bool
+    split: bool = False
+    waiting: int | None = None
 
 
 def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Span]) -> str:

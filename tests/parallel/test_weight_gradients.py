@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.data_parallel.fsdp2.pairs import Late, _QueuedGradient
-from mindspeed_dsa.parallel.weight_gradients import DeferredGradient
+from mindspeed_dsa.features.data_parallel.fsdp2.pairs import Late
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, QueuedGradient
 
 ORDERS = [(1.0, 2.0), (1.0, None, 2.0), (1.0, None), (None, 1.0), (None, None)]
 
@@ -42,7 +42,7 @@ def test_the_same_of_a_unit_whose_gradients_come_late(values, before):
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[]))
     late, weight = Late(unit), torch.zeros(3, requires_grad=True)
     weight.grad = None if before is None else torch.full((3,), before)
-    leave(_QueuedGradient(weight, late._queue), values)
+    leave(QueuedGradient(weight, late._queue), values)
     late.run()
     assert len(late) == 0
     assert same(weight.grad, expected((before, *values)))

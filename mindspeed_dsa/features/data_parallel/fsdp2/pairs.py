@@ -35,7 +35,7 @@ from mindspeed_dsa.features.data_parallel.fsdp2 import checks
 from mindspeed_dsa.megatron.gathered_weights import hold
 from mindspeed_dsa.megatron.split_layers import transformer_layer
 from mindspeed_dsa.parallel import saved_tensors
-from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Gradient, defer_gradients
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Queued, QueuedGradient, defer_gradients
 from mindspeed_dsa.patches.errors import SettingsError
 
 # -- Megatron's schedule of pairs -------------------------------------------------------------------
@@ -342,19 +342,6 @@ def groups_of(unit: Any) -> list[Any]:
 # -- gradients that backward leaves uncomputed ------------------------------------------------------
 
 
-class _QueuedGradient(DeferredGradient):
-    """A deferred gradient that adds no autograd node, so that backward does not reach the weight."""
-
-    def __init__(self, weight: Tensor, queue: list[tuple[Tensor, Gradient]]) -> None:
-        self.weight, self.taken = weight, False
-        self.edge = weight.new_empty(0).requires_grad_()
-        self._queue = queue
-
-    def defer(self, gradient: Gradient) -> Tensor:
-        self._queue.append((self.weight, gradient))
-        return self.weight.new_empty(0)
-
-
 class Late:
     """Gradients of one unit's weights that backward leaves uncomputed.
 
@@ -368,12 +355,12 @@ class Late:
         apart = set(without)
         weights = [each for group in self._groups for each in group.fsdp_params]
         self._weights = [each for each in weights if each._module_info.module not in apart]
-        self._queue: list[tuple[Tensor, Gradient]] = []
+        self._queue: list[Queued] = []
 
     def deferred(self) -> AbstractContextManager[Collection[DeferredGradient]]:
         """Have functions that are called in the block leave them here; the weights are gathered."""
         weights = [each.unsharded_param for each in self._weights]
-        return defer_gradients(weights, lambda weight: _QueuedGradient(weight, self._queue))
+        return defer_gradients(weights, lambda weight: QueuedGradient(weight, self._queue))
 
     def __len__(self) -> int:
         """Return how many gradients are to be computed."""
@@ -386,9 +373,7 @@ class Late:
         Its weights may be in use for another microbatch meanwhile.
         """
         while self._queue:
-            weight, gradient = self._queue.pop(0)  # each lets go of its operands as soon as it is done
-            computed = gradient()
-            del gradient
+            weight, computed = _computed(self._queue.pop(0))  # operands go as soon as each is done
             if computed is not None:
                 weight.grad = computed if weight.grad is None else weight.grad + computed
         for group in self._groups:
@@ -397,6 +382,10 @@ class Late:
     def drop(self) -> None:
         """Forget those of a step that failed."""
         self._queue.clear()
+
+
+def _computed(queued: Queued) -> tuple[Tensor, Tensor | None]:
+    return queued.weight, queued.gradient()
 
 
 def _reduce(group: Any) -> None:

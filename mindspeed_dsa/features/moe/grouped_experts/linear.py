@@ -145,7 +145,7 @@ def _defer(
     deferred: DeferredGradient, receive: Callable[[WeightGradient], Tensor | None], gradient: WeightGradient
 ) -> Tensor:
     later: Gradient = partial(receive, gradient)
-    return deferred.defer(later)
+    return deferred.defer(later, (gradient.rows, gradient.grad_output))
 
 
 def gradient_receiver(weight: Any, megatron: Megatron) -> Callable[[WeightGradient], Tensor | None] | None:

@@ -74,7 +74,7 @@ class Ahead(pipeline_steps.Follower):
             if event.kind is Kind.FORWARD:
                 self.unit = unit
                 self.segments[unit], self.layers[unit] = [], []
-            elif not self.pairs:
+            elif event.kind is Kind.BACKWARD and not self.pairs:
                 for segment in self.segments.pop(unit):
                     self.recomputed["in place" if segment.outputs is None else "ahead"] += 1
                 self._done += 1

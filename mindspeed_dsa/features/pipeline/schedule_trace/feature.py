@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
+from mindspeed_dsa.features.pipeline.split_backward.feature import splits_backward
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -22,10 +23,14 @@ class Options:
     Attributes:
         folder: where the files go.
         step: which training step of the run is recorded, from 1.
+        split: weight gradients are computed apart.
+        waiting: as many of them may wait, where that is bounded.
     """
 
     folder: Path
     step: int
+    split: bool = False
+    waiting: int | None = None
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -40,7 +45,12 @@ class Options:
                 f"--trace-schedule-step {step} records nothing without --trace-schedule; name a folder with "
                 "that, or omit it"
             )
-        return cls(folder=Path(folder), step=STEP if step is None else step)
+        return cls(
+            folder=Path(folder),
+            step=STEP if step is None else step,
+            split=splits_backward(settings),
+            waiting=getattr(settings, "split_backward_waiting", None),
+        )
 
 
 def trace_wanted(settings: Any) -> bool:

@@ -78,6 +78,8 @@ class Recorder(pipeline_steps.Follower):
             group=getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks,
             paired=pairs,
             extra_warmup=pairs,
+            split=self._options.split,
+            waiting=self._options.waiting,
         )
 
     def _position(self) -> dict[str, int]:

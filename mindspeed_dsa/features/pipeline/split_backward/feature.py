@@ -1,0 +1,200 @@
+"""Gradients of inputs first, those of weights where a pipeline would wait: ZB-H1, plain or interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.spec import Patch
+
+FLAG, WAITING = "--split-backward", "--split-backward-waiting"
+DELAY = "--delay-wgrad-compute"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The requested settings.
+
+    Attributes:
+        waiting: how many weight gradients may wait, each of one chunk and microbatch; ``None``: as many as
+            the schedule has a use for.
+    """
+
+    waiting: int | None = None
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Build from resolved settings.
+
+        Raises:
+            SettingsError: a bound without a split, or a negative one.
+        """
+        waiting = settings.split_backward_waiting
+        if waiting is not None and not splits_backward(settings):
+            raise SettingsError(
+                f"{WAITING} {waiting} bounds what waits with {FLAG}; add that, or omit the bound"
+            )
+        if waiting is not None and waiting < 0:
+            raise SettingsError(f"{WAITING} is {waiting}; give 0, where none waits for long, or more")
+        return cls(waiting)
+
+
+def splits_backward(settings: Any) -> bool:
+    """Return whether weight gradients are computed apart."""
+    return bool(getattr(settings, "split_backward", False)) or _served(settings)
+
+
+def _served(values: Any) -> bool:
+    """Return whether Megatron's flag is given, for its own layers in a pipeline without pairs."""
+    return bool(
+        argument(values, "delay_wgrad_compute")
+        and argument(values, "transformer_impl") in (None, "local")
+        and not argument(values, "overlap_moe_expert_parallel_comm")
+        and not argument(values, "moe_fb_overlap")
+    )
+
+
+def split_wanted(settings: Any) -> bool:
+    """Return whether backwards are split, or a bound is given, which is refused by itself."""
+    return splits_backward(settings) or settings.split_backward_waiting is not None
+
+
+def serve_without_transformer_engine(args: Any) -> list[str]:
+    """Take Megatron's flag away, before it asks for Transformer Engine's layers; for ``Feature.rewrite``."""
+    if not _served(args):
+        return []
+    args.delay_wgrad_compute = False
+    return [f"weight gradients wait as with {FLAG}, which needs no Transformer Engine, for {DELAY}"]
+
+
+_REFUSED = {
+    "overlap_moe_expert_parallel_comm": "runs forwards and backwards in pairs, whose parts have an order of "
+    "their own",
+    "moe_fb_overlap": "runs forwards and backwards in pairs, whose parts have an order of their own",
+    "delay_wgrad_compute": "has Transformer Engine's layers keep their weight gradients",
+    "defer_embedding_wgrad_compute": "moves the output layer's weight gradients elsewhere",
+    "overlap_dispatch_backward_with_experts_wgrad": "places the experts' weight gradients elsewhere",
+    "use_ring_exchange_p2p": "returns from a transfer when that is done, with nothing to compute meanwhile",
+    "use_megatron_fsdp": "drops whole weights and gradients in backward",
+    "use_custom_fsdp": "drops whole weights and gradients in backward",
+    "use_torch_fsdp2": "reduces a layer's gradients at the end of its backward",
+    "enable_cuda_graph": "would replay whole backwards",
+    "external_cuda_graph": "would replay whole backwards",
+    "cuda_graph_impl": "would replay whole backwards",
+    "cpu_offloading": "moves a layer's saved tensors at places in its backward",
+    "fp8": "multiplies in Transformer Engine's layers",
+    "fp4": "multiplies in Transformer Engine's layers",
+}
+"""Arguments of Megatron that are refused when they are set, and why."""
+
+
+def check_split(args: Any, options: Any) -> Iterator[str]:
+    """Refuse jobs without a pipeline, and arguments that put weight gradients elsewhere."""
+    if argument(args, "pipeline_model_parallel_size") == 1:
+        yield (
+            f"{FLAG} fills the waits of a pipeline, and there is none; set --pipeline-model-parallel-size or "
+            "omit it"
+        )
+    if argument(args, "transformer_impl") not in (None, "local"):
+        yield (
+            f"{FLAG} needs Megatron's own linear layers; use --transformer-impl local, or Transformer "
+            f"Engine's {DELAY} with --overlap-moe-expert-parallel-comm"
+        )
+    if argument(args, "num_microbatches_with_partial_activation_checkpoints"):
+        yield f"{FLAG} knows one way to recompute in all microbatches; omit partial activation checkpoints"
+    yield from check_refused(args, FLAG, _REFUSED)
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_OUTERMOST = 20
+"""Outside of what replaces Megatron's recomputation."""
+_HERE = "mindspeed_dsa.features.pipeline.split_backward.playing"
+
+FEATURE = Feature(
+    name="split-backward",
+    summary="Sends gradients of inputs first and computes those of weights where a pipeline rank would wait "
+    "(ZB-H1).",
+    flags=(
+        Flag(
+            FLAG,
+            "Split backwards of 1F1B and interleaved pipelines: gradients of inputs first, those of weights "
+            "while transfers are on their way and in waits.",
+        ),
+        Flag(
+            WAITING,
+            "At most N weight gradients wait on a rank, each of one chunk and microbatch, with their "
+            "operands; default: as many as the rank's number.",
+            kind="value",
+            type=int,
+            metavar="N",
+        ),
+        Flag(DELAY, "Megatron's own; without Transformer Engine it asks for the same.", megatron=True),
+        Flag("--transformer-impl", "Megatron's own.", kind="value", megatron=True),
+        Flag("--overlap-moe-expert-parallel-comm", "Megatron's own.", megatron=True),
+    ),
+    patches=(
+        Patch(
+            f"{_SCHEDULES}:get_forward_backward_func",
+            "wrap",
+            f"{_HERE}:play_steps",
+            "makes the list of a step's events and computes what waits before gradients are finalized",
+        ),
+        Patch(
+            f"{_SCHEDULES}:forward_step",
+            "wrap",
+            f"{_HERE}:defer_in_forwards",
+            "has linear layers leave their weights' gradients for later",
+        ),
+        Patch(
+            f"{_SCHEDULES}:backward_step",
+            "wrap",
+            f"{_HERE}:follow_backwards",
+            "advances to the weight gradients that the list has after a backward",
+            params=("output_tensor",),
+        ),
+        Patch(
+            f"{_P2P}:_p2p_ops",
+            "wrap",
+            f"{_HERE}:compute_while_sending",
+            "computes weight gradients while the input's gradient is on its way",
+            params=("tensor_send_prev",),
+        ),
+        Patch(
+            f"{_P2P}:_batched_p2p_ops",
+            "wrap",
+            f"{_HERE}:compute_while_sending",
+            "computes weight gradients while batched transfers are on their way",
+            params=("tensor_send_prev",),
+        ),
+        Patch(
+            f"{_RANDOM}:checkpoint",
+            "wrap",
+            f"{_HERE}:defer_in_recomputation",
+            "has recomputed layers leave their weights' gradients for later as well",
+            params=("function", "distribute_saved_activations"),
+            priority=_OUTERMOST,
+        ),
+        Patch(
+            f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
+            "wrap",
+            f"{_HERE}:defer_where_outputs_are_discarded",
+            "has recomputed projections leave their weights' gradients for later as well",
+            params=("run_function",),
+            priority=_OUTERMOST,
+        ),
+        DEFERRED_GRADIENTS,
+    ),
+    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
+    active=split_wanted,
+    options=Options.of,
+    rewrite=serve_without_transformer_engine,
+    check=check_split,
+    doc="split-backward.md",
+)

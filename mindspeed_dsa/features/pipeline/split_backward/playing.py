@@ -1,0 +1,164 @@
+"""Weight gradients of a step, played where the schedule's list has them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.pipeline.split_backward.feature import Options
+from mindspeed_dsa.features.pipeline.waiting_gradients import Unit, WaitingGradients
+from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.parallel.weight_gradients import deferred_as_now
+from mindspeed_dsa.schedule import lists, megatron_order
+from mindspeed_dsa.schedule.events import Event, Kind
+
+_Function = Callable[..., Any]
+_MIB = 1 << 20
+
+
+class Player(pipeline_steps.Follower):
+    """Runs the weight gradients that the list has after each backward; Megatron runs the rest of it.
+
+    They run when the gradient of the backward's input has been sent and before anything is waited for, or,
+    where nothing is sent, at once.
+
+    Attributes:
+        waiting: of the step that runs, or of the last one.
+    """
+
+    def __init__(self, context: Context[Options]) -> None:
+        super().__init__(context.megatron)
+        self._most, self._log = context.options.waiting, context.log
+        self.waiting: WaitingGradients | None = None
+        self.unit: Unit | None = None
+        """Of the forward that runs."""
+        self._after: dict[Unit, list[Unit]] = {}
+        self._due: deque[Unit] = deque()
+        self._is_first = False
+
+    def begins(self, step: dict[str, Any]) -> bool:
+        """Make this rank's list."""
+        chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
+        config = self.megatron("core.utils").get_model_config(chunks[0])
+        state = self.megatron("core.parallel_state")
+        ranks, rank = (
+            state.get_pipeline_model_parallel_world_size(),
+            state.get_pipeline_model_parallel_rank(),
+        )
+        microbatches = step["num_microbatches"]
+        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
+        whole = megatron_order.schedule(self.megatron, ranks, len(chunks), microbatches, group)
+        self._after = _after_backwards(lists.weights_later(whole, self._most).ranks[rank])
+        self._due.clear()
+        self.unit, self._is_first = None, rank == 0
+        self.waiting = WaitingGradients(chunks, microbatches, self.megatron)
+        return True
+
+    def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
+        """Call a schedule whose reductions wait for all weight gradients."""
+
+        def reduced_later(*inner: Any, **keywords: Any) -> Any:
+            if not self.following or self.waiting is None:
+                return schedule(*inner, **keywords)
+            with self.waiting.step():
+                return schedule(*inner, **keywords)
+
+        return super().run(reduced_later, args, step)
+
+    def ends(self, step: dict[str, Any]) -> None:
+        """Say once what waited."""
+        if self.waiting is not None:
+            self._log.info(
+                "at most %d weight gradients waited, with %.1f MiB of operands",
+                self.waiting.most_units,
+                self.waiting.most_bytes / _MIB,
+                once=True,
+                ranks="stage",
+            )
+
+    def before(self, events: Sequence[Event]) -> None:
+        """Catch up, if no transfer has come in between."""
+        (event,) = events
+        if event.kind is not Kind.WEIGHT:
+            self.play()
+        self.unit = (event.chunk, event.microbatch) if event.kind is Kind.FORWARD else None
+
+    def after(self, events: Sequence[Event]) -> None:
+        """Note what is due after a backward; the first stage sends no gradient to compute it under."""
+        (event,) = events
+        self.unit = None
+        if event.kind is not Kind.BACKWARD or self.waiting is None:
+            return
+        self.waiting.ran_backward(event.chunk)
+        self._due += self._after[event.chunk, event.microbatch]
+        if self._is_first and event.chunk == 0:
+            self.play()
+
+    def play(self) -> None:
+        """Compute what is due."""
+        while self._due and self.waiting is not None:
+            self.waiting.run(*self._due.popleft())
+
+
+def _after_backwards(events: Sequence[Event]) -> dict[Unit, list[Unit]]:
+    """Return the weight gradients that a rank's list has between each backward and the next event."""
+    after: dict[Unit, list[Unit]] = defaultdict(list)
+    last: Unit = (0, 0)
+    for event in events:
+        unit = (event.chunk, event.microbatch)
+        if event.kind is Kind.WEIGHT:
+            after[last].append(unit)
+        elif event.kind is Kind.BACKWARD:
+            last = unit
+    return after
+
+
+play_steps, _follow_forwards, follow_backwards = pipeline_steps.decorators(Player)
+
+
+def defer_in_forwards(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``forward_step``."""
+    player = context.state(Player)
+
+    @wraps(original)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        if player.unit is None or player.waiting is None:
+            return original(*args, **kwargs)
+        with player.waiting.deferring(*player.unit):
+            return original(*args, **kwargs)
+
+    return _follow_forwards(forward_step, context)
+
+
+def compute_while_sending(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``_p2p_ops`` and ``_batched_p2p_ops``: who has sent a gradient has time."""
+    player = context.state(Player)
+
+    def p2p_ops(*, tensor_send_prev: Any, **kwargs: Any) -> Any:
+        works = original(tensor_send_prev=tensor_send_prev, **kwargs)
+        if tensor_send_prev is not None and player.following:
+            player.play()
+        return works
+
+    return p2p_ops
+
+
+def defer_in_recomputation(original: _Function) -> _Function:
+    """Decorate ``tensor_parallel.random.checkpoint``."""
+
+    def checkpoint(function: _Function, *args: Any) -> Any:
+        return original(deferred_as_now(function), *args)
+
+    return checkpoint
+
+
+def defer_where_outputs_are_discarded(original: _Function) -> _Function:
+    """Decorate ``CheckpointWithoutOutput.checkpoint``."""
+
+    def checkpoint(self: Any, run_function: _Function, *args: Any) -> Any:
+        return original(self, deferred_as_now(run_function), *args)
+
+    return checkpoint
