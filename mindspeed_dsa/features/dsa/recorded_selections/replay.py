@@ -193,12 +193,12 @@ class HandedOver(_Source):
 
     def __init__(self, header: Header, missing: str) -> None:
         super().__init__(missing)
-        self._header = header
+        self.header = header
         self._array: Tensor | None = None
 
     def give(self, topk_indices: Tensor) -> None:
         """Take the microbatch's selections, as :func:`hand_over` says."""
-        columns = len(self._header.computing)
+        columns = len(self.header.computing)
         if topk_indices.dim() not in (3, 4) or topk_indices.shape[-2] != columns:
             raise SelectionError(
                 f"{REPLAY} batch: selections are {list(topk_indices.shape)}; hand over [tokens, {columns}, "
@@ -224,7 +224,7 @@ class HandedOver(_Source):
                 f"microbatch "
                 f"has {rows.batch}"
             )
-        of_layer = array[sequence, :, self._header.computing.index(rows.layer)]  # [tokens, topk]
+        of_layer = array[sequence, :, self.header.computing.index(rows.layer)]  # [tokens, topk]
         has = positions < of_layer.shape[0]
         chosen = torch.from_numpy(positions.clip(max=of_layer.shape[0] - 1)).to(of_layer.device)
         keys = of_layer.index_select(0, chosen.long()).cpu().numpy()
@@ -249,6 +249,19 @@ def hand_over(topk_indices: Tensor) -> None:
     Raises:
         SelectionError: the shape is another one, or ``--dsa-replay-selections batch`` is not on.
     """
+    _waiting().give(topk_indices)
+
+
+def waiting_header() -> Header:
+    """Return the model of the microbatch that waits for its selections.
+
+    Raises:
+        SelectionError: none does.
+    """
+    return _waiting().header
+
+
+def _waiting() -> HandedOver:
     microbatch = replayed_selections.current()
     if microbatch is None or not isinstance(microbatch.source, HandedOver):
         raise SelectionError(
@@ -257,7 +270,7 @@ def hand_over(topk_indices: Tensor) -> None:
             "the function that Megatron's schedule calls for each microbatch, or run the model below "
             "`replaying`"
         )
-    microbatch.source.give(topk_indices)
+    return microbatch.source
 
 
 @contextmanager

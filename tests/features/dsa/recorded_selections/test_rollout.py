@@ -1,0 +1,119 @@
+"""Requests of a rollout in the pack of a training step: each row at its place; what does not fit is named."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver, SelectionError
+from mindspeed_dsa.features.dsa.recorded_selections.rollout import decode, hand_over_requests, in_pack
+from mindspeed_dsa.megatron import replayed_selections
+from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
+from mindspeed_dsa.runs.selections import Header
+
+TOPK = 4
+HEADER = Header(TOPK, 5, 0, (1, 2, 4))
+LENGTHS = (9, 3)
+PADDED = torch.tensor([0, 12, 16, 20], dtype=torch.int32)  # multiples of four, and padding behind
+SHARED = {3: 2, 5: 4}
+"""Layers that share: with which."""
+
+
+def request(rows: int, layers: int = 5, seed: int = 0) -> np.ndarray:
+    """What an engine records, a column for each layer of the decoder, ``[rows, layers, topk]``."""
+    random = np.random.default_rng(seed + rows)
+    out = np.full((rows, layers, TOPK), -1, np.int32)
+    for row in range(rows):
+        for layer in range(layers):
+            count = min(TOPK, row + 1)
+            out[row, layer, :count] = random.permutation(row + 1)[:count]
+    for layer, source in SHARED.items():
+        if layer <= layers:
+            out[:, layer - 1] = out[:, source - 1]
+    return out
+
+
+def test_base64_of_an_engine():
+    expected = request(8)
+    encoded = base64.b64encode(expected.tobytes()).decode("ascii")
+    assert np.array_equal(decode(encoded, 9, 5), expected)
+    with pytest.raises(SelectionError, match="160 keys, which are not of 8 tokens in 7 layers"):
+        decode(encoded, 9, 7)
+    with pytest.raises(SelectionError, match="not of 0 tokens"):
+        decode(encoded, 1, 5)
+
+
+@pytest.mark.parametrize("kind", ["all layers", "layers that select", "tensors", "last rows too"])
+def test_rows_are_attended_to_where_the_pack_has_them(kind):
+    rows = LENGTHS if kind == "last rows too" else [length - 1 for length in LENGTHS]
+    whole = [request(each) for each in rows]
+    requests = whole
+    if kind == "layers that select":
+        requests = [each[:, [0, 1, 3]] for each in whole]
+    if kind == "tensors":
+        requests = [torch.from_numpy(each).long() for each in whole]
+    source = HandedOver(HEADER, "refuse")
+    replayed_selections.put_down(Microbatch(source))
+    try:
+        hand_over_requests(requests, LENGTHS, PADDED)
+    finally:
+        replayed_selections.put_down(None)
+    # Of documents as the model sees them: padding belongs to the request before it.
+    runs = [RowRun(a, b, a, b) for a, b in ((0, 12), (12, 16), (16, 20))]
+    for layer in HEADER.computing:
+        found = source.selection(LayerRows(layer, runs, 1, 20, 20, TOPK)).topk_indices[0]
+        for begin, array in zip((0, 12), whole, strict=True):
+            for row, keys in enumerate(array[:, layer - 1]):
+                expected = sorted(int(key) + begin for key in keys if key >= 0)
+                assert [key for key in found[begin + row].tolist() if key >= 0] == expected
+        # The last token, padding, and the document behind: the keys right before.
+        assert found[11].tolist() == [8, 9, 10, 11]
+        assert found[17].tolist() == [16, 17, -1, -1]
+        if kind != "last rows too":
+            assert found[8].tolist() == [5, 6, 7, 8]
+            assert found[14].tolist() == [12, 13, 14, -1]
+
+
+def test_multi_token_prediction_that_nobody_recorded_has_no_keys():
+    header = Header(TOPK, 5, 1, (1, 2, 4, 6))
+    packed = in_pack([request(8)], [9], torch.tensor([0, 12]), header)
+    assert packed.shape == (12, 4, TOPK)
+    assert (packed[:, 3] == -1).all()
+    assert (packed[:, :3, 0] >= 0).all()
+
+
+def test_tokens_that_the_engine_has_not_read_are_rows_without_keys():
+    packed = in_pack([request(5)], [9], torch.tensor([0, 12]), HEADER)
+    assert (packed[:5, :, 0] >= 0).all()
+    assert (packed[5:8] == -1).all()
+    assert packed[8, 0].tolist() == [8, 7, 6, 5]
+
+
+def test_an_engine_that_selects_fewer_keys():
+    packed = in_pack([request(8)[..., :3]], [9], torch.tensor([0, 9]), HEADER)
+    assert (packed[:8, :, 3] == -1).all()
+    assert (packed[3:8, :, :3] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("requests", "lengths", "words"),
+    [
+        ([request(8, 4)], [9], "request 0 has 4 layers, and the model 5, of which 3 select"),
+        ([np.zeros((8, 3, 6), np.int32)], [9], "up to 6 keys for a row, and the model selects 4"),
+        ([request(10)], [9], "has 10 rows and 9 tokens, in a document of 12; give the length"),
+        ([request(12)], [13], "has 12 rows and 13 tokens, in a document of 12"),
+        ([request(8)], [9, 3], "1 requests, 2 lengths and 3 documents"),
+        ([request(2)] * 4, [3] * 4, "4 requests, 4 lengths and 3 documents"),
+    ],
+)
+def test_what_does_not_fit_is_named(requests, lengths, words):
+    with pytest.raises(SelectionError, match=words):
+        in_pack(requests, lengths, PADDED, HEADER)
+
+
+def test_it_needs_a_microbatch_that_waits():
+    with pytest.raises(SelectionError, match="outside of a microbatch's forward"):
+        hand_over_requests([request(8)], [9], PADDED)
