@@ -46,6 +46,8 @@ class LayerRows:
         rows: of each sequence on this rank.
         keys: of each sequence.
         topk: keys that a row selects at most.
+        tokens: ``[batch, rows]``, of the rows, on the device; None where this pipeline stage does not get
+            them.
     """
 
     layer: int
@@ -54,6 +56,7 @@ class LayerRows:
     rows: int
     keys: int
     topk: int
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,10 @@ class Replayed:
     Attributes:
         topk_indices: ``[batch, rows, min(topk, keys)]`` int32, positions in the sequence, ascending, -1 at
             the tail.
-        is_complete: every row lists all keys that it sees.
         missing: ``[batch, rows]`` bool, rows whose keys the indexer is to select; None: it selects none.
     """
 
     topk_indices: Tensor
-    is_complete: bool
     missing: Tensor | None = None
 
     def to(self, device: torch.device) -> Replayed:
@@ -91,7 +92,7 @@ class Replayed:
             indices = (indices - low).clamp_min_(-1)
         width = indices.shape[-1] if keys is None else min(indices.shape[-1], keys)
         missing = None if self.missing is None else self.missing[:, rows]
-        return Replayed(indices[..., :width], self.is_complete, missing)
+        return Replayed(indices[..., :width], missing)
 
 
 class Source(Protocol):
@@ -137,10 +138,12 @@ class Microbatch:
     Attributes:
         source: where its selections come from; None: indexers select.
         sink: where they go; None: nowhere.
+        tokens: ``[batch, rows]`` of this rank, from the model's first stage on.
     """
 
     source: Source | None = None
     sink: Sink | None = None
+    tokens: Tensor | None = None
 
 
 _current: ContextVar[Microbatch | None] = ContextVar("_current", default=None)
@@ -159,7 +162,7 @@ def put_down(microbatch: Microbatch | None) -> None:
 @contextmanager
 def recomputing(microbatch: Microbatch | None) -> Iterator[None]:
     """Run once more as part of a microbatch, whose selections have been recorded the first time."""
-    again = None if microbatch is None or microbatch.source is None else Microbatch(microbatch.source)
+    again = None if microbatch is None or microbatch.source is None else replace(microbatch, sink=None)
     token = _current.set(again)
     try:
         yield

@@ -8,8 +8,9 @@ with records, each of which has its length and a checksum before it:
   the decoder's;
 * its rows are runs of neighbours: the position at which their document begins, that of the first row, and how
   many there are. Positions of rows count from the first row of the sequence, or pack;
-* their keys count from the begin of the document, see :mod:`.selection_rows`; behind them may lie, for each
-  key in ascending order, the share of the row's attention that it got, summed over heads, as fp16.
+* their keys count from the begin of the document, see :mod:`.selection_rows`; behind them lie the lower 16
+  bits of each row's token, where the rank knows them, by which other data are noticed; and maybe, for each
+  key in ascending order, the share of the row's attention that it got, a mean over heads, as fp16.
 
 A rank that is killed leaves half a record at the end at most, which readers pass over and the next writer
 cuts off. A later file of the same rank, ``rank00003-1.selections``, is of a job that went on in another
@@ -37,8 +38,10 @@ SUFFIX = ".selections"
 _MAGIC = b"DSASEL1\n"
 _PREFIX = struct.Struct("<II")
 """Length of what follows, and its CRC-32."""
-_RECORD = struct.Struct("<IIIII")
-"""Step, sequence, layer, number of runs, and length of the keys' bytes."""
+_RECORD = struct.Struct("<IIIII?")
+"""Step, sequence, layer, number of runs, length of the keys' bytes, and whether tokens follow them."""
+_TOKEN = 0xFFFF
+"""Bits of a token that are kept: enough to notice other data."""
 
 
 class Run(NamedTuple):
@@ -166,7 +169,14 @@ class Writer:
             file.truncate(end)
         return True
 
-    def append(self, key: Key, runs: Sequence[Run], keys: Ints, mass: npt.NDArray[Any] | None = None) -> int:
+    def append(
+        self,
+        key: Key,
+        runs: Sequence[Run],
+        keys: Ints,
+        mass: npt.NDArray[Any] | None = None,
+        tokens: npt.NDArray[Any] | None = None,
+    ) -> int:
         """Append one record, and return its bytes.
 
         Args:
@@ -175,6 +185,7 @@ class Writer:
             keys: ``[rows, width]``, counted from the begin of the row's document, -1 where there is none;
                 with a mass they are ascending, -1 at the tail.
             mass: ``[rows, width]``, each key's share of the row's attention.
+            tokens: ``[rows]``, token of each row.
 
         Raises:
             WrongRows: a row lists what it does not see, or a key twice.
@@ -183,7 +194,9 @@ class Writer:
         blob = encode(keys, visible_of(runs))
         shares = b"" if mass is None else mass[keys >= 0].astype("<f2").tobytes()
         flat = np.array(runs, "<u4").tobytes()
-        body = b"".join((_RECORD.pack(*key, len(runs), len(blob)), flat, blob, shares))
+        words = b"" if tokens is None else (tokens & _TOKEN).astype("<u2").tobytes()
+        begin = _RECORD.pack(*key, len(runs), len(blob), tokens is not None)
+        body = b"".join((begin, flat, blob, words, shares))
         return self._write(_PREFIX.pack(len(body), zlib.crc32(body)) + body)
 
     def _write(self, data: bytes) -> int:
@@ -224,7 +237,7 @@ def _entries(file: Any) -> Iterator[_Entry]:
         file.seek(at)
         length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
         end = at + _PREFIX.size + length
-        step, sequence, layer, runs, _ = _RECORD.unpack(file.read(_RECORD.size))
+        step, sequence, layer, runs, *_ = _RECORD.unpack(file.read(_RECORD.size))
         if end > size or _RECORD.size + 12 * runs > length:
             return
         flat = np.frombuffer(file.read(12 * runs), "<u4").reshape(-1, 3).tolist()
@@ -241,12 +254,14 @@ class Rows:
         documents: ``[rows]``, where the row's document begins.
         keys: ``[rows, topk]`` int32, counted from there, ascending, -1 at the tail.
         mass: ``[rows, topk]`` fp32, each key's share of the row's attention; None if it was not recorded.
+        tokens: ``[rows]``, the lower 16 bits of each row's token; None if the rank did not know them.
     """
 
     positions: Ints
     documents: Ints
     keys: Ints
     mass: npt.NDArray[np.float32] | None = None
+    tokens: npt.NDArray[np.uint16] | None = None
 
 
 @dataclass
@@ -328,13 +343,12 @@ class Recording:
         # The last one that says something of a row counts.
         _, last = np.unique(positions[::-1], return_index=True)
         chosen = len(positions) - 1 - last
-        masses = [part.mass for part in parts if part.mass is not None]
-        mass = np.concatenate(masses)[chosen] if len(masses) == len(parts) else None
         return Rows(
             positions[chosen],
             np.concatenate([part.documents for part in parts])[chosen],
             np.concatenate([part.keys for part in parts])[chosen],
-            mass,
+            _joined([part.mass for part in parts], chosen),
+            _joined([part.tokens for part in parts], chosen),
         )
 
     def _read(self, path: Path, entry: _Entry) -> Rows:
@@ -346,10 +360,14 @@ class Recording:
             body = data[_PREFIX.size :]
             if len(body) != length or zlib.crc32(body) != checksum:
                 raise WrongRows("its checksum is another one")
-            *_, size = _RECORD.unpack(body[: _RECORD.size])
+            *_, size, has_tokens = _RECORD.unpack(body[: _RECORD.size])
             at = _RECORD.size + 12 * len(entry.runs)
             keys = decode(body[at : at + size], visible_of(entry.runs), self.header.topk)
-            shares = np.frombuffer(body[at + size :], "<f2")
+            tokens, at = None, at + size
+            if has_tokens:
+                tokens = np.frombuffer(body[at : at + 2 * len(keys)], "<u2")
+                at += 2 * len(keys)
+            shares = np.frombuffer(body[at:], "<f2")
             mass = None
             if len(shares):
                 mass = np.zeros(keys.shape, np.float32)
@@ -363,7 +381,7 @@ class Recording:
         documents = np.repeat(
             np.array([run.document for run in entry.runs], np.int32), [run.rows for run in entry.runs]
         )
-        return Rows(positions_of(entry.runs), documents, keys, mass)
+        return Rows(positions_of(entry.runs), documents, keys, mass, tokens)
 
     def array(self, step: int, sequence: int) -> Ints:
         """Return the selections of one sequence as engines hand them over.
@@ -388,6 +406,11 @@ class Recording:
         for column, rows in found.items():
             out[rows.positions, column] = rows.keys
         return out
+
+
+def _joined(parts: Sequence[npt.NDArray[Any] | None], chosen: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known)[chosen] if len(known) == len(parts) else None
 
 
 def _age(path: Path) -> tuple[int, str]:

@@ -30,6 +30,7 @@ from tests.distributed.flags import (
     VPP2,
 )
 from tests.distributed.parity import Bounds, Lab, Layout, Outcome, assert_same_bits
+from tests.support.pool import CaseError
 
 CP2 = "--context-parallel-size 2"
 RECORDS = "tests.distributed.recorded:train"
@@ -126,3 +127,16 @@ def test_a_foreign_selection_changes_the_run(lab, tmp_path):
         np.array_equal(a.array(place.step, place.sequence), b.array(place.step, place.sequence))
         for place in a.places()
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout", [ONE, Layout("CP2", 2, CP2, SHALLOW, switches=FUSED)], ids=lambda each: each.name
+)
+def test_other_data_are_noticed(lab, tmp_path, layout):
+    recording(lab, layout, tmp_path)
+    other = replace(layout, flags=f"{layout.flags} --seed 7")
+    with pytest.raises(
+        CaseError, match=r"step 1, sequence \d, layer 1: row \d+ has another token than it had"
+    ):
+        replaying(lab, other, tmp_path)

@@ -134,15 +134,28 @@ class Call:
 
     @cached_property
     def layer_rows(self) -> LayerRows:
-        """This rank's rows of the layer, as whoever replays or records selections knows them."""
+        """This rank's rows of the layer, as whoever replays or records selections knows them.
+
+        Raises:
+            RuntimeError: nobody knows the layer's number.
+        """
         rows, batch = self.query.shape[:2]
+        number, microbatch = vars(self.layer).get(replayed_selections.NUMBER), replayed_selections.current()
+        if number is None:
+            raise RuntimeError(
+                "dsa-recorded-selections: a DSAttention was built outside of Megatron's TransformerLayer, "
+                "which "
+                "knows its number; build it inside one, or omit the flag"
+            )
+        tokens = None if microbatch is None else microbatch.tokens
         return LayerRows(
-            layer=vars(self.layer)[replayed_selections.NUMBER],
+            layer=number,
             runs=[RowRun(*run) for run in self.runs],
             batch=batch,
             rows=rows,
             keys=self.key.shape[0] if self.exchange is None else rows * self.exchange.ranks,
             topk=self.topk,
+            tokens=tokens if tokens is not None and tokens.shape == (batch, rows) else None,
         )
 
     @cached_property

@@ -363,10 +363,8 @@ class Problem:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether every row attends to all keys that it sees, as far as is known without a device."""
-        return every_key_is_chosen(
-            self.operands.key.shape[0], self.rows, self.topk, self.parts, self.replayed
-        )
+        """Return whether no row sees more than ``topk`` keys."""
+        return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
 
     @property
     def reads_scores(self) -> bool:
@@ -406,17 +404,13 @@ def needs_index(
         replayed: as of :class:`Problem`.
     """
     parts = parts or Parts()
-    if every_key_is_chosen(keys, rows, topk, parts, replayed):
+    if every_key_is_chosen(keys, rows, topk, parts):
         return loss is not None and (parts.loss is None or parts.choose is None)
     if replayed is not None and replayed.missing is None:
         return loss is not None
     return parts.choose is None
 
 
-def every_key_is_chosen(
-    keys: int, rows: Rows, topk: int, parts: Parts, replayed: Replayed | None = None
-) -> bool:
-    """Return whether every row attends to all keys that it sees, so that the attention is dense."""
-    if replayed is not None and not replayed.is_complete:
-        return False
+def every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
+    """Return whether no row sees more than ``topk`` keys, so that the attention is dense."""
     return parts.attend is None and rows.most_visible(keys) <= topk

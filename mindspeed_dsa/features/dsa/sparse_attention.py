@@ -68,7 +68,7 @@ def sparse_attention(
             with_scores=problem.reads_scores,
         )
 
-    if problem.is_dense and (shared is None or shared[0] is None):
+    if problem.is_dense:
         out = attend_densely(problem.operands, rows, problem.backend).out
         if loss is None:
             return Result(out, None)

@@ -255,6 +255,21 @@ FEATURE = Feature(
             params=("config",),
         ),
         Patch(
+            "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+            "wrap",
+            f"{_HERE}.steps:take_tokens",
+            "selections are of certain tokens, and others are to be noticed",
+            params=("input_ids",),
+        ),
+        Patch(
+            "megatron.core.models.gpt.gpt_model:GPTModel.build_schedule_plan",
+            "wrap",
+            f"{_HERE}.steps:take_tokens",
+            "models that run in pairs are not called",
+            params=("input_ids",),
+            versions=">=0.14",
+        ),
+        Patch(
             f"{_SCHEDULES}:get_forward_backward_func",
             "wrap",
             f"{_HERE}.steps:follow_steps",

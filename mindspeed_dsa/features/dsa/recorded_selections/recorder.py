@@ -20,7 +20,7 @@ from mindspeed_dsa.features.dsa.recorded_selections.feature import RECORD, Optio
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.replayed_selections import LayerRows
 from mindspeed_dsa.platforms import Event
-from mindspeed_dsa.runs.selection_rows import Ints, WrongRows
+from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows
 from mindspeed_dsa.runs.selections import Header, Key, Run, Writer
 
 Floats = npt.NDArray[np.float32]
@@ -39,13 +39,15 @@ class _Piece:
     rows: LayerRows
     indices: Sequence[Tensor | None]
     mass: Tensor | None
+    tokens: Tensor | None
     by_run: bool
     arrived: Event | None
 
     @property
     def nbytes(self) -> int:
         """Bytes that it keeps."""
-        return sum(0 if each is None else each.nbytes for each in (*self.indices, self.mass))
+        kept = (*self.indices, self.mass, self.tokens)
+        return sum(0 if each is None else each.nbytes for each in kept)
 
 
 class Recorder:
@@ -95,19 +97,20 @@ class Recorder:
         if self.failed or (layers is not None and key.layer not in layers):
             return
         if self._thread is None:
+            self._ends, self._writer = False, None
             self._thread = Thread(target=self._work, name="recorded selections", daemon=True)
             self._thread.start()
             atexit.register(self.finish)
         copies: list[Tensor | None] = []
         arrived = None
-        for each in (*indices, mass):
+        for each in (*indices, mass, rows.tokens):
             if each is None or each.device.type == "cpu":
                 copies.append(each)
                 continue
             on_host = platforms.current().empty_pinned(each.shape, each.dtype)
             arrived = platforms.current().copy_async(on_host, each.detach())
             copies.append(on_host)
-        piece = _Piece(key, rows, copies[:-1], copies[-1], by_run, arrived)
+        piece = _Piece(key, rows, copies[:-2], copies[-2], copies[-1], by_run, arrived)
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._bytes + piece.nbytes <= _MOST_BYTES)
             self._waiting.append(piece)
@@ -179,16 +182,21 @@ class Recorder:
         if self._writer is None:
             self._writer = Writer(self._folder, self._rank, self._header, piece.key.step)
         for sequence in range(piece.rows.batch):
-            runs, keys, mass = self._rows(piece, sequence)
+            runs, at, keys, mass = self._rows(piece, sequence)
             if runs:
                 place = piece.key._replace(sequence=piece.key.sequence + sequence)
-                self.nbytes += self._writer.append(place, runs, keys, mass)
+                tokens = None if piece.tokens is None else piece.tokens[sequence].numpy()[at]
+                self.nbytes += self._writer.append(place, runs, keys, mass, tokens)
                 self.records += 1
 
-    def _rows(self, piece: _Piece, sequence: int) -> tuple[list[Run], Ints, Floats | None]:
-        """Return the runs to record of a sequence, their keys, counted from the document, and masses."""
+    def _rows(self, piece: _Piece, sequence: int) -> tuple[list[Run], Longs, Ints, Floats | None]:
+        """Return the runs to record of a sequence, its rows on this rank, their keys, and maybe masses.
+
+        Keys are counted from the begin of the document; with masses they are ascending.
+        """
         width = min(piece.rows.topk, piece.rows.keys)
-        runs, parts, masses = [], [], []
+        runs, rows = [], [np.zeros(0, np.int64)]
+        parts = [np.zeros((0, width), np.int32)]
         for number, (first, end, low, high) in enumerate(piece.rows.runs):
             if high == low:
                 continue
@@ -199,24 +207,22 @@ class Recorder:
                 keys = np.arange(width, dtype=np.int32)[None].repeat(end - first, axis=0)
                 keys[keys >= visible[:, None]] = -1
             else:
-                at = slice(end - first) if piece.by_run else slice(first, end)
-                keys = indices[sequence, at].numpy()
+                part = slice(end - first) if piece.by_run else slice(first, end)
+                keys = indices[sequence, part].numpy()
                 if low and not piece.by_run:
                     keys = np.where(keys >= 0, keys - low, -1)
                 keys = np.pad(keys, ((0, 0), (0, width - keys.shape[1])), constant_values=-1)
             for begin, stop in self._wanted(position, high):
                 runs.append(Run(low, begin, stop - begin))
+                rows.append(np.arange(begin, stop) - position + first)
                 parts.append(keys[begin - position : stop - position])
-                if piece.mass is not None:
-                    at = slice(first + begin - position, first + stop - position)
-                    masses.append(piece.mass[sequence, at].numpy())
-        keys = np.concatenate(parts) if parts else np.zeros((0, width), np.int32)
-        if not masses:
-            return runs, keys, None
+        at, keys = np.concatenate(rows), np.concatenate(parts)
+        if piece.mass is None:
+            return runs, at, keys, None
         # Shares lie behind the keys in ascending order.
         order = np.argsort(np.where(keys >= 0, keys, np.iinfo(np.int32).max), axis=1, kind="stable")
-        keys = np.take_along_axis(keys, order, axis=1)
-        return runs, keys, np.take_along_axis(np.concatenate(masses), order, axis=1)
+        mass = piece.mass[sequence].numpy()[at]
+        return runs, at, np.take_along_axis(keys, order, axis=1), np.take_along_axis(mass, order, axis=1)
 
     def _wanted(self, first: int, end: int) -> list[tuple[int, int]]:
         """Return the runs of positions among these that are to be recorded."""

@@ -16,7 +16,7 @@ from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, Replayed
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.selection_rows import Ints, WrongRows, check
+from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, check
 from mindspeed_dsa.runs.selections import Header, Key, Recording
 
 Bools = npt.NDArray[np.bool_]
@@ -51,8 +51,15 @@ class _Source(ABC):
         self._missing = missing
 
     @abstractmethod
-    def found(self, rows: LayerRows, sequence: int, positions: Ints) -> Found:
-        """Return what there is for a sequence of the microbatch, at these positions."""
+    def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
+        """Return what there is for a sequence of the microbatch.
+
+        Args:
+            rows: of the layer.
+            sequence: of the microbatch.
+            positions: of the rows in the sequence.
+            at: of the rows on this rank.
+        """
 
     @abstractmethod
     def place(self, rows: LayerRows, sequence: int) -> str:
@@ -74,31 +81,24 @@ class _Source(ABC):
         visible, width = positions - low + 1, min(rows.topk, rows.keys)
         out = np.full((rows.batch, rows.rows, width), -1, np.int32)
         missing = np.zeros((rows.batch, rows.rows), np.bool_)
-        is_complete = True
         for sequence in range(rows.batch):
-            found = self.found(rows, sequence, positions)
+            found = self.found(rows, sequence, positions, at)
             keys = self._checked(found, rows, sequence, positions, low, visible)
             counts = np.count_nonzero(keys >= 0, axis=1)
             lacks = ~found.has | (counts < np.minimum(visible, rows.topk))
             if lacks.any() and self._missing == REFUSE:
                 row = int(lacks.argmax())
-                what = (
-                    f"has {counts[row]} keys and sees {visible[row]}"
-                    if found.has[row]
-                    else "has no selection"
-                )
+                what = "has no selection"
+                if found.has[row]:
+                    what = f"has {counts[row]} keys and sees {visible[row]}"
                 raise SelectionError(
-                    f"{self.place(rows, sequence)}: row {positions[row]} {what}; record what is to be "
-                    f"replayed "
-                    f"whole, or let the indexer select there by --dsa-replay-missing {SELECT}"
+                    f"{self.place(rows, sequence)}: row {positions[row]} {what}; record all that is "
+                    f"replayed, or "
+                    f"let the indexer select there by --dsa-replay-missing {SELECT}"
                 )
             out[sequence, at] = np.where(keys >= 0, keys + low[:, None], -1)
             missing[sequence, at] = lacks
-            # What the indexer selects for a row has all its keys if these are not too many.
-            is_complete &= bool(np.where(lacks, visible <= rows.topk, counts == visible).all())
-        return Replayed(
-            torch.from_numpy(out), is_complete, torch.from_numpy(missing) if missing.any() else None
-        )
+        return Replayed(torch.from_numpy(out), torch.from_numpy(missing) if missing.any() else None)
 
     def _checked(
         self,
@@ -153,6 +153,7 @@ class Recorded(_Source):
     def __init__(self, recording: Recording, step: int, place: int, missing: str) -> None:
         super().__init__(missing)
         self._recording, self._step, self._place = recording, step, place
+        self._tokens: npt.NDArray[np.int64] | None = None
 
     def _key(self, rows: LayerRows, sequence: int) -> Key:
         return Key(self._step, self._place * rows.batch + sequence, rows.layer)
@@ -162,7 +163,7 @@ class Recorded(_Source):
         step, number, layer = self._key(rows, sequence)
         return f"{REPLAY} {self._recording.folder}: step {step}, sequence {number}, layer {layer}"
 
-    def found(self, rows: LayerRows, sequence: int, positions: Ints) -> Found:
+    def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
         """Do as :meth:`_Source.found` says."""
         try:
             recorded = self._recording.rows(self._key(rows, sequence))
@@ -179,6 +180,16 @@ class Recorded(_Source):
         place = np.searchsorted(sorted_positions, positions).clip(max=len(order) - 1)
         has = sorted_positions[place] == positions
         chosen = order[place]
+        if recorded.tokens is not None and rows.tokens is not None:
+            if self._tokens is None:
+                self._tokens = rows.tokens.cpu().numpy()
+            others = has & (recorded.tokens[chosen] != (self._tokens[sequence, at] & 0xFFFF))
+            if others.any():
+                raise SelectionError(
+                    f"{self.place(rows, sequence)}: row {positions[others.argmax()]} has another token than "
+                    f"it had "
+                    "when its selection was made; replay it with the same data in the same order"
+                )
         keys = np.where(has[:, None], recorded.keys[chosen], -1)
         return Found(keys, has, recorded.documents[chosen])
 
@@ -211,7 +222,7 @@ class HandedOver(_Source):
         """Do as :meth:`_Source.place` says."""
         return f"{REPLAY} batch: sequence {sequence} of the microbatch, layer {rows.layer}"
 
-    def found(self, rows: LayerRows, sequence: int, positions: Ints) -> Found:
+    def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
         """Do as :meth:`_Source.found` says."""
         if self._array is None:
             return Found(np.full((len(positions), 0), -1, np.int32), np.zeros(len(positions), np.bool_))

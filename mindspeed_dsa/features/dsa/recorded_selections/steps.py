@@ -167,6 +167,18 @@ def know_model(original: Callable[..., None], context: Context[Options]) -> Call
     return __init__
 
 
+def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan``: note which tokens the rows have."""
+
+    def forward(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        microbatch = replayed_selections.current()
+        if microbatch is not None and self.pre_process:
+            microbatch.tokens = input_ids
+        return original(self, input_ids, *args, **kwargs)
+
+    return forward
+
+
 follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Selections)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -176,7 +178,6 @@ def test_rows_without_a_selection_get_the_indexers():
     array[0, 11, 1], array[1, 6, 1, 2] = -1, -1
     replayed = handed(array, "select").selection(asked(2))
     assert replayed.missing.nonzero().tolist() == [[0, 11], [1, 6]]
-    assert not replayed.is_complete
     operands, index, _ = tensors(2)
     loss = LossOptions(1.0, on_chosen_keys=True)
     own = sparse_attention(Problem(operands, TOPK, loss=loss, backend="reference"), index).topk_indices[0]
@@ -196,20 +197,14 @@ def test_nothing_handed_over_is_refused_or_selected():
     assert HandedOver(HEADER, "select").selection(asked(1)).missing.all()
 
 
-def test_rows_that_list_all_they_see_stay_dense():
-    short = RowRun(0, TOPK, 0, TOPK)
-    rows = LayerRows(LAYER, [short], 1, TOPK, TOPK, TOPK)
-    assert handed(foreign(1)[:, :TOPK]).selection(rows).is_complete
-
-
 # -- recordings ----------------------------------------------------------------------------------
 
 
-def recorded(folder, documents=(0,), positions=(0, LENGTH), **options):
+def recorded(folder, positions=(0, LENGTH), tokens=None, **options):
     writer = Writer(folder, 0, HEADER, 1)
     first, end = positions
     keys = foreign(1)[0, first:end, 1]
-    writer.append(Key(2, 3, LAYER), [Run(documents[0], first, end - first)], keys)
+    writer.append(Key(2, 3, LAYER), [Run(0, first, end - first)], keys, tokens=tokens)
     writer.close()
     return Recorded(Recording.open(folder), step=2, place=3, missing=options.get("missing", "refuse"))
 
@@ -235,6 +230,21 @@ def test_rows_of_another_document(tmp_path):
         SelectionError, match="row 12 belongs to a document that begins at 12, and at 0 where"
     ):
         source.selection(asked(1, runs))
+
+
+def test_rows_of_other_tokens(tmp_path):
+    tokens = np.arange(LENGTH, dtype=np.int64) + 70_000
+    source = recorded(tmp_path, tokens=tokens)
+    same = replace(asked(1), tokens=torch.from_numpy(tokens)[None])
+    assert source.selection(same).topk_indices.shape == (1, LENGTH, TOPK)
+    tokens = tokens.copy()
+    tokens[13] += 1
+    other = replace(asked(1), tokens=torch.from_numpy(tokens)[None])
+    again = Recorded(Recording.open(tmp_path), step=2, place=3, missing="select")
+    with pytest.raises(SelectionError, match="row 13 has another token than it had when its selection was"):
+        again.selection(other)
+    # Stages of a pipeline behind the first one know no tokens.
+    assert again.selection(asked(1)).missing is None
 
 
 @pytest.mark.parametrize("missing", ["refuse", "select"])
