@@ -96,7 +96,14 @@ class Replayed:
 
 
 class Source(Protocol):
-    """Origin of selections that are replayed."""
+    """Origin of selections that are replayed.
+
+    Attributes:
+        asked: whether a layer has asked for its keys.
+    """
+
+    @property
+    def asked(self) -> bool: ...
 
     def selection(self, rows: LayerRows) -> Replayed:
         """Return the keys of a layer's rows, on the host."""

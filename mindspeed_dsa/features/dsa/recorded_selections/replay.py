@@ -45,10 +45,13 @@ class _Source(ABC):
 
     Args:
         missing: what becomes of a row without, :data:`REFUSE` or :data:`SELECT`.
+
+    Attributes:
+        asked: whether a layer has asked for its keys.
     """
 
     def __init__(self, missing: str) -> None:
-        self._missing = missing
+        self._missing, self.asked = missing, False
 
     @abstractmethod
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
@@ -71,6 +74,7 @@ class _Source(ABC):
         Raises:
             SelectionError: they are of other documents, or no selection, or missing and not to be selected.
         """
+        self.asked = True
         runs = [run for run in rows.runs if run.high > run.low]
         at = np.concatenate([np.arange(run.first, run.end) for run in runs] or [np.zeros(0, np.int64)])
         positions = np.concatenate(

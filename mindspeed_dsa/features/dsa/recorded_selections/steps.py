@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.recorded_selections.feature import REPLAY, Options, header_of
 from mindspeed_dsa.features.dsa.recorded_selections.recorder import Recorder
-from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver, Recorded
+from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver, Recorded, SelectionError
 from mindspeed_dsa.megatron import pipeline_steps, replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
@@ -70,6 +70,7 @@ class Selections(pipeline_steps.Follower):
         self._recording: Recording | None = None
         self.recorder: Recorder | None = None
         self.step = 0
+        self._selects = self._asked = False
 
     def know(self, config: Any) -> None:
         """Take the model's configuration, and open the recording that is replayed.
@@ -88,18 +89,40 @@ class Selections(pipeline_steps.Follower):
             for problem in self._recording.problems:
                 self._log.warning(f"{self._options.replay}: {problem}")
 
+    def expect(self, layers: Iterable[int]) -> None:
+        """Take numbers of layers of this rank: those that select have to ask for what is replayed."""
+        self._selects |= not set(layers).isdisjoint(self._known_header().computing)
+
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
         """Call a schedule and follow it; an evaluation has selections only where the job hands them over."""
+        self._asked = False
         if not step.get("forward_only", False):
             return super().run(schedule, args, step)
         if not self._options.with_batch:
             return schedule(*args, **step)
         self.following = True
         try:
-            return schedule(*args, **step)
+            result = schedule(*args, **step)
+            self.ends(step)
         finally:
             self.following = False
             self._outputs.clear()
+        return result
+
+    def ends(self, step: dict[str, Any]) -> None:
+        """Refuse a step whose selections nobody has attended to.
+
+        Raises:
+            SelectionError: attention runs elsewhere.
+        """
+        replays = self._options.replay is not None or self._options.with_batch
+        if replays and self._selects and not self._asked:
+            raise SelectionError(
+                f"{REPLAY}: no layer of this rank has asked for the keys that it is to attend to, so that "
+                "its attention is not that of --use-fused-dsa; `python -m mindspeed_dsa doctor FLAGS` shows "
+                "which patches of DSA are skipped on this release of Megatron-core, and context parallel "
+                "ranks of 0.19 need --pack-documents for packs"
+            )
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Count the step."""
@@ -120,6 +143,9 @@ class Selections(pipeline_steps.Follower):
 
     def after(self, events: Sequence[Event]) -> None:
         """Take it up again."""
+        microbatch = replayed_selections.current()
+        if microbatch is not None and microbatch.source is not None:
+            self._asked |= microbatch.source.asked
         replayed_selections.put_down(None)
 
     def _microbatch(self, number: int) -> Microbatch:
@@ -161,8 +187,10 @@ def know_model(original: Callable[..., None], context: Context[Options]) -> Call
     """Decorate ``TransformerBlock.__init__``."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        selections_of(context).know(config)
+        selections = selections_of(context)
+        selections.know(config)
         original(self, config, *args, **kwargs)
+        selections.expect(layer.layer_number for layer in self.layers)
 
     return __init__
 

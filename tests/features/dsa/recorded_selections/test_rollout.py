@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mindspeed_dsa.features.dsa.recorded_selections.rollout import decode, hand_
 from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
 from mindspeed_dsa.runs.selections import Header
+from tests.support import model as job
 
 TOPK = 4
 HEADER = Header(TOPK, 5, 0, (1, 2, 4))
@@ -117,3 +120,49 @@ def test_what_does_not_fit_is_named(requests, lengths, words):
 def test_it_needs_a_microbatch_that_waits():
     with pytest.raises(SelectionError, match="outside of a microbatch's forward"):
         hand_over_requests([request(8)], [9], PADDED)
+
+
+def step_of_a_job(asks: bool, forward_only: bool) -> None:
+    """Hand over a microbatch's keys in Megatron's schedule; runs in a worker of the pool."""
+    from mindspeed_dsa.features.dsa import call
+    from mindspeed_dsa.features.dsa.recorded_selections.replay import hand_over
+
+    forward_step, train_step = job.forward_step, job.train_step
+
+    def handing_over(*arguments):
+        keys = torch.arange(job.SEQUENCE)[:, None, None] - torch.arange(6)
+        hand_over(keys.clamp_min(-1).expand(2, -1, 2, -1))
+        return forward_step(*arguments)
+
+    def without_backward(cfg, chunks, microbatches, ddp):
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        get_forward_backward_func()(
+            forward_step_func=lambda iterator, model: handing_over(cfg, iterator, model),
+            data_iterator=iter(microbatches),
+            model=chunks,
+            num_microbatches=1,
+            seq_length=job.SEQUENCE,
+            micro_batch_size=2,
+            forward_only=True,
+        )
+        return []
+
+    elsewhere = contextlib.nullcontext() if asks else mock.patch.object(call.Call, "replayed", None)
+    with (
+        mock.patch.object(job, "forward_step", handing_over),
+        mock.patch.object(job, "train_step", without_backward if forward_only else train_step),
+        mock.patch.object(job, "gradients", return_value={}),
+        elsewhere,
+    ):
+        switches = {"use_fused_dsa": True, "dsa_replay_selections": "batch"}
+        job.run(switches, {"dsa_indexer_loss_coeff": 0.0}, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("asks", [True, False])
+def test_keys_that_no_layer_asks_for_end_the_step(pool, asks, forward_only):
+    case = {"case": f"{__name__}:step_of_a_job", "asks": asks, "forward_only": forward_only}
+    (error,) = pool.run("tests.support.model:error_of", 1, **case)
+    assert bool(error) != asks, error
+    assert asks or "no layer of this rank has asked for the keys" in error
