@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from inspect import signature
 from typing import Any
@@ -43,6 +44,10 @@ class Follower:
 
     def before(self, events: Sequence[Event]) -> None:
         """Note that a forward, a backward, both in one block, or a backward's weight gradients come next."""
+
+    def during(self, forward: Event) -> AbstractContextManager[Any]:
+        """Surround a forward."""
+        return contextlib.nullcontext()
 
     def after(self, events: Sequence[Event]) -> None:
         """Note that it is done, as far as the host is concerned."""
@@ -134,7 +139,8 @@ def follow_forwards(original: _Function, follower: Follower) -> _Function:
             chunk = state.get_virtual_pipeline_model_parallel_rank()
         event = Event(Kind.FORWARD, chunk or 0, bound["current_microbatch"])
         follower.before([event])
-        result = original(*args, **kwargs)
+        with follower.during(event):
+            result = original(*args, **kwargs)
         follower.remember(result[0] if isinstance(result, tuple) else result, event)
         follower.after([event])
         return result

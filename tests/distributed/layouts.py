@@ -53,6 +53,7 @@ from tests.distributed.flags import (
 )
 from tests.distributed.layouts_of_experts import AT_EXPERTS, EXPERTS
 from tests.distributed.layouts_of_memory import MEMORY
+from tests.distributed.layouts_of_pipelines import PIPELINES
 from tests.distributed.layouts_of_sharing import SHARED_SELECTIONS
 from tests.distributed.layouts_padded import PADDED
 from tests.distributed.parity import Layout
@@ -424,4 +425,14 @@ FASTER_LAYERS = (
     compiled("one process, all that saves host time", fused_operators=["all"], two_streams=True),
 )
 
-ROWS = (*MEGATRON, *ATTENTION, *PADDED, *SHARED_SELECTIONS, *EXPERTS, *COMMUNICATION, *MEMORY, *FASTER_LAYERS)
+ROWS = (
+    *MEGATRON,
+    *ATTENTION,
+    *PADDED,
+    *SHARED_SELECTIONS,
+    *EXPERTS,
+    *COMMUNICATION,
+    *MEMORY,
+    *FASTER_LAYERS,
+    *PIPELINES,
+)

@@ -74,6 +74,7 @@ class WaitingGradients:
             yield
             self.run_all()
         finally:
+            self._queues.clear()  # of a step that failed
             for name, value in given.items():
                 setattr(config, name, value)
 

@@ -35,7 +35,7 @@ _RECOMPUTED: dict[str, Recompute] = {
     "recompute-in-bubble": "in bubbles",
     "recompute-in-advance": "in advance",
 }
-_LISTED = ("zero-bubble", "dualpipev")
+_LISTED = ("split", "zero-bubble", "dualpipev")
 NAMES = (*_PLAIN, *_RECOMPUTED, *_LISTED)
 _SHOWN = 8
 
@@ -111,6 +111,7 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
         "paired": lambda: ordered(paired=True),
         "paired-extra": lambda: ordered(paired=True, extra_warmup=True),
         **{name: partial(ordered, recompute=where) for name, where in _RECOMPUTED.items()},
+        "split": lambda: trained(lambda *_: lists.weights_later(ordered(), options.waiting)),
         "zero-bubble": lambda: trained(lists.zero_bubble),
         "dualpipev": lambda: trained(lists.dual_pipe_v),
     }
@@ -141,6 +142,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         metavar="N",
         help="default: PP",
+    )
+    layout.add_argument(
+        "--split-backward-waiting",
+        dest="waiting",
+        type=int,
+        metavar="N",
+        help="most weight gradients that wait on a rank in split; default: the rank's number",
     )
     layout.add_argument("--forward-only", action="store_true", help="evaluation")
     layout.add_argument(

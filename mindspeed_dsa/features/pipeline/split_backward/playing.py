@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mindspeed_dsa.feature import Context
@@ -26,15 +26,15 @@ class Player(pipeline_steps.Follower):
     where nothing is sent, at once.
 
     Attributes:
-        waiting: of the step that runs, or of the last one.
+        waiting: of the step that runs.
+        most: weight gradients that waited at one time in the last step, and bytes of their operands.
     """
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
         self._most, self._log = context.options.waiting, context.log
         self.waiting: WaitingGradients | None = None
-        self.unit: Unit | None = None
-        """Of the forward that runs."""
+        self.most = (0, 0)
         self._after: dict[Unit, list[Unit]] = {}
         self._due: deque[Unit] = deque()
         self._is_first = False
@@ -52,8 +52,7 @@ class Player(pipeline_steps.Follower):
         group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
         whole = megatron_order.schedule(self.megatron, ranks, len(chunks), microbatches, group)
         self._after = _after_backwards(lists.weights_later(whole, self._most).ranks[rank])
-        self._due.clear()
-        self.unit, self._is_first = None, rank == 0
+        self._is_first = rank == 0
         self.waiting = WaitingGradients(chunks, microbatches, self.megatron)
         return True
 
@@ -66,30 +65,40 @@ class Player(pipeline_steps.Follower):
             with self.waiting.step():
                 return schedule(*inner, **keywords)
 
-        return super().run(reduced_later, args, step)
+        try:
+            return super().run(reduced_later, args, step)
+        finally:
+            self.waiting = None
+            self._due.clear()
 
     def ends(self, step: dict[str, Any]) -> None:
         """Say once what waited."""
-        if self.waiting is not None:
-            self._log.info(
-                "at most %d weight gradients waited, with %.1f MiB of operands",
-                self.waiting.most_units,
-                self.waiting.most_bytes / _MIB,
-                once=True,
-                ranks="stage",
-            )
+        if self.waiting is None:
+            return
+        self.most = (self.waiting.most_units, self.waiting.most_bytes)
+        self._log.info(
+            "at most %d weight gradients waited, with %.1f MiB of operands",
+            self.most[0],
+            self.most[1] / _MIB,
+            once=True,
+            ranks="stage",
+        )
 
     def before(self, events: Sequence[Event]) -> None:
         """Catch up, if no transfer has come in between."""
         (event,) = events
         if event.kind is not Kind.WEIGHT:
             self.play()
-        self.unit = (event.chunk, event.microbatch) if event.kind is Kind.FORWARD else None
+
+    def during(self, forward: Event) -> AbstractContextManager[Any]:
+        """Have a forward's linear layers leave their weights' gradients for later."""
+        if self.waiting is None:
+            return nullcontext()
+        return self.waiting.deferring(forward.chunk, forward.microbatch)
 
     def after(self, events: Sequence[Event]) -> None:
         """Note what is due after a backward; the first stage sends no gradient to compute it under."""
         (event,) = events
-        self.unit = None
         if event.kind is not Kind.BACKWARD or self.waiting is None:
             return
         self.waiting.ran_backward(event.chunk)
@@ -116,21 +125,7 @@ def _after_backwards(events: Sequence[Event]) -> dict[Unit, list[Unit]]:
     return after
 
 
-play_steps, _follow_forwards, follow_backwards = pipeline_steps.decorators(Player)
-
-
-def defer_in_forwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``forward_step``."""
-    player = context.state(Player)
-
-    @wraps(original)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        if player.unit is None or player.waiting is None:
-            return original(*args, **kwargs)
-        with player.waiting.deferring(*player.unit):
-            return original(*args, **kwargs)
-
-    return _follow_forwards(forward_step, context)
+play_steps, defer_in_forwards, follow_backwards = pipeline_steps.decorators(Player)
 
 
 def compute_while_sending(original: _Function, context: Context[Options]) -> _Function:

@@ -1,0 +1,64 @@
+"""Rows of the registry about split backwards, all to the same bits; ``layouts.py`` has the others."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.distributed.flags import (
+    BF16,
+    EP2,
+    FOUR_MICROBATCHES,
+    FULL_RECOMPUTE,
+    FUSED,
+    GROUP,
+    MTP,
+    ON_HOST,
+    OVERLAP,
+    PP2,
+    PP4,
+    RECOMPUTED,
+    SELECTIVE,
+    SHALLOW,
+    SHALLOW_MTP,
+    STACKED,
+    TIED,
+    TP2,
+    VPP2,
+    ZERO,
+)
+from tests.distributed.rows import row
+from tests.support import memory_events as events
+
+LATER = {"split_backward": True}
+REPLICAS = f"{ZERO} {OVERLAP} {FOUR_MICROBATCHES}"
+
+split = partial(row, "split-backward", both=FUSED, bounds=None, steps=10, watched=(events.WAITED,), **LATER)
+overlapped = partial(
+    split, both={**FUSED, "moe_alltoall_overlap_comm": True}, watched=(events.WAITED, events.STARTED)
+)
+
+PIPELINES = (
+    split("PP2", 2, PP2, SHALLOW, quick=True),
+    split("PP4", 4, PP4),
+    split("PP4, one waits", 4, PP4, split_backward_waiting=1),
+    split("PP2 x VPP2", 2, f"{PP2} {VPP2}"),
+    split("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
+    split("PP4 x VPP2, no P2P overlap", 4, f"{PP4} {VPP2} --no-overlap-p2p-communication"),
+    split("TP2+SP x PP2", 4, f"{TP2} {PP2}", SHALLOW),
+    split("PP2 x EP2", 4, f"{PP2} {EP2}", SHALLOW),
+    split("PP2 x DP2, distributed optimizer, overlap", 4, f"{PP2} {REPLICAS}", SHALLOW),
+    split("PP2 x VPP2 x DP2, distributed optimizer, overlap", 4, f"{PP2} {VPP2} {REPLICAS}"),
+    split("PP2 x VPP2 x DP2, overlap alone", 4, f"{PP2} {VPP2} {REPLICAS} --no-align-grad-reduce"),
+    split("PP2 x DP2, overlap alone", 4, f"{PP2} {REPLICAS} --no-align-grad-reduce", SHALLOW),
+    split("PP2, layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}", SHALLOW),
+    split("PP2, projections recomputed", 2, f"{PP2} {SELECTIVE} mla_up_proj layernorm", SHALLOW),
+    split("PP2, recomputed in bubbles", 2, f"{PP2} {FULL_RECOMPUTE}", SHALLOW, recompute_in_bubble=True),
+    split("PP2, tied", 2, PP2, f"{SHALLOW} {TIED}"),
+    split("PP2, MTP", 2, PP2, SHALLOW_MTP),
+    split("PP2, tied, MTP", 2, PP2, f"{SHALLOW} {TIED} {MTP}"),
+    split("PP2, bf16", 2, f"{PP2} {ZERO}", f"{SHALLOW} {BF16}"),
+    split("PP2, dense GPT", 2, PP2, stock=True, both={}),
+    split("PP2 x EP2, grouped experts", 4, f"{PP2} {EP2} {STACKED}", SHALLOW, both={**FUSED, **GROUP}),
+    split("PP2, outputs recomputed, swapped", 2, PP2, SHALLOW, both={**FUSED, **RECOMPUTED, **ON_HOST}),
+    overlapped("PP2 x EP2, all-to-alls overlapped", 4, f"{PP2} {EP2}", SHALLOW),
+)
