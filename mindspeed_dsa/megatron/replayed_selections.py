@@ -114,7 +114,11 @@ class Sink(Protocol):
 
     Attributes:
         wants_mass: whether to compute each key's share of the attention, on all tensor parallel ranks.
+        asked: whether a layer has brought its selection.
     """
+
+    @property
+    def asked(self) -> bool: ...
 
     @property
     def wants_mass(self) -> bool: ...

@@ -45,7 +45,21 @@ def of_distribution(distribution: str, root: str = "megatron") -> str | None:
 
 
 def of_megatron(root: str = "megatron") -> str | None:
-    """Read Megatron-core's version from ``core/package_info.py``.
+    """Return the release of Megatron-core that decides what is patched.
+
+    A pre-release counts as the release that it leads to: branches call themselves 0.16.0rc0 for months, while
+    their code is that of 0.16, and PEP 440 puts them outside of ``>=0.16`` and of ``<0.16`` alike.
+    """
+    written = _written(root)
+    try:
+        version = None if written is None else Version(written)
+    except InvalidVersion:
+        return written
+    return written if version is None or not version.is_prerelease else version.base_version
+
+
+def _written(root: str) -> str | None:
+    """Read Megatron-core's version from ``core/package_info.py``, as it stands there.
 
     A checkout on the path hides an installed wheel, and a fork has no metadata at all, so the sources take
     precedence.
@@ -104,7 +118,7 @@ def installed(root: str = "megatron") -> dict[str, str | None]:
     """Return the versions to include in a bug report."""
     names = ("mindspeed_dsa", "torch", "torch_npu", "triton", "transformer_engine", "wrapt")
     found: dict[str, str | None] = {"python": platform.python_version()}
-    found[MEGATRON_DISTRIBUTION] = of_megatron(root)
+    found[MEGATRON_DISTRIBUTION] = _written(root)
     return found | {name: of_package(name) for name in names}
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.recorded_selections.feature import REPLAY, Options, header_of
+from mindspeed_dsa.features.dsa.recorded_selections.feature import RECORD, REPLAY, Options, header_of
 from mindspeed_dsa.features.dsa.recorded_selections.recorder import Recorder
 from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver, Recorded, SelectionError
 from mindspeed_dsa.megatron import pipeline_steps, replayed_selections
@@ -23,7 +23,7 @@ from mindspeed_dsa.schedule.events import Event, Kind
 _Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sink:
     """Destination of one microbatch's selections.
 
@@ -32,12 +32,14 @@ class _Sink:
         wants_mass: as of :class:`.replayed_selections.Sink`.
         step: number of the step.
         place: of the microbatch in the global batch.
+        asked: whether a layer has brought its selection.
     """
 
     recorder: Recorder | None
     wants_mass: bool
     step: int
     place: int
+    asked: bool = False
 
     def take(
         self,
@@ -47,6 +49,7 @@ class _Sink:
         mass: Tensor | None = None,
     ) -> None:
         """Do as :class:`.replayed_selections.Sink` says."""
+        self.asked = True
         if self.recorder is not None:
             key = Key(self.step, self.place * rows.batch, rows.layer)
             self.recorder.take(key, rows, topk_indices, by_run, mass)
@@ -70,7 +73,7 @@ class Selections(pipeline_steps.Follower):
         self._recording: Recording | None = None
         self.recorder: Recorder | None = None
         self.step = 0
-        self._selects = self._asked = False
+        self._selects = self._asked = self._evaluates = False
 
     def know(self, config: Any) -> None:
         """Take the model's configuration, and open the recording that is replayed.
@@ -95,8 +98,8 @@ class Selections(pipeline_steps.Follower):
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
         """Call a schedule and follow it; an evaluation has selections only where the job hands them over."""
-        self._asked = False
-        if not step.get("forward_only", False):
+        self._asked, self._evaluates = False, bool(step.get("forward_only", False))
+        if not self._evaluates:
             return super().run(schedule, args, step)
         if not self._options.with_batch:
             return schedule(*args, **step)
@@ -116,9 +119,14 @@ class Selections(pipeline_steps.Follower):
             SelectionError: attention runs elsewhere.
         """
         replays = self._options.replay is not None or self._options.with_batch
-        if replays and self._selects and not self._asked:
+        if (replays or self._records()) and self._selects and not self._asked:
+            what = (
+                "asked for the keys that it is to attend to"
+                if replays
+                else "brought the keys that it selects"
+            )
             raise SelectionError(
-                f"{REPLAY}: no layer of this rank has asked for the keys that it is to attend to, so that "
+                f"{REPLAY if replays else RECORD}: no layer of this rank has {what}, so that "
                 "its attention is not that of --use-fused-dsa; `python -m mindspeed_dsa doctor FLAGS` shows "
                 "which patches of DSA are skipped on this release of Megatron-core, and context parallel "
                 "ranks of 0.19 need --pack-documents for packs"
@@ -144,8 +152,8 @@ class Selections(pipeline_steps.Follower):
     def after(self, events: Sequence[Event]) -> None:
         """Take it up again."""
         microbatch = replayed_selections.current()
-        if microbatch is not None and microbatch.source is not None:
-            self._asked |= microbatch.source.asked
+        for end in () if microbatch is None else (microbatch.source, microbatch.sink):
+            self._asked |= end is not None and end.asked
         replayed_selections.put_down(None)
 
     def _microbatch(self, number: int) -> Microbatch:
@@ -156,12 +164,17 @@ class Selections(pipeline_steps.Follower):
             microbatch.source = Recorded(self._recording, self.step, place, chosen.missing)
         elif chosen.with_batch:
             microbatch.source = HandedOver(self._known_header(), chosen.missing)
-        if chosen.record is not None and (chosen.steps is None or self.step in chosen.steps):
+        if self._records():
             # Tensor parallel ranks select the same keys.
             if self.recorder is None and state.get_tensor_model_parallel_rank() == 0:
                 self.recorder = Recorder(chosen, self._known_header(), dist.get_rank(), self._log)
             microbatch.sink = _Sink(self.recorder, chosen.mass, self.step, place)
         return microbatch
+
+    def _records(self) -> bool:
+        chosen = self._options
+        is_wanted = chosen.steps is None or self.step in chosen.steps
+        return chosen.record is not None and is_wanted and not self._evaluates
 
     def _known_header(self) -> Header:
         assert self._header is not None, "who runs a model has built it"

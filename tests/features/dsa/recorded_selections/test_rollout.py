@@ -16,6 +16,7 @@ from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
 from mindspeed_dsa.runs.selections import Header
 from tests.support import model as job
+from tests.support.contexts import running
 
 TOPK = 4
 HEADER = Header(TOPK, 5, 0, (1, 2, 4))
@@ -166,3 +167,24 @@ def test_keys_that_no_layer_asks_for_end_the_step(pool, asks, forward_only):
     (error,) = pool.run("tests.support.model:error_of", 1, **case)
     assert bool(error) != asks, error
     assert asks or "no layer of this rank has asked for the keys" in error
+
+
+def recorded_step(folder: str, brings: bool) -> int:
+    """Train a step that records; runs in a worker of the pool, and returns how many records it wrote."""
+    from mindspeed_dsa.features.dsa import call
+    from mindspeed_dsa.features.dsa.recorded_selections.steps import selections_of
+
+    elsewhere = contextlib.nullcontext() if brings else mock.patch.object(call.Call, "hand_on")
+    with elsewhere:
+        job.run({"use_fused_dsa": True, "dsa_record_selections": folder}, {}, micro_batch_size=2)
+    recorder = selections_of(running("dsa-recorded-selections")).recorder
+    recorder.close()
+    return recorder.records
+
+
+def test_a_recording_to_which_no_layer_brings_anything_ends_the_step(pool, tmp_path):
+    (records,) = pool.run(f"{__name__}:recorded_step", 1, folder=str(tmp_path / "a"), brings=True)
+    assert records > 0
+    case = {"case": f"{__name__}:recorded_step", "folder": str(tmp_path / "b"), "brings": False}
+    (error,) = pool.run("tests.support.model:error_of", 1, **case)
+    assert "--dsa-record-selections: no layer of this rank has brought the keys that it selects" in error
