@@ -129,7 +129,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._stopped.is_set():
             try:
-                ready, _, _ = select.select([self._woken, *self._ring.waited_for()], [], [], _PERIOD_S)
+                ready = _ready([self._woken, *self._ring.waited_for()])
                 for number in os.read(self._woken, 64) if self._woken in ready else b"":
                     self._signalled(number)
                 if self._stopped.is_set():
@@ -140,6 +140,10 @@ class Watch:
                 self._look()
                 self._listen(ready)
             except Exception as error:  # neither a full file system nor a defect here ends training
+                if (
+                    self._stopped.is_set()
+                ):  # by the main thread, which closes connections under this one's hands
+                    return
                 self._log.warning("%s gets no records: %r", self._folder, error, once=True)
                 time.sleep(_PERIOD_S)
 
@@ -167,13 +171,22 @@ class Watch:
                     self._write(f"rank {asked['rank']}: {asked['reason']}")
         self._look_for_lost()
         self._notice_silence()
-        if self._ends_at is not None and time.time() > self._ends_at:
+        if self._ends_at is not None and time.monotonic() > self._ends_at:
             self.stop()
             os._exit(1)
 
     def _listen(self, ready: list[Any]) -> None:
         """Hear of ranks that are gone, of other machines too; what is known of this one is more exact."""
-        self._ring.connect()
+        try:
+            self._ring.connect()
+        except OSError as error:
+            self._log.warning(
+                "the next rank cannot be reached (%s): if it ends on another machine, this one hears of that "
+                "only if both share %s; let the machines of the job connect to each other on any port",
+                error,
+                self._folder,
+                ranks="all",
+            )
         lost = self._ring.listen(ready)
         if lost:
             self._look_for_lost()
@@ -222,7 +235,7 @@ class Watch:
             if rank in self._lost:
                 continue
             self._lost[rank] = why
-            self._ends_at = self._ends_at or time.time() + _GRACE_S
+            self._ends_at = self._ends_at or time.monotonic() + _GRACE_S
             if rank != str(self._rank):
                 self._say_once(rank, why)
         if lost:
@@ -296,8 +309,8 @@ class Watch:
         self.stop()
 
     def _wait_for_cause(self) -> None:
-        until = time.time() + _PATIENCE_S
-        while time.time() < until:
+        until = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until:
             self._look_for_lost()
             if self._lost:  # or the thread has heard of it
                 return
@@ -348,12 +361,17 @@ class Watch:
         file.write_bytes(dump(True, False, False))  # with stacks it may take minutes
         return str(file.relative_to(self._folder))
 
+    def _is_of_this_process(self) -> bool:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # who has it is about to write into it
+            return bool(json.loads(self._file.read_text(encoding="utf-8"))["pid"] == os.getpid())
+        return False
+
     def _say_alive(self) -> IO[str]:
         """Hold the lock on this rank's file, until the process ends in whatever way."""
         try:
             self._alive.mkdir(parents=True, exist_ok=True)
             lock = try_lock(self._file)
-            if lock is None and str(os.getpid()) in self._file.read_text(encoding="utf-8"):
+            if lock is None and self._is_of_this_process():
                 self._file.unlink()  # an earlier session of this process, which ends when it sees that
                 lock = try_lock(self._file)
         except OSError as error:
@@ -369,6 +387,15 @@ class Watch:
         lock.write(json.dumps({"job": self._job, "pid": os.getpid()}))
         lock.flush()
         return lock
+
+
+def _ready(waited_for: list[Any]) -> list[Any]:
+    """Wait for one that can be read; ``select`` refuses descriptors from 1024 on, which large jobs have."""
+    by_number = {each if isinstance(each, int) else each.fileno(): each for each in waited_for}
+    poll = select.poll()
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(1000 * _PERIOD_S)]
 
 
 def _is_ours(handler: Any) -> bool:

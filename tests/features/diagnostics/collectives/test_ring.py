@@ -1,8 +1,14 @@
-"""Connections from rank to rank: who ends unasked is known to all others, who leaves is missed by nobody."""
+"""Connections from rank to rank: who ends unasked is known to all others, who leaves is missed by nobody.
+
+Neither is a stranger who connects and goes, or another process that has a rank's port by now.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import select
+import socket
 
 import pytest
 import torch.distributed as dist
@@ -54,3 +60,87 @@ def test_ranks_that_leave_are_not_missed(rings):
     rings.pop(3).leave()
     rings.pop(0).leave()
     assert hear(rings) == [{}] * 2
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", b"job from 1\n", b"job from 0 \n"])
+def test_strangers_who_connect_and_go_end_no_job(rings, words):
+    hear(rings)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", rings[1]._door.getsockname()[1])) as stranger:
+            stranger.sendall(words)
+    assert hear(rings) == [{}] * 4
+    rings.pop(1).close()
+    gone = {"1": "process 101 on host-False has ended, or cannot be reached any more"}
+    assert hear(rings) == [gone] * 3
+
+
+def test_strangers_who_stay_keep_no_rank_out():
+    store = dist.HashStore()
+    made = [Ring(store, "job", rank, 2, "host", 100 + rank) for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            address = ("127.0.0.1", made[1]._door.getsockname()[1])
+            stack.enter_context(socket.create_connection(address)).sendall(b"job")
+        made[0].connect()
+        assert hear(made) == [{}] * 2
+        made.pop(1).close()
+        assert hear(made) == [{"1": "process 101 on host has ended, or cannot be reached any more"}]
+    made[0].close()
+
+
+def test_a_rank_that_leaves_while_another_connects_to_it_is_not_missed():
+    store = dist.HashStore()
+    first, second = (Ring(store, "job", rank, 2, "host", 100 + rank) for rank in range(2))
+    first.connect()
+    second.leave()  # before it has seen who is at its door
+    assert hear([first]) == [{}]
+    first.close()
+
+
+@pytest.mark.parametrize("words", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", b'{"1": "it failed"}\n', b"job from 0\n"])
+def test_a_stranger_with_a_ranks_address_is_not_the_rank(words):
+    store = dist.HashStore()
+    first = Ring(store, "job", 0, 2, "host", 100)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = {"host": "host", "pid": 101, "address": "127.0.0.1", "port": other.getsockname()[1]}
+        store.set("mindspeed_dsa/ring/job/1", json.dumps(where))
+        first.connect()
+        with other.accept()[0] as accepted:
+            accepted.sendall(words)
+            assert hear([first]) == [{}]
+        assert hear([first]) == [{}]
+    second = Ring(store, "job", 1, 2, "host", 101)  # it has an address of its own at last
+    first.connect()
+    assert hear([first, second]) == [{}] * 2
+    second.close()
+    assert hear([first]) == [{"1": "process 101 on host has ended, or cannot be reached any more"}]
+    first.close()
+
+
+def test_who_cannot_be_reached_is_told_once():
+    store = dist.HashStore()
+    first = Ring(store, "job", 0, 2, "host", 100)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        where = {"host": "host", "pid": 101, "address": "127.0.0.1", "port": closed.getsockname()[1]}
+    store.set("mindspeed_dsa/ring/job/1", json.dumps(where))
+    told = 0
+    for _ in range(20):
+        try:
+            first.connect()
+        except OSError:
+            told += 1
+    assert told == 1
+    first.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_ranks_are_reached_by_ipv6():
+    ring = Ring(dist.HashStore(), "job", 0, 2, "host", 100)
+    try:
+        socket.create_connection(("::1", ring._door.getsockname()[1]), timeout=5).close()
+    except OSError as error:
+        if error.errno == 99:  # EADDRNOTAVAIL: the loopback device has none
+            pytest.skip("the machine has no IPv6 address")
+        raise
+    finally:
+        ring.close()

@@ -1,0 +1,58 @@
+"""Watch of a rank in processes with thousands of descriptors, and beside files of other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+
+import pytest
+
+from mindspeed_dsa.features.diagnostics.collectives import watch
+from mindspeed_dsa.runs.files import RunError, try_lock
+
+
+@pytest.fixture
+def high():
+    """Return the two ends of a connection, whose descriptors are beyond what ``select`` takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("processes may not have so many descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048) if soft > 0 else soft, hard))
+    ends = []
+    for number, end in enumerate(socket.socketpair(), start=2000):
+        ends.append(socket.socket(fileno=os.dup2(end.detach(), number)))
+    yield ends
+    for end in ends:
+        end.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_descriptors_of_large_jobs_are_waited_for(high, monkeypatch):
+    monkeypatch.setattr(watch, "_PERIOD_S", 0.05)
+    mine, other = high
+    assert watch._ready([mine]) == []
+    other.sendall(b"a word")
+    assert mine in watch._ready([mine])
+    other.close()
+    assert mine in watch._ready([mine])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"job": "%(pid)s", "pid": 1}', '{"job": "a", "pid": %(pid)s7}', "", "%(pid)s"]
+)
+def test_a_file_that_another_process_holds_is_not_taken_for_ones_own(tmp_path, text):
+    """Numbers of processes are short in containers, and part of many a word."""
+    rank = object.__new__(watch.Watch)
+    rank._folder, rank._alive, rank._job, rank._rank = tmp_path, tmp_path, "mine", 0
+    rank._file = tmp_path / "00000"
+    held = try_lock(rank._file)
+    rank._file.write_text(text % {"pid": os.getpid()})
+    with pytest.raises(RunError, match="another job's rank 0 records there; name a folder of this job's own"):
+        rank._say_alive()
+    assert rank._file.read_text() == text % {"pid": os.getpid()}
+    rank._file.write_text(json.dumps({"job": "earlier", "pid": os.getpid()}))  # an earlier session's
+    with rank._say_alive():
+        assert json.loads(rank._file.read_text())["job"] == "mine"
+    held.close()
