@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.futures import Future
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.files import RunError, sync
 from mindspeed_dsa.runs.manifest import Entry, Summing
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
@@ -181,9 +181,10 @@ class _SummingFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; its sum is known when it is closed."""
+        """Open a file; it is on the disk, and its sum is known, when it is closed."""
         with super().create_stream(path, mode) as stream:
             summing = Summing(stream)
             yield summing
         if "w" in mode:
+            sync(Path(path))  # torch did before it closed the file, without what Python still had in a buffer
             self.sums[Path(path).name] = summing.entry

@@ -27,6 +27,7 @@ SUMS = ".dsa_sums."
 """What files with the sums of some of a checkpoint's files are called, before the manifest is written."""
 SMALL = 1 << 20
 """Files of so many bytes at most are read at every check: what they hold tells jobs and iterations apart."""
+WITHDRAWN = "it was begun anew and not written to its end"
 _FORMAT = "mindspeed_dsa.checkpoint/1"
 _BLOCK = 128 << 10  # stays in a cache between the copy and the sum
 _THREADS = 8
@@ -163,12 +164,25 @@ def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = ""
     return manifest
 
 
+def withdraw(checkpoint: Path, job: str) -> None:
+    """Put a manifest without files into a folder whose files are about to be written over.
+
+    Without one it would pass for a checkpoint that Megatron alone has written, of which some files are old
+    and some new.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = {"format": _FORMAT, "checkpoint": checkpoint.name, "job": job, "files": {}}
+    write_atomically(checkpoint / NAME, json.dumps(content) + "\n")
+
+
 def read(checkpoint: Path) -> Manifest | None:
     """Return a checkpoint's manifest; ``None`` where it has none, as those that Megatron alone has written.
 
     Raises:
-        RunError: it cannot be read, or is another program's file; the message goes on from the checkpoint's
-            name.
+        RunError: it cannot be read, is another program's file, or was withdrawn; the message goes on from the
+            checkpoint's name.
     """
     try:
         content = json.loads((checkpoint / NAME).read_bytes())
@@ -176,7 +190,7 @@ def read(checkpoint: Path) -> Manifest | None:
             raise ValueError(f"its format is {str(content['format'])[:40]!r}")
         files = {name: _entry(name, facts) for name, facts in content["files"].items()}
         if not files:
-            raise ValueError("it lists no files")
+            raise RunError(WITHDRAWN)
         return Manifest(str(content["checkpoint"]), str(content["job"]), files)
     except FileNotFoundError:
         return None
@@ -184,7 +198,7 @@ def read(checkpoint: Path) -> Manifest | None:
         raise RunError(f"{NAME} cannot be read ({error.strerror or error})") from error
     except KeyError as error:
         raise RunError(f"{NAME} is not a manifest (it has no {error})") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RunError(f"{NAME} is not a manifest ({str(error).splitlines()[0][:100]})") from error
 
 
@@ -192,6 +206,8 @@ def _entry(name: str, facts: Any) -> Entry:
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"it lists {name[:40]!r}, which is elsewhere")
+    if b"\0" in os.fsencode(name):  # or characters that no file system has
+        raise ValueError(f"it lists {name[:40]!r}, which names no file")
     return Entry(int(facts["bytes"]), int(facts["crc32"], 16))
 
 

@@ -178,6 +178,8 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
 
 
 def _has_list(state: State) -> bool:
+    if state.damage == manifest.WITHDRAWN:
+        return False
     return state.listed is not None or os.path.lexists(state.path / manifest.NAME)
 
 

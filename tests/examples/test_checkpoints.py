@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from dsa_job import checkpoints as files
+from dsa_job import torch_dist
 
 from mindspeed_dsa.runs.files import RunError
 
@@ -145,3 +146,15 @@ def test_names_are_on_the_disk_before_the_old_checkpoint_is_deleted(
     )
     files.publish(partial, 4, {})
     assert done.index(f"sync {tmp_path.name}") < done.index("delete")
+
+
+def test_a_shard_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks for it before it closes the file, when the end is still in a buffer of Python."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    made = torch_dist._SummingFiles()
+    with made.create_stream(tmp_path / "__0_0.distcp", "wb") as stream:
+        stream.write(b"weights")
+        os.fsync(stream.fileno())
+    assert synced == [0, 7]
+    assert made.sums["__0_0.distcp"].size == 7

@@ -83,7 +83,8 @@ def begin(folder: Path, name: str, work: Work) -> Save:
 
     def prepare() -> None:
         work.claims.claim(folder)
-        (save.path / manifest.NAME).unlink(missing_ok=True)
+        if save.path.is_dir():
+            manifest.withdraw(save.path, work.claims.job)
         for sums in save.path.glob(f"{manifest.SUMS}*"):
             sums.unlink()
         latest, wrong = tracked(folder)
@@ -177,15 +178,26 @@ def _by_size(checkpoint: Path, but: Mapping[str, Entry]) -> list[str]:
 
 
 def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
-    """Sum files; those that this rank's machine does not see, or not yet, are left to the first rank."""
-    return manifest.sums(checkpoint, [name for name in names if (checkpoint / name).is_file()])
+    """Sum files, and bring them to the disk.
+
+    Those that this rank's machine does not see, or not yet, are left to the first rank.
+    """
+    seen = [name for name in names if (checkpoint / name).is_file()]
+    for name in seen:
+        sync(checkpoint / name)
+    return manifest.sums(checkpoint, seen)
 
 
 def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
-    """Write the manifest, and let the tracker name the checkpoint."""
+    """Write the manifest when all files are on the disk, and let the tracker name the checkpoint.
+
+    Those that are known were brought there by who has summed them.
+    """
     names = manifest.names(save.path)
     rest = [name for name in names if name not in known]
     files = {name: known[name] for name in names if name in known} | manifest.sums(save.path, rest)
+    for name in rest:
+        sync(save.path / name)
     manifest.write(save.path, work.claims.job, files)
     for sums in save.path.glob(f"{manifest.SUMS}*"):
         sums.unlink()

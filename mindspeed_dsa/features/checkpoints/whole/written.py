@@ -18,6 +18,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.work import Work
 from mindspeed_dsa.runs import manifest
+from mindspeed_dsa.runs.files import sync
 from mindspeed_dsa.runs.manifest import Entry, Summing
 
 
@@ -56,9 +57,10 @@ def sum_an_item(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def leave(file: Path, entry: Entry, token: str) -> None:
-    """Leave a file's checksum beside it, unless more was written than has been summed."""
+    """Leave the checksum of a file that is on the disk beside it, unless more was written than was summed."""
     with contextlib.suppress(OSError):  # then it is read again
         if file.stat().st_size == entry.size:
+            sync(file)  # Megatron did before it closed the file, without what Python still had in a buffer
             content = {"token": token, "files": {file.name: [entry.size, entry.crc32]}}
             unfinished = file.with_name(f".{manifest.NAME}.{file.name}.partial")
             unfinished.write_text(json.dumps(content), encoding="utf-8")

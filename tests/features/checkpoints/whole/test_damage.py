@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -132,7 +133,22 @@ DAMAGE: dict[str, tuple[Damage, str, bool]] = {
         False,
     ),
     "manifest of another job": (in_its_place, "has another content than was written", False),
-    "manifest without files": (lambda path: edit(path, files={}), "it lists no files", False),
+    "manifest without files": (lambda path: edit(path, files={}), manifest.WITHDRAWN, False),
+    "manifest without an end to a size": (
+        lambda path: files_of(path, **{"common.pt": {"bytes": math.inf, "crc32": "0"}}),
+        f"{manifest.NAME} is not a manifest (",
+        False,
+    ),
+    "manifest of files that no file system has": (
+        lambda path: files_of(path, **{"common\0.pt": {"bytes": 1, "crc32": "0"}}),
+        "which names no file",
+        False,
+    ),
+    "manifest of characters that no file system has": (
+        lambda path: files_of(path, **{"common\ud800.pt": {"bytes": 1, "crc32": "0"}}),
+        f"{manifest.NAME} is not a manifest (",
+        False,
+    ),
     "manifest of files elsewhere": (
         lambda path: files_of(path, **{"../../common.pt": {"bytes": 1, "crc32": "0"}}),
         "it lists '../../common.pt', which is elsewhere",

@@ -219,9 +219,51 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(job: Job) -
     job.save(6)
     job.args.async_save = True
     job.save(6)
-    assert not (job.folder / "iter_0000006" / manifest.NAME).exists()
+    # Megatron writes over its files: of a job that is killed now, some are of this save, some of that before.
+    assert state_of(job.folder, 6).damage == manifest.WITHDRAWN
+    assert job.load() == "iter_0000003"
     job.async_utils.finalize()
     assert state_of(job.folder, 6, contents=True).damage == ""
+    assert job.load() == "iter_0000006"
+
+
+def test_a_first_checkpoint_that_is_killed_twice_stops_no_job(job: Job) -> None:
+    job.args.async_save = True
+    for _ in range(2):
+        job.save(3)
+        job.async_utils.QUEUE.clear()  # killed
+        assert job.load() is None
+    job.save(3)
+    job.async_utils.finalize()
+    assert job.load() == "iter_0000003"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_files_are_on_the_disk_before_a_manifest_lists_them(
+    job: Job, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    synced: dict[int, int] = {}
+    short: list[str] = []
+    rename = os.replace
+
+    def fsync(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced[about.st_ino] = about.st_size
+
+    def replace(old: Path, new: Path) -> None:
+        if Path(new).name == manifest.NAME:
+            files = [Path(new).with_name(name) for name in manifest.names(Path(new).parent)]
+            short.extend(each.name for each in files if synced.get(each.stat().st_ino) != each.stat().st_size)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    job.args.async_save = asynchronous
+    job.save(3)
+    if asynchronous:
+        job.async_utils.finalize()
+    assert state_of(job.folder, 3).damage == ""
+    assert short == []
 
 
 def test_an_asynchronous_save_is_summed_where_it_is_written(
