@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import mindspeed_dsa
 from dsa_job.errors import UsageError
 from dsa_job.flags import GROUPS
 from mindspeed_dsa import features, platforms, session
+from mindspeed_dsa.megatron.pipeline_chunks import stages_of
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -97,8 +99,15 @@ def _platform(args: argparse.Namespace) -> str:
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
     """Model chunks per pipeline rank, ``None`` without interleaving."""
+    pp = args.pipeline_model_parallel_size
+    if args.schedules_method == "dualpipev":
+        return 2 if pp > 1 else None
+    if args.pipeline_model_parallel_layout is not None and pp > 1:
+        with contextlib.suppress(ValueError):  # which validation reports
+            chunks = len(stages_of(args.pipeline_model_parallel_layout)) // pp
+            return chunks if chunks > 1 else None
     chunks = args.num_virtual_stages_per_pipeline_rank
     per_chunk = args.num_layers_per_virtual_pipeline_stage
     if chunks is None and per_chunk:
-        chunks = args.num_layers // max(1, args.pipeline_model_parallel_size * per_chunk)
+        chunks = args.num_layers // max(1, pp * per_chunk)
     return chunks if chunks and chunks > 1 else None

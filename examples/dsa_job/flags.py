@@ -189,6 +189,7 @@ GROUPS = {
             dest="num_layers_in_last_pipeline_stage",
             free=True,
         ),
+        Flag("--pipeline-model-parallel-layout", str, "layers of each model chunk, as Et|tt|ttL", free=True),
         Flag("--num-layers-per-virtual-pipeline-stage", int, "layers per model chunk", least=1, free=True),
         Flag("--num-virtual-stages-per-pipeline-rank", int, "model chunks per rank", least=1, free=True),
         Flag(

@@ -26,6 +26,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 import mindspeed_dsa
 from dsa_job.errors import UsageError
 
+_LAYOUT = "pipeline_model_parallel_layout"
+
 
 def from_args(kind: Any, args: argparse.Namespace, **more: Any) -> Any:
     """One of Megatron's configurations: fields take the flags of their name, unless unset, and ``more``."""
@@ -42,6 +44,8 @@ def model_config(args: argparse.Namespace) -> MLATransformerConfig:
         moe = {"moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False}
         moe["moe_shared_expert_intermediate_size"] = None
     given = args.cp_comm_type or []
+    if args.pipeline_model_parallel_layout and not hasattr(MLATransformerConfig, _LAYOUT):
+        raise UsageError("--pipeline-model-parallel-layout needs megatron-core 0.14 or later")
     return from_args(
         MLATransformerConfig,
         args,

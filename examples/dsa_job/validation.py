@@ -14,6 +14,7 @@ from importlib import util as importlib_util
 from dsa_job.errors import UsageError
 from dsa_job.flags import FLAGS
 from mindspeed_dsa.context_parallel.padding import Padding
+from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.runs.files import number
 
 
@@ -121,6 +122,11 @@ def _check_layout(args: argparse.Namespace, world: World) -> Iterator[str]:
 
 def _check_stages(args: argparse.Namespace, pp: int) -> Iterator[str]:
     """Check how layers are dealt out to the ranks of a pipeline."""
+    if args.schedules_method == "dualpipev":
+        return  # which checks that itself
+    if args.pipeline_model_parallel_layout is not None:
+        yield from _check_pipeline_layout(args)
+        return
     ends = [args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage]
     said = [layers for layers in ends if layers is not None]
     if not said:
@@ -146,6 +152,23 @@ def _check_stages(args: argparse.Namespace, pp: int) -> Iterator[str]:
         )
     elif args.virtual_pipeline_model_parallel_size:
         yield f"{flags}: an interleaved pipeline deals layers out evenly; omit one or the other"
+
+
+def _check_pipeline_layout(args: argparse.Namespace) -> Iterator[str]:
+    try:
+        split = Split.of(args)
+    except ValueError as error:
+        yield str(error)
+        return
+    if split is not None and split.problem:
+        yield split.problem
+    elif args.pipeline_model_parallel_size == 1:
+        yield "--pipeline-model-parallel-layout needs --pipeline-model-parallel-size of 2 or more"
+    other = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    given = [FLAGS[name].name for name in other + ends if getattr(args, name)]
+    if given:
+        yield f"--pipeline-model-parallel-layout says it all; omit {' and '.join(given)}"
 
 
 def _check_interleaving(args: argparse.Namespace, pp: int) -> Iterator[str]:
@@ -179,9 +202,14 @@ def _check_batch(args: argparse.Namespace, world: World) -> Iterator[str]:
             f"{args.micro_batch_size} x data parallel {replicas}; use a multiple of {per_microbatch}"
         )
         return
-    if args.virtual_pipeline_model_parallel_size:
-        pp = args.pipeline_model_parallel_size
-        microbatches = args.global_batch_size // per_microbatch
+    pp, microbatches = args.pipeline_model_parallel_size, args.global_batch_size // per_microbatch
+    if args.schedules_method == "dualpipev":
+        if microbatches < 2 * pp:
+            yield (
+                f"--schedules-method dualpipev over {pp} ranks needs at least {2 * pp} microbatches, not "
+                f"{microbatches}; raise --global-batch-size or lower --micro-batch-size"
+            )
+    elif args.virtual_pipeline_model_parallel_size:
         group = args.microbatch_group_size_per_vp_stage or pp
         if not pp <= group <= microbatches or 0 < microbatches % group < pp:
             yield (

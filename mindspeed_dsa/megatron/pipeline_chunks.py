@@ -38,6 +38,7 @@ class Split:
         embedding_counts: the embedding takes a layer's place; likewise ``loss_counts``.
         stages: letters of each chunk in the model's order, ``E`` embedding, ``t`` decoder, ``m`` multi-token
             prediction, ``L`` loss: the layout that takes the place of all others. Empty: there is none.
+        v_shaped: second chunks lie on the ranks in reverse order, as in DualPipeV.
     """
 
     layers: int
@@ -48,6 +49,7 @@ class Split:
     embedding_counts: bool = False
     loss_counts: bool = False
     stages: tuple[str, ...] = ()
+    v_shaped: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Self | None:
@@ -71,11 +73,14 @@ class Split:
             embedding_counts=bool(given("account_for_embedding_in_pipeline_split")),
             loss_counts=bool(given("account_for_loss_in_pipeline_split")),
             stages=stages_of(given("pipeline_model_parallel_layout")),
+            v_shaped=is_v_shaped(config),
         )
         if ranks == 1:
             return replace(split, stages=())
         if split.stages:
             return replace(split, chunks=len(split.stages) // ranks)
+        if split.v_shaped:
+            return replace(split, chunks=2)
         chunks = given("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
         per_chunk = given("num_layers_per_virtual_pipeline_stage")
         if chunks is None and per_chunk:
@@ -153,13 +158,18 @@ class Split:
     @property
     def by_rank(self) -> list[list[tuple[int, ...]]]:
         """Return the numbers of the layers of each rank and chunk, from 1."""
+        if self.v_shaped:
+            return [[self.in_order[rank], self.in_order[-1 - rank]] for rank in range(self.ranks)]
         return [list(self.in_order[rank :: self.ranks]) for rank in range(self.ranks)]
 
     @property
     def mtp_rank(self) -> int:
         """Return the rank that holds the layers of multi-token prediction."""
         with_mtp = (chunk for chunk, stage in enumerate(self.stages) if _MTP in stage)
-        return next(with_mtp, self.ranks * self.chunks - 1) % self.ranks
+        stage = next(with_mtp, self.ranks * self.chunks - 1)
+        if self.v_shaped:
+            return min(stage, self.ranks * self.chunks - 1 - stage)
+        return stage % self.ranks
 
     def flags(self) -> str:
         """Return the flags that deal layers out like this, beside those of the sizes of the pipeline."""
@@ -180,7 +190,9 @@ def stages_of(layout: Any) -> tuple[str, ...]:
     """
     if layout is None:
         return ()
-    if hasattr(layout, "layout"):  # by rank and chunk
+    if hasattr(layout, "stages"):  # in the shape of a V
+        layout = layout.stages
+    elif hasattr(layout, "layout"):  # by rank and chunk
         layout = [chunk for turn in zip(*layout.layout, strict=True) for chunk in turn]
     if not isinstance(layout, str):
         names = [[str(getattr(each, "name", each)).strip().lower() for each in stage] for stage in layout]
@@ -195,6 +207,17 @@ def stages_of(layout: Any) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"{LAYOUT} {layout}: {', '.join(sorted(unknown))} is no kind of layer")
     return tuple(text.split("|"))
+
+
+def is_v_shaped(config: Any) -> bool:
+    """Return whether second chunks lie on the ranks in reverse order, as in DualPipeV.
+
+    Args:
+        config: a job's arguments, or a model's configuration.
+    """
+    if getattr(config, "schedules_method", None) == "dualpipev":
+        return (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
+    return bool(getattr(getattr(config, "pipeline_model_parallel_layout", None), "v_shaped", False))
 
 
 def layout_text(sizes: Sequence[int], mtp_layers: int = 0) -> str:
@@ -298,13 +321,13 @@ def nearest(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers:
     """
     if split.ranks == 1:
         return
-    by_ends = _by_ends(split.layers, split.ranks, split.chunks, sharing)
+    by_ends = None if split.v_shaped else _by_ends(split.layers, split.ranks, split.chunks, sharing)
     if by_ends is not None:
         yield by_ends
     if has_layout:
         layout = _most_even(split.layers, split.ranks, split.chunks, sharing, mtp_layers)
         if layout is not None and (by_ends is None or _largest(layout) < _largest(by_ends)):
-            yield layout
+            yield replace(layout, v_shaped=split.v_shaped)
 
 
 def works(split: Split, sharing: Sharing) -> bool:

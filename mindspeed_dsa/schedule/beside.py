@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import lists, megatron_order, recorded, report
-from mindspeed_dsa.schedule.events import Costs, Event, Kind
+from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule
 from mindspeed_dsa.schedule.report import Figures, figures
 from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
 
@@ -48,6 +48,19 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
         SettingsError: the files are missing or damaged.
     """
     layout, real = recorded.read(folder)
+    simulated = simulate(_schedule(layout, megatron), Costs(measured=_measured(real)))
+    other = []
+    for rank, (ours, theirs) in enumerate(zip(real.ranks, simulated.ranks, strict=True)):
+        pairs = [(a.event == b.event) for a, b in zip(ours, theirs, strict=False)]
+        if False in pairs or len(ours) != len(theirs):
+            other.append((rank, pairs.index(False) if False in pairs else min(len(ours), len(theirs))))
+    return Beside(real, simulated, other, _differences(real, simulated))
+
+
+def _schedule(layout: recorded.Layout, megatron: Megatron) -> Schedule:
+    """Return the lists that a recorded step was to run."""
+    if layout.v_shaped:
+        return lists.dual_pipe_v(layout.ranks, layout.microbatches, layout.paired, layout.split)
     schedule = megatron_order.schedule(
         megatron,
         layout.ranks,
@@ -57,15 +70,7 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
         paired=layout.paired,
         extra_warmup=layout.extra_warmup,
     )
-    if layout.split:
-        schedule = lists.weights_later(schedule, layout.waiting)
-    simulated = simulate(schedule, Costs(measured=_measured(real)))
-    other = []
-    for rank, (ours, theirs) in enumerate(zip(real.ranks, simulated.ranks, strict=True)):
-        pairs = [(a.event == b.event) for a, b in zip(ours, theirs, strict=False)]
-        if False in pairs or len(ours) != len(theirs):
-            other.append((rank, pairs.index(False) if False in pairs else min(len(ours), len(theirs))))
-    return Beside(real, simulated, other, _differences(real, simulated))
+    return lists.weights_later(schedule, layout.waiting) if layout.split else schedule
 
 
 def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:

@@ -44,6 +44,10 @@ class Event:
         return f"{self.kind.value}{self.chunk}.{self.microbatch}"
 
 
+Unit = tuple[Kind, int, int]
+"""Kind, stage and microbatch: the name of an event among all ranks."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """All ranks' events.
@@ -77,6 +81,11 @@ class Schedule:
         """Return the rank that has a part of the model."""
         chunk, position = divmod(stage, len(self.ranks))
         return len(self.ranks) - 1 - position if self.v_shaped and chunk % 2 else position
+
+    def next_unit(self, rank: int, event: Event) -> Unit | None:
+        """Return the unit whose input a forward's or backward's result is; ``None`` at the model's ends."""
+        stage = self.stage(rank, event.chunk) + (1 if event.kind is Kind.FORWARD else -1)
+        return (event.kind, stage, event.microbatch) if 0 <= stage < self.stages else None
 
     def blocks(self, rank: int) -> Iterator[tuple[Event, ...]]:
         """Yield a rank's events, those of a pair together."""

@@ -60,12 +60,14 @@ def _weights_later(events: Iterable[Event], waiting: int) -> Iterator[Event]:
     yield from left
 
 
-def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
+def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool = False) -> Schedule:
     """DualPipeV: two chunks per rank, in the shape of a V, forward of one beside backward of the other.
 
     Args:
         ranks: pipeline parallel size.
         microbatches: per step, at least twice the ranks.
+        paired: such a forward and backward share a block.
+        split: weight gradients that would hold up another rank wait, and fill the end.
 
     Raises:
         SettingsError: there are too few microbatches.
@@ -74,15 +76,39 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
         raise SettingsError(
             f"DualPipeV needs at least {2 * ranks} microbatches on {ranks} pipeline ranks, not {microbatches}"
         )
-    lists = tuple(tuple(_DualPipeV(ranks, rank, microbatches).events()) for rank in range(ranks))
-    return Schedule("DualPipeV", lists, 2, microbatches, v_shaped=True)
+    ranks_events = [_DualPipeV(ranks, rank, microbatches, split).events() for rank in range(ranks)]
+    lists = tuple(
+        tuple(event if paired else replace(event, pair=None) for event in events) for events in ranks_events
+    )
+    name = "DualPipeV" + ", split backward" * split
+    return Schedule(name, lists, 2, microbatches, v_shaped=True)
+
+
+def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:
+    """Forwards alone on DualPipeV's chunks, as in evaluation: no rank waits once it has begun.
+
+    Args:
+        ranks: pipeline parallel size.
+        microbatches: any number.
+    """
+    lists = []
+    for rank in range(ranks):
+        # If all take the same time, stage s has microbatch m at the time s + 2 m; of the two stages of a
+        # rank one is even and the other odd.
+        units = sorted(
+            (stage + 2 * microbatch, chunk, microbatch)
+            for chunk, stage in enumerate((rank, 2 * ranks - 1 - rank))
+            for microbatch in range(microbatches)
+        )
+        lists.append(tuple(Event(Kind.FORWARD, chunk, microbatch) for _, chunk, microbatch in units))
+    return Schedule("DualPipeV, forwards", tuple(lists), 2, microbatches, v_shaped=True)
 
 
 class _DualPipeV:
     """One rank's list, in the eight phases of the schedule."""
 
-    def __init__(self, ranks: int, rank: int, microbatches: int) -> None:
-        self.ranks, self.rank, self.microbatches = ranks, rank, microbatches
+    def __init__(self, ranks: int, rank: int, microbatches: int, split: bool) -> None:
+        self.ranks, self.rank, self.microbatches, self.splits = ranks, rank, microbatches, split
         self.done = {(kind, chunk): 0 for kind in Kind for chunk in (0, 1)}
         self.pending: deque[tuple[int, int]] = deque()  # (chunk, microbatch) without weight gradients
         self.pairs = 0
@@ -96,7 +122,7 @@ class _DualPipeV:
             yield self._forward(1)
         for _ in range(ahead):
             yield self._backward(1, split=True)
-            yield self._weight()
+            yield from self._weight()
             yield self._forward(1)
         for index in range(self.microbatches - 2 * self.ranks + self.rank + 1):
             if index == 0 and self.rank == self.ranks - 1:
@@ -117,10 +143,10 @@ class _DualPipeV:
             split = split or (half and self.rank % 2 == 0)
             yield self._backward(0, split)
         for _ in range(ahead):
-            yield self._weight()
+            yield from self._weight()
             yield self._backward(0, split=True)
         while self.pending:
-            yield self._weight()
+            yield from self._weight()
 
     def _next(self, kind: Kind, chunk: int) -> int:
         self.done[kind, chunk] += 1
@@ -131,7 +157,7 @@ class _DualPipeV:
 
     def _backward(self, chunk: int, split: bool = False, pair: int | None = None) -> Event:
         microbatch = self._next(Kind.BACKWARD, chunk)
-        if split:
+        if split and self.splits:
             self.pending.append((chunk, microbatch))
         return Event(Kind.BACKWARD, chunk, microbatch, pair)
 
@@ -140,5 +166,6 @@ class _DualPipeV:
         yield self._forward(forward, pair)
         yield self._backward(backward, pair=pair)
 
-    def _weight(self) -> Event:
-        return Event(Kind.WEIGHT, *self.pending.popleft())
+    def _weight(self) -> Iterator[Event]:
+        if self.pending:
+            yield Event(Kind.WEIGHT, *self.pending.popleft())

@@ -28,6 +28,7 @@ class Layout:
         extra_warmup: one more warmup.
         split: weight gradients were computed apart.
         waiting: as many of them might wait; ``None``: as the list has it.
+        v_shaped: DualPipeV's list.
     """
 
     ranks: int
@@ -38,6 +39,7 @@ class Layout:
     extra_warmup: bool
     split: bool = False
     waiting: int | None = None
+    v_shaped: bool = False
 
 
 def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Span]) -> str:
@@ -82,7 +84,11 @@ def read(folder: Path) -> tuple[Layout, Timeline]:
         )
     spans = [[_span(rank, row) for row in found[rank]["spans"]] for rank in range(layout.ranks)]
     schedule = Schedule(
-        "recorded", tuple(tuple(s.event for s in own) for own in spans), layout.chunks, layout.microbatches
+        "recorded",
+        tuple(tuple(s.event for s in own) for own in spans),
+        layout.chunks,
+        layout.microbatches,
+        layout.v_shaped,
     )
     return layout, Timeline(schedule, tuple(map(tuple, spans)))
 

@@ -6,10 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule
-
-Unit = tuple[Kind, int, int]
-"""Kind, stage and microbatch: the name of an event among all ranks."""
+from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule, Unit
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ from tests.distributed.layouts_of_experts import AT_EXPERTS, EXPERTS
 from tests.distributed.layouts_of_memory import MEMORY
 from tests.distributed.layouts_of_pipelines import PIPELINES
 from tests.distributed.layouts_of_sharing import SHARED_SELECTIONS
+from tests.distributed.layouts_of_v import IN_V
 from tests.distributed.layouts_padded import PADDED
 from tests.distributed.parity import Layout
 from tests.distributed.rows import AS_DDP, BESIDE_STOCK, ROUNDED, STEPPED, row
@@ -435,4 +436,5 @@ ROWS = (
     *MEMORY,
     *FASTER_LAYERS,
     *PIPELINES,
+    *IN_V,
 )

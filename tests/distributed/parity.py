@@ -405,9 +405,15 @@ def compare(name: str, outcome: Outcome, reference: Outcome, initial: Tensors) -
     )
 
 
-def assert_same_bits(ours: Outcome, theirs: Outcome) -> None:
-    """Fail where two outcomes differ in anything that :func:`compare` looks at."""
-    for what in ("lm_loss", "grad_norm"):
+def assert_same_bits(ours: Outcome, theirs: Outcome, norm: bool = True) -> None:
+    """Fail where two outcomes differ in anything that :func:`compare` looks at.
+
+    Args:
+        ours: one of them.
+        theirs: the other.
+        norm: of all gradients included, which hangs on how parameters are dealt out.
+    """
+    for what in ("lm_loss", "grad_norm")[: 1 + norm]:
         assert [record[what] for record in ours.records] == [record[what] for record in theirs.records], what
     for what in ("first_gradients", "last_gradients", "weights"):
         mine, others = getattr(ours, what), getattr(theirs, what)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mindspeed_dsa import features
-from tests.distributed.flags import EP2, ETP1, PACK, PACKED, PACKS, SHALLOW, TP2
+from tests.distributed.flags import DUALPIPEV, EP2, ETP1, PACK, PACKED, PACKS, SHALLOW, TP2, V
 from tests.distributed.layouts import COMBINATIONS, PACKS_ALONE, ROWS
-from tests.distributed.parity import FP32, HEADING, STEPS, Lab, Layout, Outcome
+from tests.distributed.parity import FP32, HEADING, STEPS, Lab, Layout, Outcome, assert_same_bits
 from tests.distributed.rows import Row
 from tests.support.figures import tell
-from tests.support.memory_events import CAUSES
+from tests.support.memory_events import CAUSES, HANDED_ON
 from tests.support.observe import Fault
 
 CASES = [pytest.param(row, id=row.layout.name, marks=() if row.quick else pytest.mark.full) for row in ROWS]
@@ -145,6 +145,17 @@ def test_moe_tp_extend_ep_is_megatrons_own_layout_without_expert_tensor_parallel
     sliced = lab.run(Layout("TP2+SP", 2, TP2))
     assert all(extended.weights[name].equal(weight) for name, weight in own.weights.items())
     assert not all(extended.weights[name].equal(weight) for name, weight in sliced.weights.items())
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_dualpipev_has_the_bits_of_1f1b(lab: Lab, ranks: int) -> None:
+    """Microbatches are computed alike and gradients added in their order; but the norm of all is not."""
+    flags = f"--pipeline-model-parallel-size {ranks} --micro-batch-size 1 --clip-grad 0"
+    model = SHALLOW if ranks == 2 else ""
+    by_1f1b = lab.run(Layout("1F1B", ranks, flags, model))
+    in_v = lab.run(Layout("DualPipeV", ranks, f"{flags} {DUALPIPEV}", model, switches=V))
+    assert_same_bits(in_v, by_1f1b, norm=False)
+    assert in_v.memory[HANDED_ON]
 
 
 @pytest.mark.full

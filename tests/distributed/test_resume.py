@@ -19,8 +19,10 @@ import torch
 
 from tests.distributed.flags import (
     BF16,
+    DUALPIPEV,
     EP2,
     EXPERTS_CUT,
+    FOUR_MICROBATCHES,
     FSDP2,
     FULLY_SHARDED,
     FUSED,
@@ -29,10 +31,12 @@ from tests.distributed.flags import (
     PP2,
     SHALLOW,
     STACKED,
+    TIED,
     TP2,
     VPP2,
     WITH_SWAP,
     ZERO,
+    V,
 )
 from tests.distributed.parity import MODEL, TRAINING, Lab, Layout
 from tests.support import example_job
@@ -50,10 +54,15 @@ LAYOUTS = {
         Layout("PP2", 2, PP2),
         Layout("PP2 x EP2", 4, f"{PP2} {EP2}"),
         Layout("EP2, stacked", 2, f"{EP2} {STACKED}", switches=GROUP),
+        Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}"),
+        Layout("DualPipeV", 2, f"{PP2} {DUALPIPEV}", switches=V),
+        Layout("DualPipeV x EP2", 4, f"{PP2} {EP2} {DUALPIPEV} {FOUR_MICROBATCHES}", switches=V),
         Layout("FSDP2, EP2", 2, f"{EP2} {FULLY_SHARDED}", switches={"use_torch_fsdp2": True}),
     )
 }
 SHARDED, PP2_EP2, GROUPED = "FSDP2, EP2", "PP2 x EP2", "EP2, stacked"
+ELSEWHERE = {PP2_EP2, GROUPED, "PP2 x VPP2", "DualPipeV", "DualPipeV x EP2"}
+"""Layouts with cases of their own below."""
 PLAIN = ""
 LATE_EXPERTS = "--moe-layer-freq [0,0,1,1]"
 
@@ -130,7 +139,7 @@ PAIRS = [
     for first in LAYOUTS
     for second in LAYOUTS
     for optimizer in (PLAIN, ZERO)
-    if not {PP2_EP2, GROUPED} & {first, second}
+    if not ELSEWHERE & {first, second}
     and (optimizer == PLAIN or first != SHARDED)  # which has no such optimizer
 ]
 
@@ -166,6 +175,16 @@ def test_stacked_experts_go_along(go: Go, first: str, second: str, optimizer: st
 def test_a_first_stage_without_experts(go: Go, first: str, second: str, model: str) -> None:
     """Rank 0, which writes what is common to all, has an empty optimizer of experts."""
     go(first, PLAIN, second, PLAIN, model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", [PLAIN, ZERO], ids=["plain", "distributed"])
+@pytest.mark.parametrize("model", ["", f"{BF16} {TIED}", MTP], ids=["", "bf16, tied embeddings", "MTP"])
+@pytest.mark.parametrize("other", ["one process", "PP2", "PP2 x VPP2", "DualPipeV x EP2"])
+def test_dualpipev_goes_along(go: Go, other: str, model: str, optimizer: str) -> None:
+    """The second half of the layers is on the ranks in reverse order."""
+    go("DualPipeV", optimizer, other, optimizer, model)
+    go(other, optimizer, "DualPipeV", optimizer, model)
 
 
 # -- weights that FSDP2 shards -----------------------------------------------------------------

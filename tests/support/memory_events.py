@@ -63,6 +63,8 @@ TAKEN = "projections found by indexers"
 """And for those that an indexer does not compute itself."""
 WAITED = "weight gradients that waited"
 """And for backwards that leave their weights' gradients, by chunk and microbatch."""
+HANDED_ON = "results handed on along a V"
+"""And for the events of DualPipeV's list."""
 HELD = "experts held"
 """In all layers of all ranks, whatever is on: an expert that is sliced over two ranks counts for both."""
 
@@ -86,6 +88,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     AWAITED: ("two_streams",),
     TAKEN: ("two_streams",),
     WAITED: ("split_backward",),
+    HANDED_ON: ("schedules_method",),
 }
 """Switches of which each alone makes an event happen."""
 
@@ -108,6 +111,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.moe.load_report.steps import Counts
     from mindspeed_dsa.features.operators.fused import functions
     from mindspeed_dsa.features.pipeline import waiting_gradients
+    from mindspeed_dsa.features.pipeline.dualpipev.transfers import Transfers
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
     from mindspeed_dsa.megatron import local_modules, projected_ahead, second_stream
     from mindspeed_dsa.ops.grouped_matmul.backends import Cpu as grouped
@@ -210,6 +214,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(counting(second_stream.Started, "wait", lambda *_: AWAITED))
         stack.enter_context(counting_calls(projected_ahead, "view_of", TAKEN))
         stack.enter_context(counting_calls(waiting_gradients, "_taken_out", WAITED))
+        stack.enter_context(counting(Transfers, "hand_on", lambda *_: HANDED_ON))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))
         stack.enter_context(counting(Stages, "attend", lambda *_: ATTENDED))
         for holder, name, feature in (

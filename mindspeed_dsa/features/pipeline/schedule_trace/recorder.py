@@ -12,6 +12,7 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.schedule_trace.feature import Options
 from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron.pipeline_chunks import is_v_shaped
 from mindspeed_dsa.runs import files
 from mindspeed_dsa.schedule import recorded
 from mindspeed_dsa.schedule.events import Event
@@ -71,15 +72,17 @@ class Recorder(pipeline_steps.Follower):
         config = self.megatron("core.utils").get_model_config(chunks[0])
         pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
         ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
+        v_shaped = is_v_shaped(config)
         return recorded.Layout(
             ranks=ranks,
             chunks=len(chunks),
             microbatches=step["num_microbatches"],
             group=getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks,
             paired=pairs,
-            extra_warmup=pairs,
             split=self._options.split,
             waiting=self._options.waiting,
+            extra_warmup=pairs and not v_shaped,
+            v_shaped=v_shaped,
         )
 
     def _position(self) -> dict[str, int]:

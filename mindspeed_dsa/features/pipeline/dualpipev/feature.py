@@ -1,0 +1,325 @@
+"""Declaration of dualpipev: two chunks per pipeline rank in the shape of a V, and their schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
+from mindspeed_dsa.megatron.configuration import argument, require
+from mindspeed_dsa.megatron.expert_parallel import check_refused
+from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, layout_text, stages_of
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.spec import Patch
+
+FLAG = "--schedules-method dualpipev"
+CHUNKS = 2
+"""Model chunks of a rank."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Abilities of the installed release, and other features that change the schedule.
+
+    Attributes:
+        places_prediction: layers of multi-token prediction go where the layout has them.
+        paired: forwards and backwards share blocks.
+    """
+
+    places_prediction: bool
+    paired: bool
+
+    @classmethod
+    def of(cls, settings: Any) -> Options:
+        """Build from resolved settings, or from arguments."""
+        release = versions.of_megatron(getattr(settings, "megatron_root", "megatron"))
+        return cls(
+            places_prediction=release is None or Version(release) >= Version("0.16.0"),
+            paired=bool(getattr(settings, "moe_fb_overlap", False)),
+        )
+
+
+def dualpipev_wanted(settings: Any) -> bool:
+    """Return whether the schedule is chosen, or a flag of it is given alone, which is refused."""
+    return settings.schedules_method == "dualpipev" or bool(settings.dualpipev_dw_detach)
+
+
+# -- which layers are where --------------------------------------------------------------------------
+
+_OTHER_SPLITS = {
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
+    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
+"""Flags that deal layers out otherwise, by the names of arguments and of a configuration's fields."""
+
+
+def even_layout(args: Any) -> str | None:
+    """Return the layout of equal chunks; None where one is given or the layers do not divide.
+
+    Args:
+        args: a job's arguments, or a model's configuration.
+    """
+    layers, ranks = argument(args, "num_layers"), argument(args, "pipeline_model_parallel_size") or 1
+    if ranks == 1 or not layers or argument(args, "pipeline_model_parallel_layout") is not None:
+        return None
+    if layers % (CHUNKS * ranks) or any(argument(args, name) for name in _OTHER_SPLITS):
+        return None
+    stages = CHUNKS * ranks
+    return layout_text([layers // stages] * stages, argument(args, "mtp_num_layers") or 0)
+
+
+def deal_out(args: Any) -> list[str]:
+    """Give a job the layout of equal chunks, unless it has one; for ``Feature.rewrite``."""
+    layout = even_layout(args)
+    if layout is None or not hasattr(args, "pipeline_model_parallel_layout"):
+        return []
+    args.pipeline_model_parallel_layout = layout
+    return [f"{FLAG} deals layers out as {LAYOUT} '{layout}', the last of them on the first rank again"]
+
+
+def check_chunks_of_v(args: Any) -> Iterator[str]:
+    """Yield why layers cannot be dealt out in the shape of a V."""
+    ranks = argument(args, "pipeline_model_parallel_size") or 1
+    if ranks == 1:
+        yield f"{FLAG} needs a pipeline; set --pipeline-model-parallel-size to 2 or more, or omit it"
+        return
+    others = sorted({flag for name, flag in _OTHER_SPLITS.items() if argument(args, name)})
+    if others:
+        yield (
+            f"{FLAG} gives each rank two chunks by itself; omit {' and '.join(others)}, and use {LAYOUT} for "
+            "chunks of different sizes"
+        )
+        return
+    layers, stages = argument(args, "num_layers"), CHUNKS * ranks
+    layout = argument(args, "pipeline_model_parallel_layout")
+    mtp_layers = argument(args, "mtp_num_layers") or 0
+    try:
+        found = stages_of(layout)
+    except ValueError as error:
+        yield f"{FLAG}: {error}"
+        return
+    if layout is None and layers and layers % stages:
+        sizes = [layers // stages + (index < layers % stages) for index in range(stages)]
+        yield (
+            f"{FLAG}: --num-layers {layers} cannot be dealt out to {stages} equal chunks, two on each of "
+            f"{ranks} ranks; give their sizes, as {LAYOUT} '{layout_text(sizes[::-1], mtp_layers)}'"
+        )
+    elif found and len(found) != stages:
+        yield (
+            f"{FLAG}: {LAYOUT} has {len(found)} chunks, and {ranks} ranks with two chunks each need {stages}"
+        )
+    elif found and any("m" in stage for stage in found[:-1]):
+        yield f"{FLAG}: layers of multi-token prediction follow the decoder's last; end {LAYOUT} with mL"
+
+
+# -- what it works with ------------------------------------------------------------------------------
+
+_REFUSED = {
+    "defer_embedding_wgrad_compute": "postpones gradients to the end of another schedule",
+    "num_microbatches_with_partial_activation_checkpoints": "counts microbatches of another schedule",
+    "recompute_in_bubble": "recomputes where another schedule waits",
+    "recompute_in_advance": "recomputes in the order of another schedule",
+    "use_torch_fsdp2": "gathers weights in the order of another schedule",
+    "use_megatron_fsdp": "gathers weights in the order of another schedule",
+    "delay_wgrad_compute": "computes weight gradients at places of another schedule",
+    "variable_seq_lengths": "announces the length of each sequence to the next rank first",
+    "fine_grained_activation_offloading": "moves activations in the order of another schedule",
+    "cpu_offloading": "moves activations in the order of another schedule",
+    "hybrid_context_parallel": "has a schedule of its own",
+    "enable_cuda_graph": "records the order of another schedule",
+    "external_cuda_graph": "records the order of another schedule",
+    "cuda_graph_impl": "records the order of another schedule",
+    "fp8": "keeps scales in the order of another schedule",
+    "fp4": "keeps scales in the order of another schedule",
+}
+"""Arguments that are refused when they are set, and why."""
+
+
+def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
+    """Yield every problem of a job's arguments, or of a model's configuration."""
+    if argument(args, "schedules_method") != "dualpipev" and hasattr(args, "schedules_method"):
+        yield (
+            "--dualpipev-dw-detach is about a schedule that is not chosen; add it, " + FLAG + ", or omit both"
+        )
+        return
+    if argument(args, "dualpipev_dw_detach"):
+        yield (
+            "--dualpipev-dw-detach: weight gradients are computed with the others here, which is the same "
+            "training with longer waits; omit it"
+        )
+    yield from check_chunks_of_v(args)
+    yield from _check_microbatches(args)
+    yield from check_refused(args, FLAG, _REFUSED)
+    if argument(args, "overlap_moe_expert_parallel_comm") and not options.paired:
+        yield f"{FLAG}: use --moe-fb-overlap in place of --overlap-moe-expert-parallel-comm"
+    if argument(args, "mtp_num_layers") and not options.places_prediction:
+        yield (
+            f"{FLAG}: this megatron-core builds multi-token prediction on the last rank alone, where the "
+            "model does not end; upgrade to 0.16 or omit --mtp-num-layers"
+        )
+    if argument(args, "mtp_num_layers") and argument(args, "untie_embeddings_and_output_weights") is False:
+        yield (
+            f"{FLAG}: Megatron cannot save a pipeline with multi-token prediction and tied embeddings; add "
+            "--untie-embeddings-and-output-weights or omit --mtp-num-layers"
+        )
+    format_ = argument(args, "ckpt_format")
+    if format_ not in (None, "torch_dist") and (argument(args, "save") or argument(args, "load")):
+        yield (
+            f"{FLAG}: files of --ckpt-format {format_} do not say which layers a rank has; use --ckpt-format "
+            "torch_dist"
+        )
+    if _saves_slices(args):
+        yield (
+            f"{FLAG}: the distributed optimizer's state would be slices of buffers, which do not say which "
+            "layers they are of; add --dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def _saves_slices(args: Any) -> bool:
+    """Return whether Megatron saves, or expects, the optimizer's state in an order of a layout's own."""
+    name = "dist_ckpt_optim_fully_reshardable"
+    if not argument(args, "use_distributed_optimizer") or getattr(args, name, True):
+        return False
+    saves = argument(args, "save") and not argument(args, "no_save_optim")
+    loads = argument(args, "load") and not argument(args, "no_load_optim")
+    return bool(saves or loads)
+
+
+def _check_microbatches(args: Any) -> Iterator[str]:
+    ranks = argument(args, "pipeline_model_parallel_size") or 1
+    whole, one = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
+    replicas, ramp = argument(args, "data_parallel_size"), argument(args, "rampup_batch_size")
+    if not (whole and one and replicas):
+        return
+    batch, flag = (int(ramp[0]), "--rampup-batch-size") if ramp else (whole, "--global-batch-size")
+    count, needed = batch // (one * replicas), CHUNKS * ranks
+    if count < needed:
+        yield (
+            f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, and {ranks} pipeline ranks need at "
+            f"least {needed}; use {flag} {needed * one * replicas} or more, or a smaller --micro-batch-size"
+        )
+
+
+def refuse_before_megatron(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``validate_args``, which would say otherwise what is wrong with the layers."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        require(context, lambda arguments, _: check_chunks_of_v(arguments), args)
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+_PLACEMENT = "mindspeed_dsa.features.pipeline.dualpipev.placement"
+_TIED = "mindspeed_dsa.features.pipeline.dualpipev.tied_weights"
+_OUTERMOST = 10
+"""Before features that ask a configuration for its chunks."""
+_RANGE = ">=0.14,<0.21"
+
+FEATURE = Feature(
+    name="dualpipev",
+    summary="Trains a pipeline whose ranks hold two chunks in the shape of a V, in DualPipeV's order.",
+    overlaps="messages between pipeline ranks",
+    flags=(
+        Flag(
+            "--schedules-method",
+            "Schedule of the pipeline: dualpipev, two chunks on each rank in the shape of a V.",
+            kind="value",
+            choices=("dualpipev",),
+        ),
+        Flag(
+            "--dualpipev-dw-detach",
+            "Compute weight gradients of DualPipeV's ends later than the others; refused, see the page.",
+        ),
+    ),
+    patches=(
+        Patch(
+            "megatron.training.arguments:validate_args",
+            "wrap",
+            "mindspeed_dsa.features.pipeline.dualpipev.feature:refuse_before_megatron",
+            "says which layout fits layers that two chunks per rank do not divide",
+            params=("args",),
+            required=False,
+            priority=-1,
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+            "wrap",
+            f"{_PLACEMENT}:lay_out",
+            "gives the model a layout whose second half returns over the ranks",
+            priority=_OUTERMOST,
+        ),
+        Patch(
+            "megatron.core.parallel_state:is_pipeline_last_stage",
+            "wrap",
+            f"{_PLACEMENT}:ends_on_first_rank",
+            "finds the model's end in the second chunk of the first rank",
+            params=("ignore_virtual", "vp_stage"),
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
+            "wrap",
+            f"{_PLACEMENT}:last_is_first",
+            "finds the model's end on the first rank, for modules that ask for the chunk beside it",
+            params=("pp_group",),
+        ),
+        Patch(
+            "megatron.training.utils:get_batch_on_this_tp_rank",
+            "wrap",
+            f"{_PLACEMENT}:hand_out_whole_batches",
+            "hands the first rank's tensor parallel ranks labels beside tokens",
+            required=False,
+        ),
+        Patch(
+            "megatron.core.parallel_state:default_embedding_ranks",
+            "wrap",
+            f"{_TIED}:embed_on_first_rank",
+            "makes a group of the one rank that has the embedding and its copy",
+            params=("pp_ranks",),
+        ),
+        Patch(
+            "megatron.core.models.common.language_module.language_module:"
+            "LanguageModule.setup_embeddings_and_output_layer",
+            "wrap",
+            f"{_TIED}:copy_embedding",
+            "copies the embedding's weight to the chunk that ends the model",
+        ),
+        Patch(
+            "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+            "wrap",
+            f"{_TIED}:add_gradients",
+            "adds the gradients of the embedding and its copy, which one rank has",
+            params=("model", "config"),
+        ),
+        Patch(
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            "wrap",
+            "mindspeed_dsa.features.pipeline.dualpipev.step:play_the_list",
+            "runs forwards and backwards in the order of DualPipeV's list",
+            priority=-1,
+        ),
+    ),
+    requires=Requires(versions={"megatron-core": _RANGE}),
+    conflicts=(
+        Conflict(
+            "recompute-ahead",
+            "--recompute-in-bubble and --recompute-in-advance follow the order of Megatron's schedules; omit "
+            "them or --schedules-method",
+        ),
+        Conflict("fsdp2", "FSDP2 gathers weights in the order of Megatron's schedules; omit one of them"),
+    ),
+    active=dualpipev_wanted,
+    options=Options.of,
+    rewrite=deal_out,
+    check=check_dualpipev,
+    doc="dualpipev.md",
+)

@@ -1,0 +1,127 @@
+"""Places of a V: which stage of the model a chunk is, and on which rank the model ends.
+
+Rank ``r`` of ``PP`` has stage ``r`` as its chunk 0 and stage ``2 PP - 1 - r`` as its chunk 1, so the first
+rank has the embedding and the loss. Megatron's modules ask a layout which layers they are, and functions of
+position whether the model ends with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.pipeline.dualpipev.feature import (
+    CHUNKS,
+    FLAG,
+    Options,
+    check_dualpipev,
+    even_layout,
+)
+from mindspeed_dsa.megatron.configuration import require
+from mindspeed_dsa.patches.errors import SettingsError
+
+
+def lay_out(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerConfig.__post_init__``: of a model with a pipeline."""
+    layout_class = cache(partial(_v_shaped, context.megatron))
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.pipeline_model_parallel_size > 1:
+            require(context, check_dualpipev, self)
+            self.pipeline_model_parallel_layout = even_layout(self) or self.pipeline_model_parallel_layout
+            self.virtual_pipeline_model_parallel_size = CHUNKS
+        original(self, *args, **kwargs)
+        if self.pipeline_model_parallel_size > 1:
+            plain = self.pipeline_model_parallel_layout
+            if not getattr(plain, "v_shaped", False):
+                self.pipeline_model_parallel_layout = layout_class()(plain)
+
+    return __post_init__
+
+
+def _v_shaped(megatron: Megatron) -> Any:
+    """Return a class of layouts, derived from this Megatron's own."""
+    parent: Any = megatron("core.transformer.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
+    state = megatron("core.parallel_state")
+
+    class VShapedLayout(parent):
+        """Megatron's layout, whose second chunks lie on the ranks in reverse order.
+
+        Args:
+            plain: the layout of interleaved chunks with the same stages.
+        """
+
+        v_shaped = True
+
+        def __init__(self, plain: Any) -> None:
+            self.__dict__.update(vars(plain))
+            self.stages = [list(stage) for turn in zip(*plain.layout, strict=True) for stage in turn]
+            ranks = self.pipeline_model_parallel_size
+            if len(self.stages) != CHUNKS * ranks:
+                raise SettingsError(
+                    f"{FLAG} needs {CHUNKS * ranks} chunks on {ranks} pipeline ranks, not {len(self.stages)}"
+                )
+            # By rank and chunk, as other code reads it.
+            self.layout = [[self.stages[rank], self.stages[-1 - rank]] for rank in range(ranks)]
+
+        def get_layer_offset(
+            self, layer_type: Any = None, vp_stage: int | None = None, pp_rank: int | None = None
+        ) -> int:
+            """Return how many layers of a kind, by default the decoder's, precede a chunk's."""
+            if vp_stage is None:
+                raise SettingsError(f"{FLAG}: a model was built without saying which of its chunks it is")
+            kind = megatron("core.transformer.enums").LayerType.decoder if layer_type is None else layer_type
+            rank = state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+            stage = len(self.stages) - 1 - rank if vp_stage else rank
+            return sum(each.count(kind) for each in self.stages[:stage])
+
+        def validate_layer_layout(self, num_layers: int, mtp_num_layers: int) -> bool:
+            """Check it, and return that no stage has layers of multi-token prediction alone."""
+            super().validate_layer_layout(num_layers, mtp_num_layers)
+            return False
+
+    return VShapedLayout
+
+
+def ends_on_first_rank(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
+    """Decorate ``is_pipeline_last_stage``.
+
+    Without a chunk it asks which rank reports a step. That stays the last one, which is handed the losses.
+    """
+
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        state = context.megatron("core.parallel_state")
+        chunked = state.get_virtual_pipeline_model_parallel_world_size() is not None
+        if ignore_virtual or not chunked:
+            return original(ignore_virtual, vp_stage)
+        return bool(vp_stage == CHUNKS - 1 and state.get_pipeline_model_parallel_rank() == 0)
+
+    return is_pipeline_last_stage
+
+
+def last_is_first(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
+    """Decorate ``is_pp_last_stage``, which is asked together with ``is_vp_last_stage``."""
+
+    def is_pp_last_stage(pp_group: Any) -> bool:
+        return bool(context.megatron("core.pipeline_parallel.utils").is_pp_first_stage(pp_group))
+
+    return is_pp_last_stage
+
+
+def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``get_batch_on_this_tp_rank``, which asks for the rank and not for the chunk.
+
+    Without a pipeline it hands out everything.
+    """
+
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        job = context.megatron("training.global_vars").get_args()
+        ranks, job.pipeline_model_parallel_size = job.pipeline_model_parallel_size, 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            job.pipeline_model_parallel_size = ranks
+
+    return get_batch_on_this_tp_rank

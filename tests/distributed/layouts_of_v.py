@@ -1,0 +1,97 @@
+"""Rows of the registry about DualPipeV, ten steps each; ``layouts.py`` has the others.
+
+Each is compared with one process, or with Megatron's 1F1B of as many microbatches.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tests.distributed.flags import (
+    BF16,
+    DENSE,
+    DUALPIPEV,
+    EP2,
+    FULL_RECOMPUTE,
+    FUSED,
+    MTP,
+    MTP_PER_TOKEN,
+    NO_EXPERTS,
+    ON_HOST,
+    OVERLAP,
+    PAIRS,
+    PP2,
+    PP4,
+    RECOMPUTED,
+    SHALLOW,
+    SHARING,
+    TIED,
+    TP2,
+    ZERO,
+    V,
+)
+from tests.distributed.parity import Layout
+from tests.distributed.rows import ROUNDED, Row, row
+from tests.support import memory_events as events
+
+OVERLAP_GRADIENTS = "--overlap-grad-reduce --ddp-bucket-size 20000"
+EIGHT = "--micro-batch-size 1"
+TEN = f"{EIGHT} --global-batch-size 10"
+dualpipev = partial(row, "dualpipev", own=DUALPIPEV, watched=(events.HANDED_ON,), steps=10, **V)
+
+
+def beside_one_process(
+    name: str, ranks: int, flags: str, model: str, microbatches: str = EIGHT, **more: Any
+) -> Row:
+    """Return a row that is compared with one process and the same microbatches."""
+    alone = Layout(f"dualpipev: one process, {name}", 1, microbatches, model)
+    return dualpipev(name, ranks, f"{flags} {microbatches}", model, reference=alone, **more)
+
+
+UNEVEN = "--num-layers 5 --moe-layer-freq ([0]*2+[1]*3)"
+LAYOUT = "--pipeline-model-parallel-layout Et|tt|t|tL"
+DROPOUT = f"{PP2} --hidden-dropout 0.1"
+WITH_DROPOUT = Layout("dualpipev: dropout", 2, f"{DROPOUT} {DUALPIPEV}", SHALLOW, switches={**V, **FUSED})
+
+IN_V = (
+    dualpipev("PP2, as many microbatches as chunks", 2, PP2, SHALLOW, quick=True),
+    beside_one_process("PP4", 4, PP4, ""),
+    beside_one_process("PP2, chunks of different sizes, ten microbatches", 2, f"{PP2} {LAYOUT}", UNEVEN, TEN),
+    dualpipev("PP2, dense MLA", 2, PP2, f"{DENSE} {NO_EXPERTS}"),
+    dualpipev("PP2, tied embeddings", 2, PP2, f"{SHALLOW} {TIED}", quick=True),
+    dualpipev("PP2, MTP", 2, PP2, f"{SHALLOW} {MTP}"),
+    dualpipev("PP2, MTP, per token", 2, PP2, f"{SHALLOW} {MTP_PER_TOKEN}"),
+    dualpipev("PP2 x TP2+SP", 4, f"{PP2} {TP2}", SHALLOW),
+    dualpipev("PP2 x CP2, fused DSA", 4, PP2, SHALLOW, cp=2, **FUSED),
+    dualpipev("PP2, recomputed, norms recomputed", 2, f"{PP2} {FULL_RECOMPUTE}", SHALLOW, **FUSED),
+    dualpipev("PP2, attention swapped", 2, PP2, SHALLOW, **FUSED, **RECOMPUTED, **ON_HOST),
+    dualpipev("PP2, bf16", 2, PP2, f"{SHALLOW} {BF16}", bounds=ROUNDED),
+    dualpipev("PP2, shared selections", 2, PP2, SHARING, both=FUSED),
+    beside_one_process(
+        "PP2 x DP2, distributed optimizer, overlap, tied embeddings",
+        4,
+        f"{PP2} {ZERO} {OVERLAP}",
+        f"{SHALLOW} {TIED}",
+    ),
+    beside_one_process("PP2 x DP2, overlap", 4, f"{PP2} {OVERLAP_GRADIENTS}", SHALLOW),
+    beside_one_process("PP2 x EP2", 4, f"{PP2} {EP2}", SHALLOW),
+    beside_one_process("PP2 x EP2, pairs", 4, f"{PP2} {EP2}", SHALLOW, **PAIRS, **FUSED),
+    beside_one_process(
+        "PP2 x EP2, pairs, recomputed, MTP",
+        4,
+        f"{PP2} {EP2} {FULL_RECOMPUTE}",
+        f"{SHALLOW} {MTP}",
+        **PAIRS,
+        **FUSED,
+    ),
+    dualpipev(
+        "PP2, dropout, recomputed",
+        2,
+        f"{DROPOUT} {FULL_RECOMPUTE}",
+        SHALLOW,
+        reference=WITH_DROPOUT,
+        bounds=None,
+        **FUSED,
+    ),
+)

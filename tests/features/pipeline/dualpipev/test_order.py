@@ -1,0 +1,91 @@
+"""Training in the shape of a V runs the simulator's list, on every rank, and evaluation its forwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.schedule import beside, lists, recorded
+from mindspeed_dsa.schedule.events import Costs, Kind
+from mindspeed_dsa.schedule.simulate import simulate
+from tests.support.model import losses_of, put_together
+
+V = {"schedules_method": "dualpipev"}
+
+
+def trained(pool, folder, ranks, microbatches, layers, pp, only="router", **more):
+    switches = {**V, "trace_schedule": str(folder), "trace_schedule_step": 1, **more.pop("switches", {})}
+    return pool.run(
+        "tests.support.model:run",
+        ranks,
+        switches=switches,
+        overrides={"num_layers": layers, **more.pop("overrides", {})},
+        num_microbatches=microbatches,
+        micro_batch_size=1,
+        only=only,
+        pp=pp,
+        vpp=2,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "layers", "layout"),
+    [
+        (2, 4, 4, None),
+        (2, 7, 5, "Et|tt|t|tL"),
+        pytest.param(4, 9, 8, None, marks=pytest.mark.full),
+        pytest.param(8, 16, 16, None, marks=pytest.mark.full),
+    ],
+)
+def test_the_recorded_order_is_the_list(pool, tmp_path, pp, microbatches, layers, layout, capsys):
+    overrides = {"pipeline_model_parallel_layout": layout} if layout else {}
+    ranks = trained(pool, tmp_path, pp, microbatches, layers, pp, overrides=overrides)
+    alone = pool.run(
+        "tests.support.model:run",
+        1,
+        overrides={"num_layers": layers},
+        num_microbatches=microbatches,
+        micro_batch_size=1,
+        only="router",
+    )
+    expected = put_together(alone)
+    gradients = put_together(ranks)
+    assert gradients.keys() == expected.keys()
+    assert all(gradients[name].equal(expected[name]) for name in expected)
+    assert [losses_of(rank) for rank in ranks] == [[]] * (pp - 1) + [losses_of(alone[0])]
+    layout, found = recorded.read(tmp_path)
+    assert layout.v_shaped
+    listed = lists.dual_pipe_v(pp, microbatches, paired=False)
+    assert found.schedule.ranks == listed.ranks
+    assert beside.compare(tmp_path, Megatron()).other_order == []
+    assert main(["schedule", "--beside", str(tmp_path)]) == 0
+    assert "DualPipeV" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_pairs_share_blocks(pool, tmp_path):
+    ranks = trained(pool, tmp_path, 4, 5, 4, 2, switches={"moe_fb_overlap": True}, ep=2)
+    assert [len(losses_of(rank)) for rank in ranks] == [0, 0, 5, 5]
+    layout, found = recorded.read(tmp_path)
+    assert layout.paired
+    assert found.schedule.ranks == lists.dual_pipe_v(2, 5).ranks
+    assert any(event.pair is not None for event in found.schedule.ranks[0])
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_an_evaluation_waits_for_nothing_once_it_runs(ranks, microbatches):
+    schedule = lists.dual_pipe_v_forwards(ranks, microbatches)
+    timeline = simulate(schedule, Costs())
+    assert {event.kind for events in schedule.ranks for event in events} == {Kind.FORWARD}
+    assert timeline.step_time == 2 * ranks + 2 * (microbatches - 1)
+
+
+@pytest.mark.parametrize("microbatches", [8, 9, 20])
+def test_without_split_backwards_nothing_else_changes(microbatches):
+    whole, split = (lists.dual_pipe_v(4, microbatches, split=split) for split in (False, True))
+    kept = [[event for event in events if event.kind is not Kind.WEIGHT] for events in split.ranks]
+    assert [list(events) for events in whole.ranks] == kept
+    assert simulate(whole, Costs()).step_time >= simulate(split, Costs()).step_time

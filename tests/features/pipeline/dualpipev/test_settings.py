@@ -1,0 +1,121 @@
+"""Layers, batches and combinations that DualPipeV refuses before training starts, one sentence each."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa.features import all_features
+from mindspeed_dsa.features.pipeline.dualpipev.feature import FEATURE, Options, check_dualpipev, deal_out
+from mindspeed_dsa.megatron.pipeline_chunks import Split
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.session import checks
+
+NEW, OLD = Options(places_prediction=True, paired=False), Options(places_prediction=False, paired=False)
+SERVED = {
+    "schedules_method": "dualpipev",
+    "dualpipev_dw_detach": False,
+    "num_layers": 8,
+    "pipeline_model_parallel_size": 2,
+    "pipeline_model_parallel_layout": None,
+    "mtp_num_layers": 1,
+    "global_batch_size": 16,
+    "micro_batch_size": 1,
+    "data_parallel_size": 4,
+    "use_distributed_optimizer": True,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "save": "checkpoints",
+    "ckpt_format": "torch_dist",
+    "cuda_graph_impl": "none",
+}
+
+
+def problems(options=NEW, **arguments):
+    return list(check_dualpipev(Namespace(**{**SERVED, **arguments}), options))
+
+
+def test_what_is_served():
+    assert problems() == []
+    assert problems(num_layers=5, pipeline_model_parallel_layout="Et|tt|t|tmL") == []
+    assert problems(rampup_batch_size=["16", "16", "320"], global_batch_size=64) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "set --pipeline-model-parallel-size to 2 or more"),
+        ({"num_layers": 7}, "as --pipeline-model-parallel-layout 'Et|t*2|t*2|t*2mL'"),
+        (
+            {"pipeline_model_parallel_layout": "Ettt|tttttmL"},
+            "has 2 chunks, and 2 ranks with two chunks each need 4",
+        ),
+        (
+            {"pipeline_model_parallel_layout": "Ett|tt|ttttm|L"},
+            "end --pipeline-model-parallel-layout with mL",
+        ),
+        ({"pipeline_model_parallel_layout": "Ett|xx"}, "x is no kind of layer"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "omit --num-virtual-stages-per-pipeline-rank"),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "omit --num-layers-per-virtual-pipeline-stage"),
+        ({"decoder_last_pipeline_num_layers": 3}, "omit --decoder-last-pipeline-num-layers"),
+        (
+            {"global_batch_size": 12},
+            "a step has 3 microbatches, and 2 pipeline ranks need at least 4; use --global-",
+        ),
+        (
+            {"rampup_batch_size": ["4", "4", "64"]},
+            "has 1 microbatch, and 2 pipeline ranks need at least 4; use --ramp",
+        ),
+        ({"dualpipev_dw_detach": True}, "--dualpipev-dw-detach"),
+        ({"schedules_method": None, "dualpipev_dw_detach": True}, "a schedule that is not chosen"),
+        ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings-and-output-weights"),
+        ({"overlap_moe_expert_parallel_comm": True}, "use --moe-fb-overlap in place of"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
+        ({"dist_ckpt_optim_fully_reshardable": False}, "add --dist-ckpt-optim-fully-reshardable"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_in_one_sentence(arguments, words):
+    (problem,) = problems(**arguments)
+    assert words in problem
+    assert "dualpipev" in problem
+
+
+def test_multi_token_prediction_needs_a_release_that_places_it():
+    (problem,) = problems(OLD)
+    assert "upgrade to 0.16 or omit --mtp-num-layers" in problem
+    assert problems(OLD, mtp_num_layers=None) == []
+
+
+def test_layers_are_dealt_out_once():
+    args = Namespace(**SERVED)
+    (sentence,) = deal_out(args)
+    assert args.pipeline_model_parallel_layout == "Et*2|t*2|t*2|t*2mL"
+    assert args.pipeline_model_parallel_layout in sentence
+    assert deal_out(args) == []
+    split = Split.of(args)
+    assert split is not None
+    assert split.by_rank == [[(1, 2), (7, 8)], [(3, 4), (5, 6)]]
+    assert split.mtp_rank == 0
+
+
+def test_a_release_without_layouts_is_refused():
+    assert FEATURE.requires.versions == {"megatron-core": ">=0.14,<0.21"}
+
+
+def test_what_follows_the_order_of_another_schedule_is_named():
+    known = {feature.name: feature for feature in all_features()}
+    settings = Namespace(platform="cpu", megatron_root="megatron", chosen=dict)
+    for name in ("recompute-ahead", "fsdp2"):
+        (found,) = [each for each in checks.problems([known[name], FEATURE], settings) if "omit" in each]
+        assert "--schedules-method" in found or "omit one of them" in found
+
+
+def test_another_method_is_refused_by_name():
+    with pytest.raises(SettingsError, match="schedules"):
+        mindspeed_dsa.enable(schedules_method="gpipe")
