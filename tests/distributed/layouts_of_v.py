@@ -75,6 +75,23 @@ IN_V = (
         f"{SHALLOW} {TIED}",
     ),
     beside_one_process("PP2 x DP2, overlap", 4, f"{PP2} {OVERLAP_GRADIENTS}", SHALLOW),
+    beside_one_process(
+        "PP2 x DP2, distributed optimizer, overlap, weight gradients later",
+        4,
+        f"{PP2} {ZERO} {OVERLAP}",
+        SHALLOW,
+        watched=(events.HANDED_ON, events.WAITED),
+        dualpipev_dw_detach=True,
+    ),
+    dualpipev(
+        "PP2, recomputed, weight gradients later",
+        2,
+        f"{PP2} {FULL_RECOMPUTE}",
+        SHALLOW,
+        **FUSED,
+        watched=(events.HANDED_ON, events.WAITED),
+        dualpipev_dw_detach=True,
+    ),
     beside_one_process("PP2 x EP2", 4, f"{PP2} {EP2}", SHALLOW),
     beside_one_process("PP2 x EP2, pairs", 4, f"{PP2} {EP2}", SHALLOW, **PAIRS, **FUSED),
     beside_one_process(

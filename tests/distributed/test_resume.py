@@ -284,7 +284,7 @@ def go_on(argv: Sequence[str], again: str, switches: Mapping[str, Any]) -> Resum
         parameters = [each for chunk in model for each in chunk.parameters()]
         found["experts"] = sum(not getattr(each, "allreduce", True) for each in parameters)
         found["optimizers"] = len(parts)
-        checkpoint.save(args, Path(again), progress, model, optimizer, scheduler)
+        checkpoint.save(args, Path(again), progress, model, optimizer, scheduler).execute_sync()
         return progress
 
     with mock.patch.object(checkpoint, "load", load_and_save):

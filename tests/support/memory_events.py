@@ -87,7 +87,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     BESIDE: ("two_streams",),
     AWAITED: ("two_streams",),
     TAKEN: ("two_streams",),
-    WAITED: ("split_backward",),
+    WAITED: ("split_backward", "dualpipev_dw_detach"),
     HANDED_ON: ("schedules_method",),
 }
 """Switches of which each alone makes an event happen."""

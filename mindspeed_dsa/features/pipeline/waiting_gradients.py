@@ -90,14 +90,21 @@ class WaitingGradients:
         self.most_units = max(self.most_units, len(waiting))
         self.most_bytes = max(self.most_bytes, _bytes(each for queue in waiting for each in queue))
 
-    def run(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients of one backward; nothing is done a second time."""
+    def run(self, chunk: int, microbatch: int, listed: bool = True) -> None:
+        """Compute the weight gradients of one backward; nothing is done a second time.
+
+        Args:
+            chunk: of the backward.
+            microbatch: of it.
+            listed: the schedule has them as an event of their own; else they belong to the backward.
+        """
         queue = self._queues.pop((chunk, microbatch), None)
         if queue is None:
             return
         self._left[chunk] -= 1
         reduction, last = self._reductions[chunk], self._left[chunk] == 0
-        with pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch)), reduction.reducing(last):
+        event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
+        with event if listed else contextlib.nullcontext(), reduction.reducing(last):
             _give(queue)
         if last:
             reduction.all_there()

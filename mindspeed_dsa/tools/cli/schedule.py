@@ -35,7 +35,7 @@ _RECOMPUTED: dict[str, Recompute] = {
     "recompute-in-bubble": "in bubbles",
     "recompute-in-advance": "in advance",
 }
-_LISTED = ("split", "zero-bubble", "dualpipev")
+_LISTED = ("split", "zero-bubble", "dualpipev", "dualpipev-dw-detach")
 NAMES = (*_PLAIN, *_RECOMPUTED, *_LISTED)
 _SHOWN = 8
 
@@ -114,6 +114,7 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
         "split": lambda: trained(lambda *_: lists.weights_later(ordered(), options.waiting)),
         "zero-bubble": lambda: trained(lists.zero_bubble),
         "dualpipev": lambda: trained(lists.dual_pipe_v),
+        "dualpipev-dw-detach": lambda: trained(partial(lists.dual_pipe_v, split=True)),
     }
     found, left_out = [], []
     for name in options.schedules:

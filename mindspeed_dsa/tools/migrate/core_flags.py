@@ -67,11 +67,8 @@ PARALLEL = [
         _ADAPTIVE,
     ),
     *different("attention-mask-type", "Context parallel attention is causal here.", ("causal",)),
-    *slower(
-        "schedules-method dualpipev-dw-detach",
-        "DualPipeV is not here; with --moe-fb-overlap use interleaved stages, which pair microbatches "
-        "as well.",
-    ),
+    *same("schedules-method"),
+    *same("dualpipev-dw-detach", switch="--schedules-method"),
     *same("recompute-in-bubble recompute-in-advance"),
     *kept("pipeline-model-parallel-layout"),
     *slower(

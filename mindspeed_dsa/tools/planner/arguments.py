@@ -123,6 +123,12 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append(f"--fsdp2-sharding-size {options.fsdp2_sharding_size}: give 2 or more, or omit it")
     if options.fsdp2_shard_experts and not options.use_torch_fsdp2:
         problems.append("--fsdp2-shard-experts needs --use-torch-fsdp2")
+    if options.schedules_method:
+        problems.append(
+            f"--schedules-method {options.schedules_method} is not planned, as ranks hold other layers and "
+            "microbatches then: plan with --num-virtual-stages-per-pipeline-rank 2, and compare both with "
+            "`python -m mindspeed_dsa schedule --schedules paired-extra,dualpipev`"
+        )
     if options.fsdp2_config_path:
         problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
     if options.num_experts and not options.disable_bias_linear:

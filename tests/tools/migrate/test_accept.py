@@ -41,7 +41,7 @@ def test_only_those_who_ask():
 def test_the_parser_sees_present_names(caplog):
     with caplog.at_level(logging.INFO, "mindspeed_dsa"):
         argv = accepted(
-            f"first {FLAG} --qk-rope-head-dim 24 --shape-order SBH --schedules-method dualpipev "
+            f"first {FLAG} --qk-rope-head-dim 24 --shape-order SBH --moe-zero-memory level0 "
             f"--swap-optimizer "
             "--mine a -- --qk-rope-head-dim 4"
         )
@@ -49,7 +49,7 @@ def test_the_parser_sees_present_names(caplog):
     texts = [record.getMessage() for record in caplog.records]
     assert texts[0] == "flags by Megatron's names: --qk-rope-head-dim 24 -> --qk-pos-emb-head-dim 24"
     assert texts[1] == "not needed here: --shape-order"
-    assert texts[2].startswith("not served, same results without: --schedules-method (DualPipeV is not here")
+    assert texts[2].startswith("not served, same results without: --moe-zero-memory (Memory only")
     assert len(texts) == 3
 
 

@@ -47,7 +47,11 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
             "--swap-optimizer --swap-optimizer-times 4",
         ),
         ("--swap-optimizer-times 4 --mine 1 --mine 2", "--mine 1 --mine 2"),
-        ("--moe-zero-memory level0 --schedules-method dualpipev", ""),
+        ("--moe-zero-memory level0", ""),
+        (
+            "--schedules-method dualpipev --dualpipev-dw-detach",
+            "--schedules-method dualpipev --dualpipev-dw-detach",
+        ),
         # Experts.
         (
             "--n-shared-experts 2 --moe-ffn-hidden-size 32",

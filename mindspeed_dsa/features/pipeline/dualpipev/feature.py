@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument, require
-from mindspeed_dsa.megatron.expert_parallel import check_refused
+from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, layout_text, stages_of
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
@@ -27,10 +27,12 @@ class Options:
     Attributes:
         places_prediction: layers of multi-token prediction go where the layout has them.
         paired: forwards and backwards share blocks.
+        split: weight gradients that would hold up another rank wait.
     """
 
     places_prediction: bool
     paired: bool
+    split: bool = False
 
     @classmethod
     def of(cls, settings: Any) -> Options:
@@ -39,6 +41,7 @@ class Options:
         return cls(
             places_prediction=release is None or Version(release) >= Version("0.16.0"),
             paired=bool(getattr(settings, "moe_fb_overlap", False)),
+            split=bool(getattr(settings, "dualpipev_dw_detach", False)),
         )
 
 
@@ -152,10 +155,7 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
         )
         return
     if argument(args, "dualpipev_dw_detach"):
-        yield (
-            "--dualpipev-dw-detach: weight gradients are computed with the others here, which is the same "
-            "training with longer waits; omit it"
-        )
+        yield from _check_split(args)
     yield from check_chunks_of_v(args)
     yield from _check_microbatches(args)
     yield from check_refused(args, FLAG, _REFUSED)
@@ -194,6 +194,17 @@ def _saves_slices(args: Any) -> bool:
     return bool(saves or loads)
 
 
+def _check_split(args: Any) -> Iterator[str]:
+    flag = "--dualpipev-dw-detach"
+    if argument(args, "moe_fb_overlap"):
+        yield (
+            f"{flag}: with --moe-fb-overlap the parts of a pair have an order of their own; omit one of them "
+            f"(of {FLAG})"
+        )
+    if argument(args, "transformer_impl") not in (None, "local"):
+        yield f"{flag} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
+
+
 def _check_microbatches(args: Any) -> Iterator[str]:
     ranks = argument(args, "pipeline_model_parallel_size") or 1
     whole, one = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
@@ -223,6 +234,10 @@ _PLACEMENT = "mindspeed_dsa.features.pipeline.dualpipev.placement"
 _TIED = "mindspeed_dsa.features.pipeline.dualpipev.tied_weights"
 _OUTERMOST = 10
 """Before features that ask a configuration for its chunks."""
+_OUTSIDE = 20
+"""Outside of what replaces Megatron's recomputation."""
+_LATER = "mindspeed_dsa.features.pipeline.split_backward.playing"
+_RANDOM = "megatron.core.tensor_parallel.random"
 _RANGE = ">=0.14,<0.21"
 
 FEATURE = Feature(
@@ -238,7 +253,7 @@ FEATURE = Feature(
         ),
         Flag(
             "--dualpipev-dw-detach",
-            "Compute weight gradients of DualPipeV's ends later than the others; refused, see the page.",
+            "Compute those of DualPipeV's weight gradients that would hold up another rank later.",
         ),
     ),
     patches=(
@@ -307,6 +322,23 @@ FEATURE = Feature(
             "runs forwards and backwards in the order of DualPipeV's list",
             priority=-1,
         ),
+        Patch(
+            f"{_RANDOM}:checkpoint",
+            "wrap",
+            f"{_LATER}:defer_in_recomputation",
+            "has recomputed layers leave their weights' gradients for later as well",
+            params=("function", "distribute_saved_activations"),
+            priority=_OUTSIDE,
+        ),
+        Patch(
+            f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
+            "wrap",
+            f"{_LATER}:defer_where_outputs_are_discarded",
+            "has recomputed projections leave their weights' gradients for later as well",
+            params=("run_function",),
+            priority=_OUTSIDE,
+        ),
+        DEFERRED_GRADIENTS,
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
     conflicts=(
@@ -314,6 +346,10 @@ FEATURE = Feature(
             "recompute-ahead",
             "--recompute-in-bubble and --recompute-in-advance follow the order of Megatron's schedules; omit "
             "them or --schedules-method",
+        ),
+        Conflict(
+            "split-backward",
+            "--split-backward follows the order of Megatron's schedules; use --dualpipev-dw-detach instead",
         ),
         Conflict("fsdp2", "FSDP2 gathers weights in the order of Megatron's schedules; omit one of them"),
     ),

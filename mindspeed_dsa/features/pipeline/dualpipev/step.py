@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.dualpipev.feature import FLAG, Options
 from mindspeed_dsa.features.pipeline.dualpipev.transfers import Groups, Transfers
+from mindspeed_dsa.features.pipeline.waiting_gradients import WaitingGradients
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule import lists
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
@@ -88,10 +89,22 @@ class _Step:
         self._device = next(self._parameters()).device
         self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
         self._sync = _Synchronisation(self._config, model, num_microbatches)
+        self._split = context.options.split and not forward_only
+        self._waiting = WaitingGradients(model, num_microbatches, megatron) if self._split else None
         state = megatron("core.parallel_state")
         self._pipeline = state.get_pipeline_model_parallel_group()
         self._context_ranks = state.get_context_parallel_world_size()
         self._list = self._schedule()
+        self._later = {
+            (event.chunk, event.microbatch)
+            for event in self._list.ranks[self._pipeline.rank()]
+            if event.kind is Kind.WEIGHT
+        }
+        self._events: dict[Kind, Callable[[Event], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.WEIGHT: self._give_weights,
+        }
         rows = (decoder_seq_length or seq_length) // self._context_ranks
         if self._config.sequence_parallel:
             rows //= state.get_tensor_model_parallel_world_size()
@@ -111,12 +124,16 @@ class _Step:
         ranks = self._pipeline.size()
         if self._forward_only:
             return lists.dual_pipe_v_forwards(ranks, self._count)
-        return lists.dual_pipe_v(ranks, self._count, paired=self._plans)
+        return lists.dual_pipe_v(ranks, self._count, self._plans, self._split)
 
     # -- the list ------------------------------------------------------------------------------------
 
     def run(self) -> list[Any]:
         """Run all events; return what forwards report of their losses, on the rank that Megatron asks."""
+        with contextlib.nullcontext() if self._waiting is None else self._waiting.step():
+            return self._run()
+
+    def _run(self) -> list[Any]:
         config = self._config
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -130,7 +147,7 @@ class _Step:
                 self._run_plans(block)
             else:
                 for event in block:
-                    self._forward(event) if event.kind is Kind.FORWARD else self._backward(event)
+                    self._events[event.kind](event)
         self._transfers.finish()
         reports = self._handed_over()
         if not self._forward_only:
@@ -141,22 +158,23 @@ class _Step:
         return reports
 
     def _forward(self, event: Event) -> None:
-        last = self._is_last(event)
-        output, tokens = self._schedules.forward_step(
-            self._forward_step_func,
-            self._data[event.chunk],
-            self._model[event.chunk],
-            self._count,
-            self._enter(event),
-            self._reports,
-            self._config,
-            cp_group_size=self._context_ranks,
-            collect_non_loss_data=self._collect,
-            is_first_microbatch=self._is_first(event),
-            current_microbatch=event.microbatch,
-            vp_stage=event.chunk,
-            is_last_stage=last,
-        )
+        entered, unit = self._enter(event), (event.chunk, event.microbatch)
+        with contextlib.nullcontext() if self._waiting is None else self._waiting.deferring(*unit):
+            output, tokens = self._schedules.forward_step(
+                self._forward_step_func,
+                self._data[event.chunk],
+                self._model[event.chunk],
+                self._count,
+                entered,
+                self._reports,
+                self._config,
+                cp_group_size=self._context_ranks,
+                collect_non_loss_data=self._collect,
+                is_first_microbatch=self._is_first(event),
+                current_microbatch=event.microbatch,
+                vp_stage=event.chunk,
+                is_last_stage=self._is_last(event),
+            )
         self._leave(event, output, tokens)
 
     def _backward(self, event: Event) -> None:
@@ -167,7 +185,17 @@ class _Step:
         if "model_type" in signature(step).parameters:  # before 0.18
             options.insert(0, self._megatron("core.utils").get_model_type(self._model[0]))
         gradient = step(self._inputs.pop(unit), self._outputs.pop(unit), gradient, *options)
-        self._hand_back(event, gradient)
+        if self._waiting is not None:
+            self._waiting.ran_backward(event.chunk)
+        if gradient is not None:
+            self._transfers.hand_on(event, gradient)
+        if self._waiting is not None and unit not in self._later:
+            self._waiting.run(*unit, listed=False)
+        self._sync.after(event)
+
+    def _give_weights(self, event: Event) -> None:
+        assert self._waiting is not None
+        self._waiting.run(event.chunk, event.microbatch)
 
     def _run_plans(self, block: Sequence[Event]) -> None:
         """Run a forward, a backward or both as Megatron's plans, side by side."""
@@ -203,7 +231,9 @@ class _Step:
         if forward is not None:
             self._leave(forward, output, tokens)
         if backward is not None:
-            self._hand_back(backward, gradient)
+            if gradient is not None:
+                self._transfers.hand_on(backward, gradient)
+            self._sync.after(backward)
 
     # -- values --------------------------------------------------------------------------------------
 
@@ -224,11 +254,6 @@ class _Step:
         self._outputs[event.chunk, event.microbatch] = output
         if not self._is_last(event):
             self._schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-
-    def _hand_back(self, event: Event, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._transfers.hand_on(event, gradient)
-        self._sync.after(event)
 
     def _is_last(self, event: Event) -> bool:
         return self._list.stage(self._transfers.rank, event.chunk) == self._list.stages - 1

@@ -48,7 +48,7 @@ class Options:
         return cls(
             folder=Path(folder),
             step=STEP if step is None else step,
-            split=splits_backward(settings),
+            split=splits_backward(settings) or bool(getattr(settings, "dualpipev_dw_detach", False)),
             waiting=getattr(settings, "split_backward_waiting", None),
         )
 

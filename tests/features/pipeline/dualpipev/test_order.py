@@ -64,6 +64,22 @@ def test_the_recorded_order_is_the_list(pool, tmp_path, pp, microbatches, layers
     assert "DualPipeV" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("pp", "layers"), [(2, 4), pytest.param(4, 8, marks=pytest.mark.full)], ids=["PP2", "PP4"]
+)
+def test_weight_gradients_wait_where_the_list_has_them(pool, tmp_path, pp, layers):
+    microbatches = 2 * pp + 1
+    detached = {"dualpipev_dw_detach": True}
+    ranks = trained(pool, tmp_path, pp, microbatches, layers, pp, only="", switches=detached)
+    whole = trained(pool, tmp_path / "whole", pp, microbatches, layers, pp, only="")
+    ours, theirs = put_together(ranks), put_together(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not ours[name].equal(theirs[name])] == []
+    _, found = recorded.read(tmp_path)
+    assert found.schedule.ranks == lists.dual_pipe_v(pp, microbatches, paired=False, split=True).ranks
+    assert beside.compare(tmp_path, Megatron()).other_order == []
+
+
 @pytest.mark.full
 def test_pairs_share_blocks(pool, tmp_path):
     ranks = trained(pool, tmp_path, 4, 5, 4, 2, switches={"moe_fb_overlap": True}, ep=2)

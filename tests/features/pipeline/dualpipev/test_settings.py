@@ -67,7 +67,14 @@ def test_what_is_served():
             {"rampup_batch_size": ["4", "4", "64"]},
             "has 1 microbatch, and 2 pipeline ranks need at least 4; use --ramp",
         ),
-        ({"dualpipev_dw_detach": True}, "--dualpipev-dw-detach"),
+        (
+            {"dualpipev_dw_detach": True, "moe_fb_overlap": True},
+            "--dualpipev-dw-detach: with --moe-fb-overlap",
+        ),
+        (
+            {"dualpipev_dw_detach": True, "transformer_impl": "transformer_engine"},
+            "use --transformer-impl local",
+        ),
         ({"schedules_method": None, "dualpipev_dw_detach": True}, "a schedule that is not chosen"),
         ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings-and-output-weights"),
         ({"overlap_moe_expert_parallel_comm": True}, "use --moe-fb-overlap in place of"),
@@ -111,9 +118,10 @@ def test_a_release_without_layouts_is_refused():
 def test_what_follows_the_order_of_another_schedule_is_named():
     known = {feature.name: feature for feature in all_features()}
     settings = Namespace(platform="cpu", megatron_root="megatron", chosen=dict)
-    for name in ("recompute-ahead", "fsdp2"):
-        (found,) = [each for each in checks.problems([known[name], FEATURE], settings) if "omit" in each]
-        assert "--schedules-method" in found or "omit one of them" in found
+    for name in ("recompute-ahead", "fsdp2", "split-backward"):
+        said = "; ".join(checks.problems([known[name], FEATURE], settings))
+        assert name in said
+        assert "order of Megatron's schedules" in said
 
 
 def test_another_method_is_refused_by_name():
