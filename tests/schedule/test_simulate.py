@@ -195,8 +195,13 @@ PLACES = ("place", "bubbles", "advance")
         (["--virtual", "2", "--forward-only"], ["interleaved 1F1B"], ["paired", "paired-extra"]),
         (
             ["--num-microbatches", "4", "--schedules", "all"],
-            ["1F1B", *(f"1F1B, recompute in {where}" for where in PLACES), "zero bubble (ZB-H1)"],
-            ["paired", "paired-extra", "dualpipev"],
+            [
+                "1F1B",
+                *(f"1F1B, recompute in {where}" for where in PLACES),
+                "1F1B, split",
+                "zero bubble (ZB-H1)",
+            ],
+            ["paired", "paired-extra", "dualpipev", "dualpipev-dw-detach"],
         ),
     ],
 )
