@@ -40,12 +40,14 @@ class Name:
         layer: as Megatron numbers them, from 1.
         passes: that run; two where a pair shares a block.
         reverse: whether it is the transfer of gradients that belongs to one of forward.
+        half: of the microbatch's tokens, 0 or 1, where they are cut.
     """
 
     what: str = ""
     layer: int | None = None
     passes: tuple[Pass, ...] = ()
     reverse: bool = False
+    half: int | None = None
 
     def reversed(self) -> Name:
         """Return the name of the transfer of its gradients."""
@@ -58,7 +60,9 @@ class Name:
         subject = f"gradient of {self.what}" if self.what and self.reverse else self.what
         layer = "" if self.layer is None else f"layer {self.layer}"
         first = " of ".join(filter(None, (subject, layer)))
-        return ", ".join(filter(None, (first, " beside ".join(map(str, self.passes)))))
+        half = "" if self.half is None else f"half {self.half}"
+        place = " of ".join(filter(None, (half, " beside ".join(map(str, self.passes)))))
+        return ", ".join(filter(None, (first, place)))
 
 
 _NOTHING = Name()
@@ -91,10 +95,15 @@ class named:
     def __enter__(self) -> None:
         name = _name.get()
         layer = name.layer if self._layer is None else self._layer
-        self._token = _name.set(Name(self._what, layer, name.passes, name.reverse))
+        self._token = _name.set(Name(self._what, layer, name.passes, name.reverse, name.half))
 
     def __exit__(self, *_: Any) -> None:
         _name.reset(self._token)
+
+
+def of_half(number: int) -> under:
+    """Return a context whose collectives are of one half of the tokens, 0 or 1."""
+    return under(replace(_name.get(), half=number))
 
 
 class under:

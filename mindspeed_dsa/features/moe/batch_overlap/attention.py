@@ -237,7 +237,8 @@ def _run(
 
     def stages(hidden: Tensor, number: int) -> Stages:
         share = hidden.size(cut.dim) / length
-        return Stages(layer, hidden, arguments[number], routing, keys, share, context.megatron, waits=waits)
+        mine = arguments[number]
+        return Stages(layer, number, hidden, mine, routing, keys, share, context.megatron, waits=waits)
 
     first = stages(cut.first, 0)
     first.attend()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mindspeed_dsa.megatron.shared_expert import SharedOutput, before_second_half
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching
-from mindspeed_dsa.parallel.names import named
+from mindspeed_dsa.parallel.names import named, of_half
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Mode = Literal["whole", "in turn", "interleaved"]
@@ -43,6 +43,7 @@ class Half:
     Megatron's dispatcher keeps one forward in its attributes, so each half has a copy of it.
 
     Args:
+        number: of the half, 0 or 1.
         dispatcher: Megatron's.
         rows: ``[tokens, hidden]``.
         routing_map: ``[tokens, experts]``.
@@ -51,18 +52,19 @@ class Half:
     """
 
     def __init__(
-        self, dispatcher: Any, rows: Tensor, routing_map: Tensor, probs: Tensor, *, waits: bool
+        self, number: int, dispatcher: Any, rows: Tensor, routing_map: Tensor, probs: Tensor, *, waits: bool
     ) -> None:
-        self._dispatcher, self._waits = copy.copy(dispatcher), waits
+        self._number, self._dispatcher, self._waits = number, copy.copy(dispatcher), waits
         self.dispatched: list[InFlight] = []
         self.combined: list[InFlight] = []
         self._arrived: list[Tensor] = []
         # By expert from here on. Counts are exchanged now: under a transfer they would be waited for longer.
-        self._permuted = self._dispatcher.dispatch_preprocess(rows, routing_map, probs)
+        with of_half(number):
+            self._permuted = self._dispatcher.dispatch_preprocess(rows, routing_map, probs)
 
     def dispatch(self) -> None:
         """Send rows and probabilities to their experts."""
-        with named("dispatch"), launching(self.dispatched):
+        with of_half(self._number), named("dispatch"), launching(self.dispatched):
             self._dispatcher.token_dispatch(*self._permuted)
         self._permuted = None
         self._wait_now(self.dispatched)
@@ -78,7 +80,7 @@ class Half:
 
     def combine(self, output: Tensor, after: Tensor | None = None) -> None:
         """Send outputs back to their tokens; in backward, before the transfer that ``after`` marks."""
-        with named("combine"), launching(self.combined, after):
+        with of_half(self._number), named("combine"), launching(self.combined, after):
             self._dispatcher.token_combine(output)
         self._wait_now(self.combined)
 

@@ -37,7 +37,8 @@ class _Call:
     def halves(self, dispatcher: Any, waits: bool) -> tuple[Half, Half]:
         rows = self.hidden_states.reshape(-1, self.hidden_states.size(-1))
         cut = [tensor.tensor_split(2) for tensor in (rows, self.routing_map, self.probs)]
-        first, second = (Half(dispatcher, *parts, waits=waits) for parts in zip(*cut, strict=True))
+        parts = enumerate(zip(*cut, strict=True))
+        first, second = (Half(number, dispatcher, *mine, waits=waits) for number, mine in parts)
         return first, second
 
 

@@ -24,7 +24,7 @@ from mindspeed_dsa.megatron.indexer_loss import part_of_loss
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.split_layers import Passes
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching, returning
-from mindspeed_dsa.parallel.names import named
+from mindspeed_dsa.parallel.names import named, of_half
 
 _running: ContextVar[Stages | None] = ContextVar("half whose stage runs", default=None)
 
@@ -39,6 +39,7 @@ class Stages:
 
     Args:
         layer: Megatron's transformer layer, with experts.
+        number: of the half, 0 or 1.
         hidden: ``[sequence, batch, hidden]``, the half's.
         arguments: that the layer's forward has beside it.
         routing: of both halves.
@@ -51,6 +52,7 @@ class Stages:
     def __init__(
         self,
         layer: Any,
+        number: int,
         hidden: Tensor,
         arguments: Mapping[str, Any],
         routing: Routing,
@@ -61,6 +63,7 @@ class Stages:
         waits: bool,
     ) -> None:
         self._layer, self._moe, self._routing, self._waits = layer, layer.mlp, routing, waits
+        self._number = number
         self._hidden: Any = hidden
         self._keys, self._share = keys, share
         self._dispatcher = copy.copy(layer.mlp.token_dispatcher)
@@ -160,7 +163,7 @@ class Stages:
         token, dispatcher = _running.set(self), moe.token_dispatcher
         moe.token_dispatcher = self._dispatcher  # Megatron's own serves one forward at a time
         try:
-            with self._passes.piece():
+            with self._passes.piece(), of_half(self._number):
                 yield
         finally:
             moe.token_dispatcher = dispatcher

@@ -29,6 +29,46 @@ GROUPS = {
     "EDP": "get_expert_data_parallel_group",
 }
 LATE = 1
+FEW = {"num_microbatches": 2, "micro_batch_size": 1}
+HALVES = {"moe_batch_overlap": True, "moe_batch_overlap_always": True}
+JOBS: dict[str, tuple[dict[str, Any], str]] = {
+    "TP": ({"switches": {"use_ascend_coc": True}, "tp": 2}, "linear layer of layer 1, microbatch 0, forward"),
+    "TP, Megatron's": ({"tp": 2, **FEW}, "layer 2, microbatch 1, backward"),
+    "EP": (
+        {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2, **FEW},
+        "dispatch of layer 2, microbatch 1",
+    ),
+    "EP, backward": (
+        {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2, **FEW},
+        "gradient of combine of layer 2, microbatch 1, backward",
+    ),
+    "EP, Megatron's": ({"ep": 2}, "combine of layer 2, microbatch 0, forward"),
+    "EP, pairs": (
+        {"switches": {"moe_fb_overlap": True}, "ep": 2, **FEW},
+        "dispatch of layer 2, microbatch 1, forward beside",
+    ),
+    "EP, halves": (
+        {"switches": {**HALVES, "moe_batch_overlap_attention": True}, "ep": 2, "num_microbatches": 2},
+        "combine of layer 2, half 1 of microbatch 1, forward",
+    ),
+    "EP, halves behind the router": (
+        {"switches": {**HALVES, "moe_batch_overlap_attention": False}, "ep": 2, **FEW},
+        "gradient of dispatch of layer 2, half 0 of microbatch 1, backward",
+    ),
+    "CP": (
+        {"switches": {"use_fused_dsa": True}, "cp": 2},
+        "keys of the sequence of layer 1, microbatch 0, forward",
+    ),
+    "PP": ({"pp": 2, **FEW}, ""),
+    "DP": ({}, ""),
+    "EDP": ({"ep": 2}, ""),
+}
+"""Steps by the group in which a rank is late, and a part of the name of what it comes late to."""
+
+
+def kind_of(case: str) -> str:
+    """Return the kind of group of a case."""
+    return case.partition(",")[0]
 
 
 def train(
@@ -90,8 +130,8 @@ def oversleep(folder: Path) -> None:
                     return
 
 
-def never(folder: str, fate: str) -> None:
-    """Run a rank of a job with pairs, one of which is killed, fails or freezes inside of a pair."""
+def never(folder: str, fate: str, case: str) -> None:
+    """Run a rank of a job, one of which is killed, fails or freezes where it would come to a collective."""
 
     def act() -> None:
         if fate == "failed":
@@ -101,9 +141,11 @@ def never(folder: str, fate: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
 
     dist.init_process_group("gloo")
-    switches = {"moe_fb_overlap": True, "record_collectives": folder, "record_collectives_after": 3.0}
-    with late("EP", "dispatch of layer 2, microbatch 1, forward beside", act):
-        model.run(switches=switches, ep=2, num_microbatches=2, micro_batch_size=1)
+    job, what = JOBS[case]
+    run = cp_cases.step if "cp" in job else model.run
+    recording = {"record_collectives": folder, "record_collectives_after": 3.0}
+    with late(kind_of(case), what, act):
+        run(**{**job, "switches": {**job.get("switches", {}), **recording}})
 
 
 if __name__ == "__main__":

@@ -8,39 +8,17 @@ import pytest
 
 from mindspeed_dsa.__main__ import main
 from tests.features.diagnostics.collectives import late_ranks
+from tests.features.diagnostics.collectives.late_ranks import FEW, JOBS
 from tests.support.model import losses_of
 
 FULL = pytest.mark.full
-FEW = {"num_microbatches": 2, "micro_batch_size": 1}
-PAIRS = {"switches": {"moe_fb_overlap": True}, "ep": 2, **FEW}
-HANGS = {
-    "TP": ({"switches": {"use_ascend_coc": True}, "tp": 2}, "linear layer of layer 1, microbatch 0, forward"),
-    "TP, Megatron's": ({"tp": 2, **FEW}, "layer 2, microbatch 1, backward"),
-    "EP": (
-        {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2, **FEW},
-        "dispatch of layer 2, microbatch 1",
-    ),
-    "EP, backward": (
-        {"switches": {"moe_alltoall_overlap_comm": True}, "ep": 2, **FEW},
-        "gradient of combine of layer 2, microbatch 1, backward",
-    ),
-    "EP, Megatron's": ({"ep": 2}, "combine of layer 2, microbatch 0, forward"),
-    "EP, pairs": (PAIRS, "dispatch of layer 2, microbatch 1, forward"),
-    "CP": (
-        {"switches": {"use_fused_dsa": True}, "cp": 2},
-        "keys of the sequence of layer 1, microbatch 0, forward",
-    ),
-    "PP": ({"pp": 2, **FEW}, ""),
-    "DP": ({}, ""),
-    "EDP": ({"ep": 2}, ""),
-}
-QUICK = ("EP", "PP")
+QUICK = ("EP", "EP, halves", "PP")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else FULL) for case in HANGS])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else FULL) for case in JOBS])
 def test_the_missing_rank_is_named(pool, tmp_path, capsys, case):
-    job, what = HANGS[case]
-    kind, late = case.partition(",")[0], late_ranks.LATE
+    job, what = JOBS[case]
+    kind, late = late_ranks.kind_of(case), late_ranks.LATE
     other = 3 if kind == "EDP" else 1 - late
     pool.run(
         "tests.features.diagnostics.collectives.late_ranks:train",
