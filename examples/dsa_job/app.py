@@ -47,11 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("pretrain_dsa.py: stopped at once by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(Interrupted.exit_code)
-    except Exception:
+    except Exception as error:
         if world.size == 1:
             raise
+        if sys.excepthook is sys.__excepthook__:
+            print(f"rank {world.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        else:  # --record-collectives knows whether another rank's end is the cause
+            sys.excepthook(type(error), error, error.__traceback__)
         # Ending at once closes this rank's connections: the others notice, wherever they wait.
-        print(f"rank {world.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         os._exit(1)
     return 0
 

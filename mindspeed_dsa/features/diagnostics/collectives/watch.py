@@ -39,6 +39,8 @@ _PERIOD_S = 1.0
 """Each rank then asks the file system about two files: of thousands, it may be one that all share."""
 _GRACE_S = 10.0
 """From the loss of a rank to the end of the others, for launchers and handlers that end them better."""
+_CLOSING_S = 0.2
+"""The kernel closes a killed process's connections and its lock one after the other."""
 _PATIENCE_S = 5.0
 """For the cause of a broken connection to be known."""
 _BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout")
@@ -190,6 +192,9 @@ class Watch:
         lost = self._ring.listen(ready)
         if lost:
             self._look_for_lost()
+            if lost.keys() - self._lost.keys():
+                time.sleep(_CLOSING_S)
+                self._look_for_lost()
             if news := {rank: why for rank, why in lost.items() if rank not in self._lost}:
                 self._lose(news)
                 self._ask(f"rank {next(iter(news))} died")

@@ -21,10 +21,10 @@ ENDS_WITHIN_S = 60
 
 @pytest.fixture
 def job(tmp_path):
-    """Start two ranks of a step with pairs, in which one comes to grief inside of a pair."""
+    """Start two ranks of a step, one of which comes to grief in it."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(fate: str, apart: bool = False) -> list[subprocess.Popen[str]]:
+    def start(fate: str, case: str = "EP, pairs", apart: bool = False) -> list[subprocess.Popen[str]]:
         environment = {
             **os.environ,
             "MASTER_ADDR": "localhost",
@@ -43,6 +43,7 @@ def job(tmp_path):
                 "tests.features.diagnostics.collectives.late_ranks",
                 str(tmp_path / str(rank) if apart else tmp_path),
                 fate,
+                case,
             ]
             started.append(
                 subprocess.Popen(
@@ -78,6 +79,24 @@ def test_all_ranks_end_with_the_cause_first(job, tmp_path, capsys, fate):
     assert cause in text.splitlines()[1]
     assert f"It began with rank {LATE}." in text
     assert "dispatch of layer 2, microbatch 1, forward beside microbatch 0, backward" in text
+
+
+@pytest.mark.parametrize("case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves"])
+def test_a_killed_rank_is_named_first_in_every_group(job, case):
+    ranks = job("killed", case)
+    ranks[LATE].wait(timeout=180)
+    ended = time.time()
+    assert ranks[LATE].returncode == -signal.SIGKILL
+    survivor = ranks[1 - LATE]
+    _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
+    print(f"{case}: the other had ended after {time.time() - ended:.1f} s")
+    assert survivor.returncode not in (0, None)
+    # Warnings and the report at the start are older; after the cause nobody says anything.
+    cause = said.splitlines()[-1]
+    assert cause.startswith(f"mindspeed_dsa: rank {LATE} is gone: process {ranks[LATE].pid} on "), cause
+    assert "was killed, as by SIGKILL" in cause
+    for word in ("Traceback", "Connection", "Error: ", "terminate called"):
+        assert word not in said, said
 
 
 def test_a_frozen_rank_is_named_by_the_others(job, tmp_path, capsys):
