@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed_dsa.runs.metrics import FILE
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from tests.matrix.test_whole_checkpoints import tensors
 
@@ -25,6 +26,9 @@ LAYOUTS = {
     "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
     "DP2, FSDP2": "--use-torch-fsdp2",
 }
+# Else ranks of a new attempt find addresses of killed ones in the store, and do not meet.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RESTARTING = ("--standalone", "--max-restarts", "3")
 
 
 @pytest.mark.full
@@ -38,12 +42,11 @@ def test_killed_at_random_steps_and_restarted(jobs: JobServer, tmp_path: Path, n
     at = sorted(chance.sample(range(3, STEPS // 2), 2))
     saved = broken / "checkpoints" / TRACKER  # without a checkpoint a job begins another run
     output = tmp_path / "output.txt"
-    # Else ranks of a new attempt find addresses of killed ones in the store, and do not meet.
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    restarting = ("--standalone", "--max-restarts", "3")
-    job = torchrun(2, jobs.arguments(broken, *flags), output, *restarting, **own_store)
+    job = torchrun(2, jobs.arguments(broken, *flags), output, *RESTARTING, **OWN_STORE)
     for step in at:
-        wait_for(lambda step=step: job.poll() is not None or (saved.exists() and step in steps_of(broken)))
+        wait_for(
+            lambda step=step: job.poll() is not None or (saved.exists() and step in steps_of(broken / FILE))
+        )
         assert job.poll() is None, output.read_text()
         victim = chance.choice(ranks_of(job))
         os.kill(victim, signal.SIGKILL)
@@ -58,9 +61,8 @@ def test_killed_at_random_steps_and_restarted(jobs: JobServer, tmp_path: Path, n
     assert [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])] == []
 
 
-def steps_of(run: Path) -> list[int]:
-    """Steps so far; the last line may be under way."""
-    file = run / "metrics.jsonl"
+def steps_of(file: Path) -> list[int]:
+    """Steps so far in a file of metrics; the last line may be under way."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line)["step"] for line in lines]
 

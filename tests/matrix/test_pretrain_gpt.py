@@ -63,13 +63,27 @@ def pretrain(
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Some steps of a recipe on two ranks: what each step recorded, and which features were at work."""
+    command, environment = job(folder, features, layout, script, steps)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {"steps": metrics.read(folder / "steps.jsonl"), "at work": reported(folder)}
+
+
+def job(
+    folder: Path,
+    features: str,
+    layout: str = LAYOUT,
+    script: str = "pretrain_gpt_dsa.sh",
+    steps: int = STEPS,
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of the same, which writes into a new folder."""
     folder.mkdir()
     command = ["bash", str(RECIPE / script), *layout.split(), *features.split()]
     command += f"--train-iters {steps} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
     command += ["--step-metrics-file", str(folder / "steps.jsonl"), "--mindspeed-report-dir", str(folder)]
     # The dataset helpers are compiled in the checkout, for the Python whose python3-config comes first.
     programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]
-    environment = {
+    return command, {
         **os.environ,
         "MEGATRON_LM": str(checkout()),
         "NPROC": "2",
@@ -78,9 +92,6 @@ def pretrain(
         "PATH": os.pathsep.join(programs),
         "PYTHONPATH": os.pathsep.join([str(RECIPE.parents[1]), *sys.path]),
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return {"steps": metrics.read(folder / "steps.jsonl"), "at work": reported(folder)}
 
 
 def reported(folder: Path) -> list[str]:
