@@ -127,3 +127,16 @@ def test_a_job_with_a_finding_of_each_level(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     found = [(each["level"], each["check"]) for each in json.loads(done.stdout)["environment"]]
     assert found == wanted[1:]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, (1, 1, 1)),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, (8, 16, 2)),
+        ({"WORLD_SIZE": "16"}, (0, 16, 1)),  # of one node or of 16
+    ],
+)
+def test_no_nodes_are_made_up_where_the_launcher_does_not_say_how_many_ranks_each_has(variables, ranks):
+    machine = environment._machine(SETTINGS, variables)
+    assert (machine.local_ranks, machine.world, machine.nodes) == ranks

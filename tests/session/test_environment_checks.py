@@ -103,7 +103,15 @@ CASES = [
         "npu",
         {"variables": {"HCCL_ASYNC_ERROR_HANDLING": "0"}},
         "warning",
-        "all ranks wait for ever",
+        "unset HCCL_ASYNC_ERROR_HANDLING",
+        [{"variables": {}}, {"platform": "cuda"}],
+    ),
+    (
+        "async-error-handling",
+        "npu",
+        {"variables": {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "0"}},
+        "warning",
+        "ranks wait until HCCL's own time-out",
         [{"variables": {}}, {"variables": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}],
     ),
     (
@@ -379,6 +387,26 @@ CASES = [
         ],
     ),
     (
+        "shared-memory",
+        "cuda",
+        {
+            "args": {"num_workers": 2, "seq_length": 4096, "create_attention_mask_in_dataloader": True},
+            "machine": {"local_ranks": 8, "world": 8, "shared_memory": 256 * 2**20},
+        },
+        "error",
+        "8 ranks with --num-workers 2",
+        [
+            {
+                "args": {
+                    "num_workers": 2,
+                    "seq_length": 4096,
+                    "create_attention_mask_in_dataloader": True,
+                    "pipeline_model_parallel_size": 8,
+                }
+            }
+        ],
+    ),
+    (
         "locked-memory",
         "cuda",
         {"machine": {"locked_memory": 65536, "local_ranks": 8, "world": 16, "infiniband": True}},
@@ -417,6 +445,7 @@ CASES = [
             {"args": {"save": "s3://bucket"}},
             {"args": {"save": "saves", "no_save": True}},
             {"machine": {"free": lambda folder: 5 * GB, "local_ranks": 8, "world": 16}},
+            {"machine": {"free": lambda folder: 5 * GB, "world": 16}},
             {"machine": {}},
         ],
     ),

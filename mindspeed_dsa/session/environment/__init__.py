@@ -145,8 +145,9 @@ def at_start(
 
 
 def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:
-    launched = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", **variables}
-    return installation.read(settings.platform, settings.megatron_root, launched)
+    # Launchers other than torchrun, such as srun, leave it open how many ranks a node has.
+    alone = {"LOCAL_WORLD_SIZE": "1"} if variables.get("WORLD_SIZE", "1") == "1" else {}
+    return installation.read(settings.platform, settings.megatron_root, {**alone, **variables})
 
 
 def newest(args: Any) -> tuple[int, float | None]:

@@ -10,6 +10,8 @@ from mindspeed_dsa.environment import EnvironmentCheck, Finding, Surroundings
 _HCCL = "CANN, environment variable reference"
 _TORCH = "PyTorch, ProcessGroupNCCL environment variables"
 _NCCL = "NCCL, environment variables"
+_HCCL_ERRORS = ("HCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
+"""What torch_npu calls it: up to 2.7.1, and in its manual since then."""
 _MIB = 2**20
 _EXEC_S, _EXEC_AIV_S = 1836, 1091
 """Seconds: default of HCCL_EXEC_TIMEOUT, and its default and upper bound in AIV mode (CANN 8.5)."""
@@ -111,15 +113,23 @@ def find_buffer(about: Surroundings) -> Iterator[Finding]:
 
 def find_error_handling(about: Surroundings) -> Iterator[Finding]:
     """Yield errors of collectives that nobody would hear of."""
-    name = "HCCL_ASYNC_ERROR_HANDLING" if about.platform == "npu" else "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if about.variable(name) == "0":
+    if about.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0" and about.platform == "cuda":
         yield Finding(
             "warning",
-            f"{name}=0",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0",
             "a collective that fails or exceeds its time does not end the process, and all ranks wait for "
             "ever",
-            f"unset {name}",
+            "unset TORCH_NCCL_ASYNC_ERROR_HANDLING",
         )
+    for name in _HCCL_ERRORS if about.platform == "npu" else ():
+        if about.variable(name) == "0":
+            yield Finding(
+                "warning",
+                f"{name}=0",
+                "a collective that the network has failed (ERROR CQE) does not end the process, and ranks "
+                "wait until HCCL's own time-out",
+                f"unset {name}",
+            )
 
 
 def find_blocking_wait(about: Surroundings) -> Iterator[Finding]:
@@ -209,7 +219,7 @@ CHECKS = (
     ),
     EnvironmentCheck(
         "async-error-handling",
-        "`TORCH_NCCL_ASYNC_ERROR_HANDLING`, `HCCL_ASYNC_ERROR_HANDLING`",
+        "`TORCH_NCCL_ASYNC_ERROR_HANDLING`, `HCCL_ASYNC_ERROR_HANDLING`, `TORCH_HCCL_ASYNC_ERROR_HANDLING`",
         "0",
         f"{_TORCH}; torch_npu, environment variables",
         ("warning",),

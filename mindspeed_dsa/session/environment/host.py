@@ -69,6 +69,10 @@ def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
     if free is None or not (ranks and workers and length):
         return
     loading = math.ceil(ranks / about.size("tensor_model_parallel_size"))
+    stages = about.size("pipeline_model_parallel_size")
+    if stages > 1 and about.machine.world and not about.argument("sft"):  # which loads packs on all stages
+        in_two = 2 * about.machine.world / (stages * about.size("tensor_model_parallel_size"))
+        loading = min(loading, math.ceil(in_two))  # of the first stage and of the last
     masked = about.argument("create_attention_mask_in_dataloader")
     batch = about.size("micro_batch_size") * (length * _ROW + (length * length if masked else 0))
     needed = loading * workers * _PREFETCHED * batch
@@ -124,8 +128,9 @@ def find_disk(about: Surroundings) -> Iterator[Finding]:
     free = about.machine.free(Path(folder))
     if free is None:
         return
-    nodes = about.machine.nodes
-    share = size / nodes  # a folder may be each node's own
+    # A folder may be each node's own; where nobody says how many ranks a node has, it may be each rank's.
+    nodes = about.machine.nodes if about.machine.local_ranks else max(1, about.machine.world)
+    share = size / nodes
     who = f"--save {folder}"
     if free < share:
         least = "at least" if nodes > 1 else "about"
