@@ -7,7 +7,6 @@ are the same.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -23,10 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.futures import Future
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.runs.files import RunError, sync
+from mindspeed_dsa.runs.files import RunError, end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry, Summing
-
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def save_in_this_process(megatron: Megatron | None = None) -> Any:
@@ -77,10 +74,8 @@ def write_beside(parent: int, write: Callable[[], None]) -> Callable[[], None]:
         if os.getpid() != parent:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
             torch.set_num_threads(1)
-            with contextlib.suppress(AttributeError, OSError):  # not on Linux
-                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-                if os.getppid() != parent:
-                    return
+            if not end_with_parent(parent):
+                return
         write()
 
     return beside

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import os
 import re
+import signal
 from pathlib import Path
 from typing import IO
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 class RunError(MindSpeedDSAError):
@@ -73,3 +78,19 @@ def try_lock(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def end_with_parent(parent: int) -> bool:
+    """Have this process killed when the one that has started it ends, in whatever way; on Linux alone.
+
+    A writer that outlives its job shares the files, locks and pipes of the one that follows.
+
+    Args:
+        parent: number of the process whose main thread has started this one.
+
+    Returns:
+        Whether it still runs: else nobody is left for whom to do anything.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    return os.getppid() == parent

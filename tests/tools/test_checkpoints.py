@@ -62,6 +62,15 @@ def test_it_keeps_the_newest_whole_ones(folder: Path, capsys: pytest.CaptureFixt
     assert "nothing is deleted" in capsys.readouterr().out
 
 
+def test_what_is_kept_has_been_read(folder: Path) -> None:
+    """Sizes say nothing of a bit that the disk has lost, and the others are about to be deleted."""
+    content = bytearray((folder / "iter_0000004" / "__1_0.distcp").read_bytes())
+    content[7] ^= 1
+    (folder / "iter_0000004" / "__1_0.distcp").write_bytes(content)
+    commands.main(["checkpoints", str(folder), "--keep", "1"])
+    assert there(folder) == [3, 4, 5]
+
+
 def test_what_the_tracker_names_stays(folder: Path) -> None:
     track(folder, 2)
     commands.main(["checkpoints", str(folder), "--keep", "1"])

@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     options = _parse(argv)
     folder: Path = options.folder
     found = whole_checkpoints.iterations(folder)
-    numbered = [whole_checkpoints.state_of(folder, iteration, options.verify) for iteration in found]
+    numbered = _states(folder, found, options)
     known = [*numbered, *_release(folder, options.verify)]
     if not known:
         raise SettingsError(
@@ -39,6 +39,17 @@ def run(argv: Sequence[str]) -> int:
     if options.keep is not None:
         _keep(folder, numbered, options.keep)
     return int(any(state.damage for state in known))
+
+
+def _states(folder: Path, found: Sequence[int], options: argparse.Namespace) -> list[State]:
+    """Check checkpoints, the newest first; of those that stay when others are deleted all files are read."""
+    states: list[State] = []
+    left = options.keep or 0
+    for iteration in found:
+        state = whole_checkpoints.state_of(folder, iteration, options.verify or left > 0)
+        left -= bool(state.listed and not state.damage)
+        states.append(state)
+    return states
 
 
 def _release(folder: Path, verify: bool) -> list[State]:
@@ -81,8 +92,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--keep",
         type=int,
         metavar="K",
-        help="delete what is older than the K newest whole checkpoints; never the newest whole one, the one "
-        "that the tracker file names, or a folder with files that no manifest lists",
+        help="delete what is older than the K newest whole checkpoints, of which all files are read; never "
+        "the newest whole one, the one that the tracker file names, or a folder with files that no manifest "
+        "lists",
     )
     options = parser.parse_args(list(argv))
     if options.keep is not None and options.keep < 1:

@@ -139,7 +139,7 @@ def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
         request.add_finalize_fn(lambda: end(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
-    return request._replace(async_fn=Summed(request.async_fn, str(save.path), save.token, _rank()))
+    return request._replace(async_fn=Summed(request.async_fn, save, _rank()))
 
 
 def end(save: Save, work: Work) -> None:

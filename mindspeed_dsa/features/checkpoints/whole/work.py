@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,13 @@ class Save:
         folder: of all checkpoints.
         name: of this one.
         token: other than that of any other save; the same on all ranks.
+        process: of this rank, which may have others write.
     """
 
     folder: Path
     name: str
     token: str
+    process: int = field(default_factory=os.getpid)
 
     @property
     def path(self) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from typing import Any
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
-from mindspeed_dsa.features.checkpoints.whole.work import Work
+from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import sync
+from mindspeed_dsa.runs.files import end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry, Summing
 
 
@@ -30,6 +31,7 @@ def sum_a_file(original: Callable[..., Any], context: Context[Options]) -> Calla
         save = work.saving
         if save is None:
             return original(*args, **kwargs)
+        _end_with(save)
         work.open.close()
         try:
             return original(*args, **kwargs)
@@ -54,6 +56,13 @@ def sum_an_item(original: Callable[..., Any], context: Context[Options]) -> Call
         return original(*args[:at], work.open.stream, *args[at + 1 :], **kwargs)
 
     return _write_item
+
+
+def _end_with(save: Save) -> None:
+    """End a process that writes for a save when its job is killed: the next one may write the same files."""
+    parent = multiprocessing.parent_process()
+    if os.getpid() != save.process and parent is not None and not end_with_parent(parent.pid or 0):
+        os._exit(1)
 
 
 def leave(file: Path, entry: Entry, token: str) -> None:
@@ -93,23 +102,22 @@ class Summed:
 
     Attributes:
         write: Megatron's, which can be pickled as this can.
-        folder: of the checkpoint.
-        token: of the save.
+        save: that they belong to.
         rank: whose files, named ``__RANK_*`` by torch.
     """
 
     write: Callable[..., Any]
-    folder: str
-    token: str
+    save: Save
     rank: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Write files, and their sums beside them; sums that cannot be made are left to the first rank."""
+        _end_with(self.save)
         result = self.write(*args, **kwargs)
         with contextlib.suppress(OSError):
-            folder = Path(self.folder)
-            known = left(folder, self.token)
+            folder, token = self.save.path, self.save.token
+            known = left(folder, token)
             files = [path.name for path in folder.glob(f"__{self.rank}_*") if path.name not in known]
             for name, entry in manifest.sums(folder, files).items():
-                leave(folder / name, entry, self.token)
+                leave(folder / name, entry, token)
         return result

@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -23,6 +25,7 @@ import mindspeed_dsa
 from mindspeed_dsa import features
 from mindspeed_dsa.features.checkpoints.whole.claims import FILE, Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
+from mindspeed_dsa.features.checkpoints.whole.work import Save
 from mindspeed_dsa.features.checkpoints.whole.written import Summed
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError
@@ -306,9 +309,52 @@ def test_two_asynchronous_saves_end_one_after_the_other(job: Job) -> None:
 
 
 def test_what_writes_in_the_background_can_be_sent_to_a_process() -> None:
-    write = pickle.loads(pickle.dumps(Summed(partial(print, "x"), "nowhere", "token", 0)))
+    write = pickle.loads(pickle.dumps(Summed(partial(print, "x"), Save(Path("nowhere"), "it", "token"), 0)))
     assert write.write.func is print
     write()
+
+
+WRITERS = """
+import multiprocessing, os, pathlib, sys, time, types
+from mindspeed_dsa.features.checkpoints.whole.work import Open, Save
+from mindspeed_dsa.features.checkpoints.whole.written import Summed, sum_a_file
+
+save = Save(pathlib.Path(sys.argv[2]), "iter_0000001", "token")
+
+def write():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+work = types.SimpleNamespace(saving=save, open=Open())
+one = sum_a_file(write, types.SimpleNamespace(state=lambda kind: work))
+target = Summed(write, save, 0) if sys.argv[1] == "all" else one
+process = multiprocessing.get_context("fork").Process(target=target)
+process.start()
+process.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end processes with their parents")
+@pytest.mark.parametrize("what", ["all", "one"])
+def test_what_writes_ends_with_its_job(what: str, tmp_path: Path) -> None:
+    """A job that is started again may write the same files, while it still does."""
+    command = [sys.executable, "-c", WRITERS, what, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        number = int(job.stdout.readline())
+        job.kill()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            if (
+                Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            ):  # nobody waits for it
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.05)
+    os.kill(number, signal.SIGKILL)
+    pytest.fail("the writer still runs")
 
 
 def test_sums_of_an_earlier_save_are_not_taken(job: Job) -> None:
