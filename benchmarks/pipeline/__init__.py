@@ -10,6 +10,7 @@ CELLS = {
     "recomputed-pairs": "benchmarks.pipeline.recomputed_pairs",
     "halves": "benchmarks.pipeline.halves",
     "recompute": "benchmarks.pipeline.recompute",
+    "split": "benchmarks.pipeline.split",
 }
 """By the name that ``--only`` takes: a module."""
 

@@ -12,33 +12,19 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
-from benchmarks.model import deterministic_layers
 from benchmarks.moe.problem import deviation, minima
+from benchmarks.pipeline.dense_steps import Sizes, dense_step
 from benchmarks.registry import Metrics
 
-VOCABULARY = 256
 SWITCH = {"recompute_in_bubble": True}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the measurement."""
-
-    layers: int = 4  # of the whole model
-    microbatches: int = 4  # of one sequence each
-    tokens: int = 256  # of a sequence
-    hidden: int = 512  # width of a token
-    rounds: int = 15  # each runs every variant once
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
@@ -98,114 +84,15 @@ def _caution(ranks: int, cores: int) -> str:
 
 def measure(chunks: int, sizes: Sizes) -> dict[str, Any]:
     """Times of both variants and of a chunk's recomputation; times are the same on all ranks."""
-    step = _step(chunks, sizes)
+    step = dense_step(chunks, sizes, SWITCH, FULL)
     seconds: list[float] = []
-
-    def variant(name: str) -> Callable[[], object]:
-        return lambda: step(name, seconds)
-
-    found = {
-        "deviation": deviation(step("bubble", []), step("plain", [])),
-        "times": minima({name: variant(name) for name in ("plain", "bubble")}, sizes.rounds),
-    }
+    variants = {"plain": lambda: step(_plain()), "bubble": lambda: step(_timed(seconds))}
+    deviates = deviation(variants["bubble"](), variants["plain"]())
+    seconds.clear()
+    found = {"deviation": deviates, "times": minima(variants, sizes.rounds)}
     # A segment is a layer. The last rank of a pipeline without virtual stages waits for no gradient.
     layers = sizes.layers // (dist.get_world_size() * chunks)
     return {**found, "again": layers * statistics.median(seconds) if seconds else None}
-
-
-def _step(chunks: int, sizes: Sizes) -> Callable[[str, list[float]], dict[str, Tensor]]:
-    """A training step without the optimizer's; returns losses and gradients of this rank.
-
-    ``bubble`` recomputes ahead of gradients that a rank waits for, and adds the seconds of each segment to a
-    list; ``plain`` is Megatron's own.
-    """
-    import mindspeed_dsa
-
-    mindspeed_dsa.enable(**SWITCH)
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=dist.get_world_size(),
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    cfg = _configuration(chunks, sizes)
-    models = []
-    for stage in range(chunks):
-        place = {"ignore_virtual": False, "vp_stage": stage if chunks > 1 else None}
-        chunk = GPTModel(
-            config=cfg,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=sizes.tokens,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
-            position_embedding_type="rope",
-            vp_stage=place["vp_stage"],
-        )
-        models.append(DistributedDataParallel(cfg, DistributedDataParallelConfig(), chunk))
-    batch = torch.randint(
-        0, VOCABULARY, (sizes.microbatches, 1, sizes.tokens + 1), generator=torch.Generator().manual_seed(0)
-    )
-
-    def step(name: str, seconds: list[float]) -> dict[str, Tensor]:
-        for model in models:
-            model.zero_grad_buffer()
-        with _plain() if name == "plain" else _timed(seconds):
-            losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=[iter(batch) for _ in models] if chunks > 1 else iter(batch),
-                model=models if chunks > 1 else models[0],
-                num_microbatches=sizes.microbatches,
-                seq_length=sizes.tokens,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-        gradients = {
-            f"{index} {name}": weight.main_grad.clone()
-            for index, model in enumerate(models)
-            for name, weight in model.named_parameters()
-        }
-        return gradients | {f"loss {index}": each["loss"] for index, each in enumerate(losses)}
-
-    return step
-
-
-def _configuration(chunks: int, sizes: Sizes) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        **deterministic_layers(
-            num_layers=sizes.layers,
-            hidden_size=sizes.hidden,
-            num_attention_heads=8,
-            masked_softmax_fusion=False,
-            recompute_granularity="full",
-            recompute_method="uniform",
-            recompute_num_layers=1,
-            pipeline_model_parallel_size=dist.get_world_size(),
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            pipeline_dtype=torch.float32,
-            overlap_p2p_comm=chunks > 1,
-            batch_p2p_comm=chunks == 1,
-            transformer_impl="local",
-        )
-    )
-
-
-def _forward_step(iterator: Iterator[Tensor], model: Any) -> Any:
-    tokens = next(iterator)
-    places = torch.arange(tokens.size(1) - 1).unsqueeze(0)
-    return model(tokens[:, :-1], places, None, labels=tokens[:, 1:]), _loss
-
-
-def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}
 
 
 @contextlib.contextmanager

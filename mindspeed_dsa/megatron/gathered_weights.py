@@ -95,3 +95,25 @@ def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
 def runs_apart() -> bool:
     """Return whether what runs is such a part, which other modules do not follow as in a forward."""
     return _apart.get()
+
+
+# -- gradients that come after the backward of weights that are gathered ------------------------------
+
+_reductions: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+
+
+def on_late_gradients(model: Any, reduce: Callable[[], None]) -> None:
+    """Say how gradients of a model's weights are reduced that come after its backward.
+
+    Args:
+        model: as a schedule gets it.
+        reduce: is called when they are there; must not refer to the model.
+    """
+    _reductions[model] = reduce
+
+
+def reduce_late_gradients(model: Any) -> None:
+    """Reduce gradients that a model's weights have got since its backward; others' hooks have done so."""
+    reduce = _reductions.get(model)
+    if reduce is not None:
+        reduce()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -224,24 +225,45 @@ def defer_gradients(
         _deferred.reset(token)
 
 
-def deferred_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, whose calls leave gradients in the queues of now; for what is run again later.
+_queue: ContextVar[MutableSequence[Queued] | None] = ContextVar("queue of gradients", default=None)
+
+
+@contextlib.contextmanager
+def queue_gradients(weights: Iterable[Tensor], queue: MutableSequence[Queued]) -> Iterator[None]:
+    """Have functions that are called in the block leave their weights' gradients in a queue.
 
     Args:
-        function: calls others that ask for :func:`deferred_gradient_of`.
+        weights: parameters; others come in by :func:`also_queued`.
+        queue: gets the gradients as backward reaches them.
     """
-    queued = {key: each for key, each in _deferred.get().items() if isinstance(each, QueuedGradient)}
-    if not queued:
+    token = _queue.set(queue)
+    try:
+        with also_queued(weights):
+            yield
+    finally:
+        _queue.reset(token)
+
+
+def also_queued(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Queue the gradients of more weights, where any are queued; for what a module's call brings forth."""
+    queue = _queue.get()
+    if queue is None:
+        return contextlib.nullcontext()
+    return defer_gradients(weights, lambda weight: QueuedGradient(weight, queue))
+
+
+def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose calls leave gradients in the queue of now; for what is run again later."""
+    queue = _queue.get()
+    if queue is None:
         return function
+    weights = [each.weight for each in _deferred.get().values() if isinstance(each, QueuedGradient)]
 
-    def deferring(*args: Any, **kwargs: Any) -> Any:
-        token = _deferred.set({**_deferred.get(), **queued})
-        try:
+    def queueing(*args: Any, **kwargs: Any) -> Any:
+        with queue_gradients(weights, queue):
             return function(*args, **kwargs)
-        finally:
-            _deferred.reset(token)
 
-    return deferring
+    return queueing
 
 
 def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
@@ -265,7 +287,8 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
     """Decorate ``linear_with_grad_accumulation_and_async_allreduce``.
 
     Layers that defer the gradient themselves, or compute in another dtype, are Megatron's own affair: their
-    weights take their gradients as ever. Several features claim this row; the engine applies it once.
+    weights take their gradients as ever. So do layers that communicate, unless gradients are queued. Several
+    features claim this row; the engine applies it once.
     """
 
     def linear(
@@ -279,8 +302,12 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        alone = not (allreduce_dgrad or sequence_parallel) or _queue.get() is not None
         plain = (
-            grad_output_buffer is None and kwargs.get("gtp_remat_size", 1) == 1 and _is_plain(input, weight)
+            alone
+            and grad_output_buffer is None
+            and kwargs.get("gtp_remat_size", 1) == 1
+            and _is_plain(input, weight)
         )
         deferred = deferred_gradient_of(weight) if plain else None
         if deferred is None:

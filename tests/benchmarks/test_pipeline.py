@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.moe.problem import Timing
-from benchmarks.pipeline import CELLS, recompute, recomputed_pairs, run
+from benchmarks.pipeline import CELLS, recompute, recomputed_pairs, run, split
 from benchmarks.pipeline.pairs import metrics
 from benchmarks.pipeline.simulated import run as simulated
 
@@ -90,3 +90,12 @@ def test_what_bubbles_remove():
 def test_cells_are_named():
     with pytest.raises(ValueError, match=f"pipeline has no cell pair; use {', '.join(CELLS)}"):
         run("cpu", only="pair")
+
+
+def test_ratios_of_split_steps():
+    times = {"whole": Timing(1.0, 0.1, 1.2), "split": Timing(0.9, 0.1, 1.0)}
+    ranks = [{"times": times, "deviation": 0.0, "weights": each, "waiting": 8} for each in (0.04, 0.06)]
+    found = split.metrics(ranks, split.simulated_ratio(2, 1, 4))
+    assert found["split_backward_removed"] == pytest.approx(0.2 / (2 * 0.05))
+    assert (found["step_ratio"], found["step_ratio_least"]) == (pytest.approx(1 / 1.2), pytest.approx(0.9))
+    assert found["step_ratio_simulated"] == pytest.approx(13 / 15)

@@ -8,7 +8,9 @@ from tests.distributed.flags import (
     BF16,
     EP2,
     FOUR_MICROBATCHES,
+    FSDP2,
     FULL_RECOMPUTE,
+    FULLY_SHARDED,
     FUSED,
     GROUP,
     MTP,
@@ -33,6 +35,7 @@ LATER = {"split_backward": True}
 REPLICAS = f"{ZERO} {OVERLAP} {FOUR_MICROBATCHES}"
 
 split = partial(row, "split-backward", both=FUSED, bounds=None, steps=10, watched=(events.WAITED,), **LATER)
+sharded = partial(split, both=FSDP2, watched=(events.WAITED, events.GATHERED))
 overlapped = partial(
     split, both={**FUSED, "moe_alltoall_overlap_comm": True}, watched=(events.WAITED, events.STARTED)
 )
@@ -41,14 +44,14 @@ PIPELINES = (
     split("PP2", 2, PP2, SHALLOW, quick=True),
     split("PP4", 4, PP4),
     split("PP4, one waits", 4, PP4, split_backward_waiting=1),
-    split("PP2 x VPP2", 2, f"{PP2} {VPP2}"),
+    split("PP2 x VPP2", 2, f"{PP2} {VPP2}", SHALLOW),
     split("PP4 x VPP2", 4, f"{PP4} {VPP2}"),
     split("PP4 x VPP2, no P2P overlap", 4, f"{PP4} {VPP2} --no-overlap-p2p-communication"),
     split("TP2+SP x PP2", 4, f"{TP2} {PP2}", SHALLOW),
     split("PP2 x EP2", 4, f"{PP2} {EP2}", SHALLOW),
     split("PP2 x DP2, distributed optimizer, overlap", 4, f"{PP2} {REPLICAS}", SHALLOW),
-    split("PP2 x VPP2 x DP2, distributed optimizer, overlap", 4, f"{PP2} {VPP2} {REPLICAS}"),
-    split("PP2 x VPP2 x DP2, overlap alone", 4, f"{PP2} {VPP2} {REPLICAS} --no-align-grad-reduce"),
+    split("PP2 x VPP2 x DP2, distributed optimizer, overlap", 4, f"{PP2} {VPP2} {REPLICAS}", SHALLOW),
+    split("PP2 x VPP2 x DP2, overlap alone", 4, f"{PP2} {VPP2} {REPLICAS} --no-align-grad-reduce", SHALLOW),
     split("PP2 x DP2, overlap alone", 4, f"{PP2} {REPLICAS} --no-align-grad-reduce", SHALLOW),
     split("PP2, layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}", SHALLOW),
     split("PP2, projections recomputed", 2, f"{PP2} {SELECTIVE} mla_up_proj layernorm", SHALLOW),
@@ -60,5 +63,13 @@ PIPELINES = (
     split("PP2, dense GPT", 2, PP2, stock=True, both={}),
     split("PP2 x EP2, grouped experts", 4, f"{PP2} {EP2} {STACKED}", SHALLOW, both={**FUSED, **GROUP}),
     split("PP2, outputs recomputed, swapped", 2, PP2, SHALLOW, both={**FUSED, **RECOMPUTED, **ON_HOST}),
+    sharded("PP2 x DP2, FSDP2", 4, f"{PP2} {FULLY_SHARDED} {FOUR_MICROBATCHES}", SHALLOW),
+    sharded("PP2 x VPP2 x DP2, FSDP2", 4, f"{PP2} {VPP2} {FULLY_SHARDED} {FOUR_MICROBATCHES}", SHALLOW),
+    sharded(
+        "PP2 x DP2, FSDP2, layers recomputed",
+        4,
+        f"{PP2} {FULLY_SHARDED} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}",
+        SHALLOW,
+    ),
     overlapped("PP2 x EP2, all-to-alls overlapped", 4, f"{PP2} {EP2}", SHALLOW),
 )

@@ -144,6 +144,7 @@ SWITCHED = (
     Case("compile-regions", "one process", {"compile_regions": True}, "compiled", TWO_LAYERS, rtol=1e-5),
     Case("ascend-mc2", "TP2+SP", {"use_ascend_mc2": True}),  # its operators are torch_npu's
     Case("recompute-ahead", "PP2 x VPP2", {"recompute_in_bubble": True}, "ahead", overrides=FULL),
+    Case("split-backward", "PP2 x VPP2", {"split_backward": True}, events.WAITED),
     Case("moe-router-load-report", "EP2", {"moe_router_load_report": "FOLDER"}, events.COUNTED),
     Case("initial-weights", "EP2", {"initial_weights_dir": "FOLDER"}, "files"),
     Case("schedule-trace", "PP2 x VPP2", {"trace_schedule": "FOLDER", "trace_schedule_step": 1}, "files"),

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.megatron import pipeline_steps
-from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Queued, QueuedGradient, defer_gradients
+from mindspeed_dsa.megatron import gathered_weights, pipeline_steps
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Queued, queue_gradients
 from mindspeed_dsa.schedule.events import Event, Kind
 
 Unit = tuple[int, int]
@@ -81,7 +81,7 @@ class WaitingGradients:
     def deferring(self, chunk: int, microbatch: int) -> AbstractContextManager[Any]:
         """Have linear layers that are called in the block leave their weights' gradients here."""
         queue = self._queues.setdefault((chunk, microbatch), [])
-        return defer_gradients(self._weights[chunk], lambda weight: QueuedGradient(weight, queue))
+        return queue_gradients(self._weights[chunk], queue)
 
     def ran_backward(self, chunk: int) -> None:
         """Note that one of a chunk's backwards is done."""
@@ -106,6 +106,7 @@ class WaitingGradients:
         event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
         with event if listed else contextlib.nullcontext(), reduction.reducing(last):
             _give(queue)
+            gathered_weights.reduce_late_gradients(self._chunks[chunk])
         if last:
             reduction.all_there()
 

@@ -35,7 +35,13 @@ from mindspeed_dsa.features.data_parallel.fsdp2 import checks
 from mindspeed_dsa.megatron.gathered_weights import hold
 from mindspeed_dsa.megatron.split_layers import transformer_layer
 from mindspeed_dsa.parallel import saved_tensors
-from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, Queued, QueuedGradient, defer_gradients
+from mindspeed_dsa.parallel.weight_gradients import (
+    DeferredGradient,
+    Queued,
+    QueuedGradient,
+    also_queued,
+    defer_gradients,
+)
 from mindspeed_dsa.patches.errors import SettingsError
 
 # -- Megatron's schedule of pairs -------------------------------------------------------------------
@@ -396,3 +402,33 @@ def _reduce(group: Any) -> None:
         group.post_backward()
     finally:
         group._training_state, group.reshard_after_backward = state, reshards
+
+
+# -- gradients that a schedule of whole chunks computes later --------------------------------------
+
+
+def leave_gradients(unit: Any) -> None:
+    """Have a unit's calls leave its weights' gradients where a schedule collects them, if one does.
+
+    They need the layer's input and the gradient of its output: the weights are dropped as usual.
+    """
+    entered: list[AbstractContextManager[Any]] = []
+
+    def enter(module: Any, *_: Any) -> None:
+        weights = (each.unsharded_param for group in groups_of(module) for each in group.fsdp_params)
+        queued = also_queued(weight for weight in weights if weight.dim() > 1)
+        queued.__enter__()
+        entered.append(queued)
+
+    def leave(*_: Any) -> None:
+        if entered:  # none if another hook has raised before
+            entered.pop().__exit__(None, None, None)
+
+    unit.register_forward_pre_hook(enter)
+    unit.register_forward_hook(leave, always_call=True)
+
+
+def reduce_left(root: ref[Any]) -> None:
+    """Reduce gradients that the weights of a model have got after its backward, as at the end of one."""
+    module: Any = root()
+    module._get_fsdp_state()._root_post_backward_final_callback()

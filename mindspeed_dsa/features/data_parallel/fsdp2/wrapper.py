@@ -24,7 +24,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.data_parallel.fsdp2 import pairs, shards
 from mindspeed_dsa.features.data_parallel.fsdp2.feature import Options, check_sharding_size
 from mindspeed_dsa.features.data_parallel.fsdp2.placements import Placements, class_of, place
-from mindspeed_dsa.megatron.gathered_weights import hold, note_calls
+from mindspeed_dsa.megatron.gathered_weights import hold, note_calls, on_late_gradients
 from mindspeed_dsa.parallel.local_shards import local_of, shard_axis
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -129,6 +129,9 @@ def _shard(
     for unit in units:
         if isinstance(unit, embeddings.LanguageModelEmbedding):
             unit.set_unshard_in_backward(False)  # its backward reads no weight
+        else:
+            pairs.leave_gradients(unit)
+    on_late_gradients(self, partial(pairs.reduce_left, ref(self.module)))
     shards.prefetch(units, options.prefetch, self.module, asynchronous=not platform.asynchronous)
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         pairs.follow(self.module, units, context.megatron)

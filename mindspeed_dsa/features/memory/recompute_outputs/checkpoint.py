@@ -15,6 +15,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.memory.recompute_outputs.feature import Options
 from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.parallel.saved_tensors import bytes_of
+from mindspeed_dsa.parallel.weight_gradients import queued_as_now
 from mindspeed_dsa.patches import versions
 
 _is_checkpoint_valid = versions.private("torch.autograd:_is_checkpoint_valid", "recomputation of outputs")
@@ -127,7 +128,7 @@ class CheckpointWithoutOutput:
             states: from before ``outputs`` were computed.
         """
         drawn_from = None if states.are_current() else states
-        self._pending = _Pending(run_function, drawn_from, self._verify)
+        self._pending = _Pending(queued_as_now(run_function), drawn_from, self._verify)
         return _Recomputed.apply(self._pending, [outputs], *args)
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.feature import Conflict, Feature, Flag, Requires
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
 from mindspeed_dsa.patches.errors import SettingsError
@@ -82,7 +82,6 @@ _REFUSED = {
     "use_ring_exchange_p2p": "returns from a transfer when that is done, with nothing to compute meanwhile",
     "use_megatron_fsdp": "drops whole weights and gradients in backward",
     "use_custom_fsdp": "drops whole weights and gradients in backward",
-    "use_torch_fsdp2": "reduces a layer's gradients at the end of its backward",
     "enable_cuda_graph": "would replay whole backwards",
     "external_cuda_graph": "would replay whole backwards",
     "cuda_graph_impl": "would replay whole backwards",
@@ -105,11 +104,32 @@ def check_split(args: Any, options: Any) -> Iterator[str]:
             f"{FLAG} needs Megatron's own linear layers; use --transformer-impl local, or Transformer "
             f"Engine's {DELAY} with --overlap-moe-expert-parallel-comm"
         )
+    if argument(args, "schedules_method"):
+        yield (
+            f"{FLAG} splits backwards of 1F1B and interleaved pipelines; with --schedules-method "
+            f"{argument(args, 'schedules_method')} use --dualpipev-dw-detach, or omit one of them"
+        )
     if argument(args, "num_microbatches_with_partial_activation_checkpoints"):
         yield f"{FLAG} knows one way to recompute in all microbatches; omit partial activation checkpoints"
     yield from check_refused(args, FLAG, _REFUSED)
 
 
+_CHUNKED = (
+    "layers in chunks compute their weights' gradients beside their transfers, which --split-backward leaves "
+    "for later; omit one of them"
+)
+_MOVED = (
+    "gradients of moved experts return in backward, to weights whose own are not there yet with "
+    "--split-backward; omit one of them"
+)
+_HALVES = (
+    "halves of a microbatch hide transfers behind weight gradients, which --split-backward leaves for later; "
+    "omit one of them"
+)
+_STREAMS = (
+    "--split-backward keeps operands on the stream that they were made for, and a second one would still use "
+    "them; omit one of them"
+)
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -192,6 +212,13 @@ FEATURE = Feature(
         DEFERRED_GRADIENTS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
+    conflicts=(
+        Conflict("ascend-coc", _CHUNKED),
+        Conflict("ascend-mc2", _CHUNKED),
+        Conflict("balanced-moe-experts", _MOVED),
+        Conflict("moe-batch-overlap", _HALVES),
+        Conflict("two-streams", _STREAMS),
+    ),
     active=split_wanted,
     options=Options.of,
     rewrite=serve_without_transformer_engine,

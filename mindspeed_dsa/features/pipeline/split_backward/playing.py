@@ -11,7 +11,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.split_backward.feature import Options
 from mindspeed_dsa.features.pipeline.waiting_gradients import Unit, WaitingGradients
 from mindspeed_dsa.megatron import pipeline_steps
-from mindspeed_dsa.parallel.weight_gradients import deferred_as_now
+from mindspeed_dsa.parallel.weight_gradients import queued_as_now
 from mindspeed_dsa.schedule import lists, megatron_order
 from mindspeed_dsa.schedule.events import Event, Kind
 
@@ -145,7 +145,7 @@ def defer_in_recomputation(original: _Function) -> _Function:
     """Decorate ``tensor_parallel.random.checkpoint``."""
 
     def checkpoint(function: _Function, *args: Any) -> Any:
-        return original(deferred_as_now(function), *args)
+        return original(queued_as_now(function), *args)
 
     return checkpoint
 
@@ -154,6 +154,6 @@ def defer_where_outputs_are_discarded(original: _Function) -> _Function:
     """Decorate ``CheckpointWithoutOutput.checkpoint``."""
 
     def checkpoint(self: Any, run_function: _Function, *args: Any) -> Any:
-        return original(self, deferred_as_now(run_function), *args)
+        return original(self, queued_as_now(run_function), *args)
 
     return checkpoint

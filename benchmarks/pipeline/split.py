@@ -1,0 +1,126 @@
+"""Steps with whole and with split backwards, on real pipeline ranks that talk over loopback.
+
+By the theory a step gets shorter by ``2 (PP - 1) W``, ``W`` being the time of a chunk's weight gradients of
+one microbatch. Only a rank with a core of its own is idle in a bubble: where ranks share cores, others work
+meanwhile, and there is little to gain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from benchmarks.linkbed import LinkBed
+from benchmarks.moe.problem import deviation, minima
+from benchmarks.pipeline.dense_steps import Sizes, dense_step
+from benchmarks.registry import Metrics
+from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.schedule import lists, megatron_order
+from mindspeed_dsa.schedule.events import Costs
+from mindspeed_dsa.schedule.simulate import simulate
+
+SWITCH = {"split_backward": True}
+QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
+LAYOUTS = {"PP2": (2, 1), "PP2 x VPP2": (2, 2), "PP4": (4, 1)}
+"""Pipeline ranks and chunks per rank."""
+
+
+def run(link: str, quick: bool) -> Metrics:
+    """Return the cell's entries, with a caution where ranks share cores."""
+    found = {name: _layout(*layout, QUICK if quick else Sizes()) for name, layout in LAYOUTS.items()}
+    print(f"split: {found}", file=sys.stderr, flush=True)
+    return {"split": found}
+
+
+def _layout(ranks: int, chunks: int, sizes: Sizes) -> Metrics:
+    cores = sorted(os.sched_getaffinity(0))
+    with LinkBed(ranks, None, [cores[rank % len(cores)] for rank in range(ranks)]) as bed:
+        of_ranks = bed.run("benchmarks.pipeline.split:measure", chunks=chunks, sizes=sizes)
+    caution = f"{ranks} ranks share {len(cores)} cores, which are hardly idle" if len(cores) < ranks else None
+    return metrics(of_ranks, simulated_ratio(ranks, chunks, sizes.microbatches), caution)
+
+
+def simulated_ratio(ranks: int, chunks: int, microbatches: int) -> float:
+    """Return the step's length over that with whole backwards, where F, dX and dW take the same time."""
+    whole = megatron_order.schedule(Megatron(), ranks, chunks, microbatches)
+    split, stock = (simulate(each, Costs()).step_time for each in (lists.weights_later(whole), whole))
+    return split / stock
+
+
+def metrics(of_ranks: Sequence[Mapping[str, Any]], simulated: float, caution: str | None = None) -> Metrics:
+    """Convert times of steps to ratios, of medians and of least times.
+
+    Args:
+        of_ranks: what :func:`measure` returns on each.
+        simulated: see :func:`simulated_ratio`.
+        caution: what is to be known of these figures.
+    """
+    weights = 1e3 * statistics.mean(each["weights"] for each in of_ranks)
+    median = {name: 1e3 * timing.median for name, timing in of_ranks[0]["times"].items()}
+    least = {name: 1e3 * timing.wall for name, timing in of_ranks[0]["times"].items()}
+    return {
+        "split_backward_removed": (median["whole"] - median["split"]) / (2 * (len(of_ranks) - 1) * weights),
+        "step_ratio": median["split"] / median["whole"],
+        "step_ratio_least": least["split"] / least["whole"],
+        "step_ratio_simulated": simulated,
+        "milliseconds_median": median,
+        "milliseconds": least,
+        "chunk_weight_gradients_milliseconds": weights,
+        "deviation": max(each["deviation"] for each in of_ranks),
+        "waiting_bytes": [each["waiting"] for each in of_ranks],
+        **({"caution": caution} if caution else {}),
+    }
+
+
+def measure(chunks: int, sizes: Sizes) -> dict[str, Any]:
+    """Times of both variants and of a chunk's weight gradients; those of steps are the same on all ranks."""
+    from mindspeed_dsa.features.pipeline.split_backward.playing import Player
+    from mindspeed_dsa.session import current
+
+    step = dense_step(chunks, sizes, SWITCH)
+    seconds: list[float] = []
+    variants = {"whole": lambda: step(_whole()), "split": lambda: step(_timed(seconds))}
+    deviates = deviation(variants["split"](), variants["whole"]())
+    seconds.clear()
+    times = minima(variants, sizes.rounds)
+    session = current()
+    assert session is not None
+    most = session.contexts["split-backward"].state(Player).most
+    dist.barrier()
+    return {
+        "deviation": deviates,
+        "times": times,
+        "weights": statistics.median(seconds),
+        "waiting": most[1],
+    }
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    from mindspeed_dsa.features.pipeline.split_backward.playing import Player
+
+    with mock.patch.object(Player, "begins", return_value=False):
+        yield
+
+
+@contextlib.contextmanager
+def _timed(seconds: list[float]) -> Iterator[None]:
+    from mindspeed_dsa.features.pipeline import waiting_gradients
+
+    original = waiting_gradients._give
+
+    def give(queue: Any) -> None:
+        begin = time.perf_counter()
+        original(queue)
+        seconds.append(time.perf_counter() - begin)
+
+    with mock.patch.object(waiting_gradients, "_give", give):
+        yield
