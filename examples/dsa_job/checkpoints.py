@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest, whole_checkpoints
-from mindspeed_dsa.runs.files import RunError, number, sync, write_atomically
+from mindspeed_dsa.runs.files import RunError, is_running, number, sync, write_atomically
 from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
@@ -192,14 +192,5 @@ def remove_partial(folder: Path) -> list[str]:
 
 def _runs_here(match: re.Match[str]) -> bool:
     """Whether what a name was made by is a process of this machine that still runs."""
-    return match["host"] == socket.gethostname() and _is_alive(int(match["pid"]))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
+    pid = int(match["pid"])
+    return match["host"] == socket.gethostname() and pid != os.getpid() and is_running(pid)

@@ -62,6 +62,24 @@ def sync_tree(folder: Path) -> None:
         sync(Path(parent))
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process of this machine runs.
+
+    One that was killed, and that nobody has waited for, does not: where a container's first process waits for
+    no orphans, it has its number for ever.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):  # not on Linux
+        return True
+
+
 def lock(path: Path) -> IO[str]:
     """Wait for the lock on a file; it is held until the result is closed or the process ends."""
     file = open(path, "a")  # noqa: SIM115 - the caller closes it

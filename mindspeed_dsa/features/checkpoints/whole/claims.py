@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs.files import RunError, write_atomically
+from mindspeed_dsa.runs.files import RunError, is_running, write_atomically
 
 FILE = ".dsa_job.json"
 
@@ -72,13 +72,7 @@ def _runs_here(claimed: dict[str, Any]) -> bool:
     pid = claimed.get("pid")
     if claimed.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # somebody else's
-    return pid != os.getpid() and claimed.get("started") == _started(pid)
+    return pid != os.getpid() and is_running(pid) and claimed.get("started") == _started(pid)
 
 
 def _started(pid: int) -> str:
