@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +21,9 @@ from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, check, padded_vocab_size
 from mindspeed_dsa import session
 from mindspeed_dsa.patches.errors import say_once
+
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_ROOM = "checkpoints are as they were: when files can be written, the same command goes on from the newest"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("pretrain_dsa.py: stopped at once by Ctrl-C", file=sys.stderr, flush=True)
         os._exit(Interrupted.exit_code)
     except Exception as error:
-        if world.size == 1:
+        trace = error.__traceback__
+        if isinstance(error, OSError) and error.errno in _STORAGE:  # wherever it was noticed
+            error, trace = OSError(f"{error}; {_ROOM}"), None
+        elif world.size == 1:
             raise
-        if sys.excepthook is sys.__excepthook__:
-            print(f"rank {world.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        else:  # --record-collectives knows whether another rank's end is the cause
-            sys.excepthook(type(error), error, error.__traceback__)
+        # torch's hook says which rank this is, and --record-collectives' what came first, here or elsewhere.
+        sys.excepthook(type(error), error, trace)
+        sys.stderr.flush()
         # Ending at once closes this rank's connections: the others notice, wherever they wait.
         os._exit(1)
     return 0

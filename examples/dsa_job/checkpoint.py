@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import random
 from dataclasses import dataclass
@@ -122,10 +123,16 @@ def save(
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
     strategy = save_in_this_process()
-    request = dist_checkpointing.save(
-        state, str(partial), strategy, content_metadata=content, async_sharded_save=True
-    )
     step = progress.iteration
+    try:
+        request = dist_checkpointing.save(
+            state, str(partial), strategy, content_metadata=content, async_sharded_save=True
+        )
+    except RuntimeError as error:
+        if not any(word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream")):
+            raise
+        # Of the state that all ranks have in common, which the first one writes.
+        raise OSError(errno.ENOSPC, "common.pt cannot be written", str(partial)) from None
     request.add_finalize_fn(lambda: from_rank_0(lambda: checkpoints.publish(partial, step, strategy.sums)))
     return request
 

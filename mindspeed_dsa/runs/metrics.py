@@ -27,9 +27,12 @@ def append(path: Path, record: Record) -> None:
     What an earlier process, or a full disk, has left unfinished there is cut off first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        _end_line(file)
-        file.write((json.dumps(record) + "\n").encode())
+    try:
+        with path.open("a+b") as file:
+            _end_line(file)
+            file.write((json.dumps(record) + "\n").encode())
+    except OSError as error:  # a full disk's has no name
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _end_line(file: IO[bytes]) -> None:

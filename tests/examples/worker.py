@@ -5,6 +5,7 @@ goes wrong in it. Answers with ``{"pid": ...}`` at once. ``null`` in place of a 
 the answer is ``{"codes": {pid: exit code}}``.
 """
 
+import errno
 import gc
 import json
 import os
@@ -41,6 +42,7 @@ from dsa_job import (  # noqa: E402
 from dsa_job.app import main  # noqa: E402
 
 from mindspeed_dsa import features  # noqa: E402
+from mindspeed_dsa.runs import metrics  # noqa: E402
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED  # noqa: E402
 from mindspeed_dsa.tools.migrate.accept import accept  # noqa: E402
 
@@ -124,6 +126,19 @@ def write_nowhere(shards: torch_dist.Shards) -> None:
     WRITE(shards)
 
 
+def leave_no_room_for_metrics() -> None:
+    """The third record meets a full disk."""
+    append, calls = metrics.append, [0]
+
+    def appending(path: Path, record: Any) -> None:
+        calls[0] += path.name == metrics.FILE
+        if calls[0] == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        append(path, record)
+
+    metrics.append = appending
+
+
 def poison_the_loss() -> None:
     """The loss becomes NaN where it is computed."""
     compute, train_step = step.loss_function, step.Stepper.train_step
@@ -192,6 +207,7 @@ FAULTS = {
     "vanished folder": lambda: die_in_the_write_of_step_4(
         mock.patch.object(torch_dist.Shards, "write", write_nowhere)
     ),
+    "no room for metrics": leave_no_room_for_metrics,
     "written late": lambda: setattr(torch_dist.Shards, "write", write_late),
     # Everything is written, under the temporary name.
     "before the rename": lambda: die_in_the_write_of_step_4(mock.patch.object(checkpoints, "publish", die)),

@@ -379,6 +379,9 @@ class Watch:
             if lock is None and self._is_of_this_process():
                 self._file.unlink()  # an earlier session of this process, which ends when it sees that
                 lock = try_lock(self._file)
+            if lock is not None:
+                os.ftruncate(lock.fileno(), 0)
+                os.write(lock.fileno(), json.dumps({"job": self._job, "pid": os.getpid()}).encode())
         except OSError as error:
             raise RunError(
                 f"--record-collectives {self._folder} cannot be written to ({error}); name another folder"
@@ -388,9 +391,6 @@ class Watch:
                 f"--record-collectives {self._folder}: another job's rank {self._rank} records there; "
                 "name a folder of this job's own"
             )
-        lock.truncate(0)
-        lock.write(json.dumps({"job": self._job, "pid": os.getpid()}))
-        lock.flush()
         return lock
 
 

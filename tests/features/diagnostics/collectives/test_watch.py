@@ -1,4 +1,4 @@
-"""Watch of a rank in processes with thousands of descriptors, and beside files of other processes."""
+"""Watch of a rank in processes with thousands of descriptors, beside files of others, on a full disk."""
 
 from __future__ import annotations
 
@@ -56,3 +56,12 @@ def test_a_file_that_another_process_holds_is_not_taken_for_ones_own(tmp_path, t
     with rank._say_alive():
         assert json.loads(rank._file.read_text())["job"] == "mine"
     held.close()
+
+
+def test_a_full_disk_is_refused_in_one_line(tmp_path):
+    rank = object.__new__(watch.Watch)
+    rank._folder, rank._alive, rank._job, rank._rank = tmp_path, tmp_path, "mine", 0
+    rank._file = tmp_path / "00000"
+    rank._file.symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"cannot be written to \(.*\); name another folder"):
+        rank._say_alive()
