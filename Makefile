@@ -33,7 +33,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs
+.PHONY: help venv train soak test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,6 +55,9 @@ $(STAMP): setup.py constraints.txt
 
 train: $(STAMP)  ## train a small DeepSeek-V3.2-shaped model with DSA on real text
 	$(BIN)/python examples/pretrain_dsa.py --output-dir runs/quickstart $(ARGS)
+
+soak: $(STAMP)  ## an hour of kills, full disks, slow links and damaged files, in four layouts; counts at the end
+	$(BIN)/python -m tests.soak $(ARGS)
 
 test: $(STAMP)  ## quick tests: one case per parallel layout
 	$(BIN)/python -m pytest $(XDIST) $(SLOWEST) -m "not full" $(ARGS)

@@ -1,0 +1,112 @@
+"""A disk that can be full and a link that can be slow, for this process and those that it starts alone.
+
+Both need Linux and root: namespaces of this process, which go when the last process in them has ended.
+Without them a full disk is a limit on the size of files, and there is no slow link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.linkbed import LinkBedError, require_tools
+
+_NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS and CLONE_NEWNET of <linux/sched.h>
+_RATE = ("rate", "4mbit", "burst", "256k", "latency", "400ms")
+
+
+class Surroundings:
+    """What is around the jobs.
+
+    Args:
+        disk: folder on the disk; it is empty, or is made.
+        size: bytes of the disk.
+
+    Attributes:
+        skipped: what cannot be had here, and why.
+    """
+
+    def __init__(self, disk: Path, size: int = 1 << 30) -> None:
+        self.disk, self._size, self.skipped = disk, size, dict[str, str]()
+        disk.mkdir(parents=True, exist_ok=True)
+        self._mounted = self._try("full disk: a limit on the size of files takes its place", self._mount)
+        self._linked = self._try("slow link", self._isolate_network)
+
+    def _try(self, what: str, make: object) -> bool:
+        try:
+            make()  # type: ignore[operator]
+        except (OSError, AttributeError, subprocess.CalledProcessError, LinkBedError) as error:
+            self.skipped[what] = str(error)
+            return False
+        return True
+
+    def _mount(self) -> None:
+        _unshare(_NEW_MOUNTS)
+        _run("mount", "--make-rprivate", "/")
+        _run("mount", "-t", "tmpfs", "-o", f"size={self._size}", "soak", str(self.disk))
+
+    def _isolate_network(self) -> None:
+        require_tools()
+        _unshare(_NEW_NETWORK)
+        _run("ip", "link", "set", "lo", "up")
+        _run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_RATE)
+        _run("tc", "qdisc", "del", "dev", "lo", "root")
+
+    @property
+    def has_link(self) -> bool:
+        """Whether there is a link that can be slow."""
+        return self._linked
+
+    @contextlib.contextmanager
+    def full_disk(self, processes: Sequence[psutil.Process], room: int) -> Iterator[None]:
+        """Leave so many bytes of room on the disk; without one, to these processes and their children."""
+        if not self._mounted:
+            for process in processes:
+                with contextlib.suppress(psutil.Error, OSError):
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, room))
+            yield
+            return
+        while not self._leave(room):
+            pass  # the job has written meanwhile
+        try:
+            yield
+        finally:
+            self._resize(self._size)
+
+    def _leave(self, room: int) -> bool:
+        disk = os.statvfs(self.disk)
+        try:
+            self._resize((disk.f_blocks - disk.f_bfree) * disk.f_frsize + room)
+        except subprocess.CalledProcessError:
+            return False
+        return True
+
+    def _resize(self, size: int) -> None:
+        _run("mount", "-o", f"remount,size={size}", str(self.disk))
+
+    @contextlib.contextmanager
+    def slow_link(self) -> Iterator[None]:
+        """Let 4 Mbit/s pass between all ranks together."""
+        _run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_RATE)
+        try:
+            yield
+        finally:
+            _run("tc", "qdisc", "del", "dev", "lo", "root")
+
+
+def _unshare(what: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(what):
+        number = ctypes.get_errno()
+        raise OSError(number, f"no namespace of its own: {os.strerror(number)}; run as root")
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
