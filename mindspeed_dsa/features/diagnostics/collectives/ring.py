@@ -16,6 +16,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -54,7 +55,7 @@ class Ring:
         self._about = ""
         self._told: dict[str, str] = {}
         self._host, self._store, self._tries = host, store, _TRIES
-        where = {"host": host, "pid": pid, "address": _address_towards(store)}
+        where = {"host": host, "boot": boot(), "pid": pid, "address": _address_towards(store)}
         where["port"] = self._door.getsockname()[1]
         store.set(f"{self._key}/{rank}", json.dumps(where))
 
@@ -69,7 +70,8 @@ class Ring:
         if self._store is None or self._behind is not None or not self._store.check([key]):
             return
         where = json.loads(self._store.get(key))
-        address = "127.0.0.1" if where["host"] == self._host else where["address"]
+        is_here = (where["host"], where["boot"]) == (self._host, boot())
+        address = "127.0.0.1" if is_here else where["address"]
         self._tries -= 1  # an earlier session of its process may have left that address
         if not self._tries:
             self._store = None
@@ -181,6 +183,13 @@ class Ring:
                 each.close()
         self._before = self._behind = None
         self._callers.clear()
+
+
+def boot() -> str:
+    """Return what tells this machine from others of its name, such as ``localhost``; nothing but on Linux."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    return ""
 
 
 def _open_door() -> socket.socket:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from mindspeed_dsa.features.diagnostics.collectives.feature import Options
-from mindspeed_dsa.features.diagnostics.collectives.ring import Ring
+from mindspeed_dsa.features.diagnostics.collectives.ring import Ring, boot
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import collectives as files
 from mindspeed_dsa.runs.files import RunError, try_lock, write_atomically
@@ -81,7 +81,7 @@ class Watch:
         self._silent_since = 0.0
         self._process = os.getpid()
         # By machine: a lock says nothing about another's processes on many network file systems.
-        self._alive = self._folder / ".alive" / self._host
+        self._alive = self._folder / ".alive" / f"{self._host}-{boot()}"
         self._file = self._alive / f"{self._rank:05d}"
         self._lock = self._say_alive()
         self._ring = Ring(store, self._job, self._rank, self._ranks, self._host, os.getpid())

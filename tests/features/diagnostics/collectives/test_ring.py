@@ -13,7 +13,9 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from mindspeed_dsa.features.diagnostics.collectives.ring import Ring
+from mindspeed_dsa.features.diagnostics.collectives.ring import Ring, boot
+
+WHERE = {"host": "host", "boot": boot(), "pid": 101, "address": "127.0.0.1"}
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_a_stranger_with_a_ranks_address_is_not_the_rank(words):
     store = dist.HashStore()
     first = Ring(store, "job", 0, 2, "host", 100)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        where = {"host": "host", "pid": 101, "address": "127.0.0.1", "port": other.getsockname()[1]}
+        where = {**WHERE, "port": other.getsockname()[1]}
         store.set("mindspeed_dsa/ring/job/1", json.dumps(where))
         first.connect()
         with other.accept()[0] as accepted:
@@ -121,7 +123,7 @@ def test_who_cannot_be_reached_is_told_once():
     store = dist.HashStore()
     first = Ring(store, "job", 0, 2, "host", 100)
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        where = {"host": "host", "pid": 101, "address": "127.0.0.1", "port": closed.getsockname()[1]}
+        where = {**WHERE, "port": closed.getsockname()[1]}
     store.set("mindspeed_dsa/ring/job/1", json.dumps(where))
     told = 0
     for _ in range(20):
@@ -133,14 +135,32 @@ def test_who_cannot_be_reached_is_told_once():
     first.close()
 
 
+def test_machines_of_one_name_are_told_apart(monkeypatch):
+    """Many are called ``localhost``, where the port of another one may be anybody's."""
+    store, asked = dist.HashStore(), []
+    first = Ring(store, "job", 0, 2, "localhost", 100)
+    for machine in (boot(), "another"):
+        where = {**WHERE, "host": "localhost", "boot": machine, "address": "192.0.2.1", "port": 9}
+        store.set("mindspeed_dsa/ring/job/1", json.dumps(where))
+
+        def connect(address, timeout):
+            asked.append(address[0])
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(socket, "create_connection", connect)
+        first.connect()
+    assert asked == ["127.0.0.1", "192.0.2.1"]
+    first.close()
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_ranks_are_reached_by_ipv6():
-    ring = Ring(dist.HashStore(), "job", 0, 2, "host", 100)
+    rank = Ring(dist.HashStore(), "job", 0, 2, "host", 100)
     try:
-        socket.create_connection(("::1", ring._door.getsockname()[1]), timeout=5).close()
+        socket.create_connection(("::1", rank._door.getsockname()[1]), timeout=5).close()
     except OSError as error:
         if error.errno == 99:  # EADDRNOTAVAIL: the loopback device has none
             pytest.skip("the machine has no IPv6 address")
         raise
     finally:
-        ring.close()
+        rank.close()
