@@ -8,11 +8,13 @@ import fcntl
 import os
 import re
 import signal
+import weakref
 from pathlib import Path
 from typing import IO
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
+_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
@@ -81,8 +83,13 @@ def is_running(pid: int) -> bool:
 
 
 def lock(path: Path) -> IO[str]:
-    """Wait for the lock on a file; it is held until the result is closed or the process ends."""
+    """Wait for the lock on a file; it is held until the result is closed or the process ends.
+
+    A forked process does not share it: one that cannot be killed at once, because it waits for a disk, would
+    keep the job's successor out.
+    """
     file = open(path, "a")  # noqa: SIM115 - the caller closes it
+    _locks.add(file)
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
@@ -90,6 +97,7 @@ def lock(path: Path) -> IO[str]:
 def try_lock(path: Path) -> IO[str] | None:
     """:func:`lock` without waiting; ``None`` if another process holds it."""
     file = open(path, "a")  # noqa: SIM115 - the caller closes it
+    _locks.add(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,10 +106,18 @@ def try_lock(path: Path) -> IO[str] | None:
     return file
 
 
+def _leave_locks() -> None:
+    for file in list(_locks):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
+
 def end_with_parent(parent: int) -> bool:
     """Have this process killed when the one that has started it ends, in whatever way; on Linux alone.
 
-    A writer that outlives its job shares the files, locks and pipes of the one that follows.
+    A writer that outlives its job shares the files and pipes of the one that follows.
 
     Args:
         parent: number of the process whose main thread has started this one.

@@ -1,14 +1,19 @@
-"""Sizes as people read them, down to those that are nothing in GB; and which processes run."""
+"""Sizes as people read them, down to nothing in GB; which processes run, and which share locks."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
 
 import pytest
 
-from mindspeed_dsa.runs.files import amount, is_running
+from mindspeed_dsa.runs.files import amount, is_running, lock, try_lock
 
 
 @pytest.mark.parametrize(
@@ -37,3 +42,29 @@ def test_a_process_that_was_killed_and_not_waited_for_does_not_run() -> None:
     assert not is_running(child.pid)
     child.wait()
     assert not is_running(child.pid)
+
+
+@pytest.mark.parametrize("take", [lock, try_lock])
+def test_a_forked_process_does_not_share_a_lock(
+    take: Callable[[Path], IO[str] | None], tmp_path: Path
+) -> None:
+    """What writes a checkpoint may wait for a disk when its job is killed, and has to keep nobody out."""
+    held = take(tmp_path / "lock")
+    assert held is not None
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(told, 1)
+        assert try_lock(tmp_path / "lock") is None  # it is this process's still
+        held.close()
+        with try_lock(tmp_path / "lock") or pytest.fail("the child holds it"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(told)
+        os.close(tell)
