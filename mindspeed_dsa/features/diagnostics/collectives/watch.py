@@ -43,7 +43,10 @@ _CLOSING_S = 0.2
 """The kernel closes a killed process's connections and its lock one after the other."""
 _PATIENCE_S = 5.0
 """For the cause of a broken connection to be known."""
-_BROKEN = ("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout")
+_BROKEN = (
+    *("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout"),
+    "killed by signal: terminated",  # a data loader's worker, by who ends the job
+)
 """Words in errors of a rank that is not to blame."""
 
 
@@ -302,7 +305,10 @@ class Watch:
         """Take the place of ``sys.excepthook``: say what came first, here or elsewhere."""
         text = f"{kind.__name__}: {error}"
         self._failure = f"failed with {text}", _lines(traceback.extract_tb(trace))
-        to_blame = not any(word in text.lower() for word in _BROKEN)
+        if threading.current_thread() is threading.main_thread():
+            # torchrun ends workers of data loaders too, whose handler raises wherever this process stands.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        to_blame = not self._lost and not any(word in text.lower() for word in _BROKEN)
         with contextlib.suppress(OSError):
             if to_blame:
                 self._lose({str(self._rank): f"it failed with {text}"})

@@ -1,10 +1,11 @@
-"""Watch of a rank in processes with thousands of descriptors, beside files of others, on a full disk."""
+"""Watch of a rank: thousands of descriptors, children, files of other processes, a full disk."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import signal
 import socket
 
 import pytest
@@ -65,3 +66,26 @@ def test_a_full_disk_is_refused_in_one_line(tmp_path):
     rank._file.symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"cannot be written to \(.*\); name another folder"):
         rank._say_alive()
+
+
+@pytest.mark.parametrize(
+    "error", ["DataLoader worker (pid 7) is killed by signal: Terminated. ", "a bad batch"]
+)
+def test_what_follows_a_loss_is_recorded_and_not_printed(monkeypatch, error):
+    """``torchrun`` ends the workers of a data loader beside their rank: its handler raises in any line."""
+
+    def raises(number, frame):
+        raise RuntimeError("DataLoader worker (pid 8) is killed by signal: Terminated. ")
+
+    recorded, printed = [], []
+    rank = object.__new__(watch.Watch)
+    rank._lost, rank._rank, rank._previous_hook = {"1": "killed"}, 0, lambda *parts: printed.append(parts)
+    rank._look_for_lost = rank.stop = lambda: None
+    rank._ask = lambda reason: (os.kill(os.getpid(), signal.SIGCHLD), recorded.append(reason))
+    before = signal.signal(signal.SIGCHLD, raises)
+    try:
+        rank._failed(RuntimeError, RuntimeError(error), None)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert recorded == [f"failed with RuntimeError: {error}"]
+    assert printed == []
