@@ -28,7 +28,7 @@ from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
 from mindspeed_dsa.features.checkpoints.whole.work import Save
 from mindspeed_dsa.features.checkpoints.whole.written import Summed
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.files import RunError, is_running
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, state_of
 from tests.features.checkpoints.whole.folders import SHARD, checkpoint, track
 from tests.support import fork
@@ -344,17 +344,11 @@ def test_what_writes_ends_with_its_job(what: str, tmp_path: Path) -> None:
         number = int(job.stdout.readline())
         job.kill()
     until = time.monotonic() + 10
-    while time.monotonic() < until:
-        try:
-            if (
-                Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            ):  # nobody waits for it
-                return
-        except (FileNotFoundError, ProcessLookupError):
-            return
+    while is_running(number):
+        if time.monotonic() > until:
+            os.kill(number, signal.SIGKILL)
+            pytest.fail("the writer still runs")
         time.sleep(0.05)
-    os.kill(number, signal.SIGKILL)
-    pytest.fail("the writer still runs")
 
 
 def test_sums_of_an_earlier_save_are_not_taken(job: Job) -> None:
