@@ -157,16 +157,17 @@ class Carrying:
         """Call the function.
 
         Raises:
-            RuntimeError: its layers share a selection, and it has been recomputed before.
+            RuntimeError: its layers share or replay a selection, and it has been recomputed before.
         """
         if self._is_spent:
             raise RuntimeError(
-                "dsa-shared-selections: layers that share a selection were recomputed twice, and the "
-                "selection is freed after the first time; omit retain_graph in backward, or do not recompute "
-                "them"
+                "dsa-shared-selections: layers that share or replay a selection were recomputed twice, and "
+                "the selection is freed after the first time; omit retain_graph in backward, or do not "
+                "recompute them"
             )
         if self._has_run:
-            self._is_spent = self._read is not None
+            replays = self._microbatch is not None and self._microbatch.source is not None
+            self._is_spent = replays or self._read is not None
             with ExitStack() as stack:
                 stack.enter_context(recomputing(self._read))
                 stack.enter_context(replayed_selections.recomputing(self._microbatch))

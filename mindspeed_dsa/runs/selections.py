@@ -13,8 +13,8 @@ with records, each of which has its length and a checksum before it:
   key in ascending order, the share of the row's attention that it got, a mean over heads, as fp16.
 
 A rank that is killed leaves half a record at the end at most, which readers pass over and the next writer
-cuts off. A later file of the same rank, ``rank00003-1.selections``, is of a job that went on in another
-layout; what it says of a row replaces what was said before.
+cuts off. A job that goes on cuts off what it does again, of all ranks that there were (:func:`cut_off`). Of
+several files that say something of a row, and several records of one file, the last one counts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.files import RunError, number
 from mindspeed_dsa.runs.selection_rows import Ints, WrongRows, decode, encode
 
 SUFFIX = ".selections"
+_PREFIX_OF_FILES = "rank"
 _MAGIC = b"DSASEL1\n"
 _PREFIX = struct.Struct("<II")
 """Length of what follows, and its CRC-32."""
@@ -132,42 +132,31 @@ class Writer:
         folder: of the recording; made if need be.
         rank: of the process.
         header: of the model.
-        first_step: what the rank recorded from here on, before it was started again, is cut off.
 
     Raises:
         OSError: the folder cannot be written.
+        RunError: the rank's file there is of another model.
     """
 
-    def __init__(self, folder: Path, rank: int, header: Header, first_step: int) -> None:
+    def __init__(self, folder: Path, rank: int, header: Header) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        begin, number = header.to_bytes(), 0
-        while True:
-            name = f"rank{rank:05d}" + (f"-{number}" if number else "")
-            self.path = folder / f"{name}{SUFFIX}"
-            if not self.path.exists() or self._goes_on(begin, first_step):
-                break
-            number += 1
+        self.path, begin = folder / f"{_PREFIX_OF_FILES}{rank:05d}{SUFFIX}", header.to_bytes()
+        if self.path.exists():
+            self._go_on(begin)
         # Unbuffered: what was written is there when the process is killed.
         self._file = self.path.open("ab", buffering=0)
         if self._file.tell() == 0:
             self._write(begin)
 
-    def _goes_on(self, begin: bytes, first_step: int) -> bool:
+    def _go_on(self, begin: bytes) -> None:
+        """Cut off half a record, or half a header: a process that was killed at once leaves that."""
         with self.path.open("r+b") as file:
             found = file.read(len(begin))
-            if found != begin:
-                # Half a header is what a process leaves that was killed at once.
-                if not begin.startswith(found):
-                    return False
-                file.truncate(0)
-                return True
-            end = len(begin)
-            for entry in _entries(file):
-                if entry.key.step >= first_step:
-                    break
-                end = entry.end
-            file.truncate(end)
-        return True
+            if not begin.startswith(found):
+                raise RunError(
+                    f"{self.path} is of another model, or no recording; record into a folder of its own"
+                )
+            file.truncate(_end(file) if found == begin else 0)
 
     def append(
         self,
@@ -215,6 +204,39 @@ class Writer:
         self._file.close()
 
 
+def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
+    """Cut off what an earlier job recorded from a step on, which this one does again in whatever layout.
+
+    Every rank calls it before it writes. It cuts its own file and, of an earlier job with more ranks, those
+    whose numbers are a multiple of the number of ranks above its own.
+
+    Args:
+        folder: of the recording; need not be there.
+        rank: of the process.
+        ranks: how many there are.
+        first_step: of the job.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for path in folder.glob(f"*{SUFFIX}"):
+        of_file = _rank_of(path)
+        if of_file is not None and of_file % ranks == rank and _header(path) is not None:
+            with path.open("r+b") as file:
+                file.truncate(_end(file, first_step))
+
+
+def free_rank(folder: Path) -> int:
+    """Return the least number above those of all ranks that have a file."""
+    ranks = (_rank_of(path) for path in folder.glob(f"*{SUFFIX}"))
+    return max((rank for rank in ranks if rank is not None), default=-1) + 1
+
+
+def _rank_of(path: Path) -> int | None:
+    """Return the rank whose file it is."""
+    return number(path.name.removesuffix(SUFFIX).removeprefix(_PREFIX_OF_FILES))
+
+
 # -- reading -------------------------------------------------------------------------------------
 
 
@@ -243,6 +265,18 @@ def _entries(file: Any) -> Iterator[_Entry]:
         flat = np.frombuffer(file.read(12 * runs), "<u4").reshape(-1, 3).tolist()
         yield _Entry(Key(step, sequence, layer), tuple(Run(*each) for each in flat), at, end)
         at = end
+
+
+def _end(file: Any, first_step: int | None = None) -> int:
+    """Return where the whole records end, or those of steps before one."""
+    end = len(_MAGIC) + _PREFIX.size
+    file.seek(len(_MAGIC))
+    end += _PREFIX.unpack(file.read(_PREFIX.size))[0]
+    for entry in _entries(file):
+        if first_step is not None and entry.key.step >= first_step:
+            break
+        end = entry.end
+    return end
 
 
 @dataclass(frozen=True)
@@ -286,7 +320,7 @@ class Recording:
         Raises:
             RunError: there is no recording, or those of several models.
         """
-        files = sorted(folder.glob(f"*{SUFFIX}"), key=_age) if folder.is_dir() else []
+        files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
         if not files:
             raise RunError(
                 f"{folder} holds no recorded selections; name the folder that was given to "
@@ -413,10 +447,10 @@ def _joined(parts: Sequence[npt.NDArray[Any] | None], chosen: npt.NDArray[Any]) 
     return np.concatenate(known)[chosen] if len(known) == len(parts) else None
 
 
-def _age(path: Path) -> tuple[int, str]:
-    """Order files of ranks: those of jobs that went on in another layout come later."""
-    rank, _, number = path.name.removesuffix(SUFFIX).partition("-")
-    return (int(number) if number.isdigit() else 0), rank
+def header_in(folder: Path) -> Header | None:
+    """Return the model that a folder has selections of; None if it has none that can be read."""
+    headers = (_header(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
+    return next((header for header in headers if header is not None), None)
 
 
 def _header(path: Path) -> Header | None:
@@ -432,59 +466,3 @@ def _header(path: Path) -> Header | None:
         return Header(values["topk"], values["layers"], values["mtp_layers"], tuple(values["computing"]))
     except (OSError, ValueError, KeyError, struct.error):
         return None
-
-
-class Handed(NamedTuple):
-    """Selections of one sequence that somebody hands over, such as an inference engine.
-
-    Attributes:
-        step: from 1.
-        sequence: of the step's global batch, from 0.
-        array: ``[tokens, computing layers, topk]``, as :meth:`Recording.array` returns it; keys in any order.
-        documents: position of the first token of each document, ascending from 0.
-    """
-
-    step: int
-    sequence: int
-    array: npt.NDArray[Any]
-    documents: Sequence[int] = (0,)
-
-
-def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
-    """Write selections that somebody hands over as one more file of a recording, and return its path.
-
-    Args:
-        folder: of the recording; made if need be.
-        header: of the model.
-        handed: the selections of each sequence.
-
-    Raises:
-        RunError: an array is not of this model, or a row lists what it does not see, or a key twice; nothing
-            is left of the file then.
-    """
-    writer = Writer(folder, len(list(folder.glob(f"*{SUFFIX}"))), header, first_step=0)
-    try:
-        for each in handed:
-            tokens, layers, topk = each.array.shape
-            if layers != len(header.computing) or topk > header.topk:
-                raise RunError(
-                    f"step {each.step}, sequence {each.sequence}: selections are [{tokens}, {layers}, "
-                    f"{topk}], "
-                    f"and the model has {len(header.computing)} layers that select at most {header.topk} keys"
-                )
-            runs = [Run(a, a, b - a) for a, b in pairwise((*each.documents, tokens)) if b > a]
-            for column, layer in enumerate(header.computing):
-                try:
-                    keys = each.array[:, column].astype(np.int32)
-                    writer.append(Key(each.step, each.sequence, layer), runs, keys)
-                except WrongRows as error:
-                    raise RunError(
-                        f"step {each.step}, sequence {each.sequence}, layer {layer}: token {error.row} "
-                        f"{error}"
-                    ) from error
-    except BaseException:
-        writer.path.unlink()
-        raise
-    finally:
-        writer.close()
-    return writer.path

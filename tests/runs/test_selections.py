@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write
 from mindspeed_dsa.runs import selections
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.selection_rows import WrongRows, check, decode, encode
-from mindspeed_dsa.runs.selections import Handed, Header, Key, Recording, Run, Writer
+from mindspeed_dsa.runs.selections import Header, Key, Recording, Run, Writer, cut_off
 
 HEADER = Header(topk=6, layers=4, mtp_layers=1, computing=(1, 3, 5))
 
@@ -83,14 +84,14 @@ def test_no_bytes_decode_to_rows_that_see_less(blob):
 # -- recordings ----------------------------------------------------------------------------------
 
 
-def record(folder, rank: int = 0, steps=(1, 2), first_step: int = 1, header: Header = HEADER) -> Writer:
+def record(folder, rank: int = 0, steps=(1, 2), header: Header = HEADER, seed: int = 0) -> Writer:
     """Two runs of rows of two documents, in every layer."""
-    writer = Writer(folder, rank, header, first_step)
+    writer = Writer(folder, rank, header)
     runs = [Run(0, 4, 8), Run(12, 12, 10)]
     for step in steps:
         for layer in header.computing:
-            seen = selections.visible_of(runs)
-            writer.append(Key(step, 0, layer), runs, in_order(chosen(seen, header.topk, 10 * step + layer)))
+            keys = chosen(selections.visible_of(runs), header.topk, seed + 10 * step + layer)
+            writer.append(Key(step, 0, layer), runs, in_order(keys))
     writer.close()
     return writer
 
@@ -113,7 +114,7 @@ def test_a_recording_as_engines_hand_it_over(tmp_path):
 def test_selections_that_are_handed_over_come_back(tmp_path):
     seen = np.concatenate([np.arange(9), np.arange(14)]).astype(np.int32) + 1
     array = np.stack([chosen(seen, 6, seed) for seed in range(3)], axis=1).astype(np.int64)
-    path = selections.write(tmp_path, HEADER, [Handed(7, 1, array, (0, 9))])
+    path = write(tmp_path, HEADER, [Handed(7, 1, array, (0, 9))])
     assert path.is_file()
     found = Recording.open(tmp_path).array(7, 1)
     assert np.array_equal(found.reshape(-1, 6), in_order(array.reshape(-1, 6)))
@@ -134,7 +135,7 @@ def test_selections_that_are_handed_over_come_back(tmp_path):
 )
 def test_nothing_is_left_of_selections_that_are_wrong(tmp_path, array, words):
     with pytest.raises(RunError, match=words):
-        selections.write(tmp_path, HEADER, [Handed(1, 0, array.astype(np.int32))])
+        write(tmp_path, HEADER, [Handed(1, 0, array.astype(np.int32))])
     assert not list(tmp_path.iterdir())
 
 
@@ -156,25 +157,51 @@ def test_who_goes_on_cuts_off_half_a_record_and_later_steps(tmp_path):
     path = record(tmp_path, steps=(1, 2, 3)).path
     with path.open("ab") as file:
         file.write(b"\x80\0\0\0half")
-    record(tmp_path, steps=(2, 3), first_step=2)
+    cut_off(tmp_path, 0, 1, first_step=2)
+    assert Recording.open(tmp_path).places() == [Key(1, 0, layer) for layer in HEADER.computing]
+    record(tmp_path, steps=(2, 3))
     assert [path.name for path in tmp_path.iterdir()] == [path.name]
     found = Recording.open(tmp_path)
     assert [key.step for key in found.places()] == [1] * 3 + [2] * 3 + [3] * 3
     assert not found.problems
 
 
-def test_what_a_job_in_another_layout_says_later_counts(tmp_path):
-    record(tmp_path, steps=(1, 2))
-    writer = Writer(tmp_path, 0, HEADER, 5)
-    assert writer.path.name == "rank00000.selections"
-    writer.close()
-    other = Writer(tmp_path, 1, HEADER, 2)
-    keys = in_order(chosen(np.arange(5, 9, dtype=np.int32), 6, 99))
-    other.append(Key(2, 0, 3), [Run(0, 4, 4)], keys)
-    other.close()
-    array = Recording.open(tmp_path).array(2, 0)
-    assert np.array_equal(array[4:8, 1], keys)
-    assert (array[8:12, 1] >= 0).any(), "other rows are as before"
+def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
+    path = record(tmp_path, steps=(1,)).path
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\x80\0\0\0half")
+    Writer(tmp_path, 0, HEADER).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:10])
+    record(tmp_path, steps=(1,))
+    assert path.read_bytes() == whole
+    with pytest.raises(RunError, match="is of another model, or no recording; record into a folder of its"):
+        Writer(tmp_path, 0, Header(8, 4, 1, (1, 3, 5)))
+    assert path.read_bytes() == whole
+
+
+def test_nothing_is_left_of_ranks_that_a_job_in_another_layout_lacks(tmp_path):
+    for rank in range(5):
+        record(tmp_path, rank, steps=(1, 2, 3), seed=1000 * rank)
+    for rank in range(2):
+        cut_off(tmp_path, rank, 2, first_step=2)
+        record(tmp_path, rank, steps=(2, 3), seed=7777)
+    path = record(tmp_path / "alone", steps=(2, 3), seed=7777).path
+    expected = Recording.open(path.parent)
+    found = Recording.open(tmp_path)
+    assert found.places() == [Key(step, 0, layer) for step in (1, 2, 3) for layer in HEADER.computing]
+    for step in (2, 3):
+        assert np.array_equal(found.array(step, 0), expected.array(step, 0))
+
+
+def test_selections_handed_over_damage_no_file_and_count_last(tmp_path):
+    before = [record(tmp_path, rank).path.read_bytes() for rank in (0, 2)]
+    array = np.stack([chosen(np.arange(1, 9, dtype=np.int32), 6, 50 + seed) for seed in range(3)], axis=1)
+    path = write(tmp_path, HEADER, [Handed(1, 0, array)])
+    assert [(tmp_path / f"rank0000{rank}.selections").read_bytes() for rank in (0, 2)] == before
+    assert path.name == "rank00003.selections"
+    found = Recording.open(tmp_path).array(1, 0)[: len(array)]
+    assert np.array_equal(found.reshape(-1, 6), in_order(array.reshape(-1, 6)))
 
 
 @pytest.mark.parametrize("at", [60, 200, -3])

@@ -27,7 +27,7 @@ def selection(seed: int, length: int = LENGTH) -> np.ndarray:
 
 
 def record(folder, seeds, mass=None, header=HEADER, step: int = 1):
-    writer = Writer(folder, 0, header, 1)
+    writer = Writer(folder, 0, header)
     for layer, seed in zip(header.computing, seeds, strict=True):
         writer.append(Key(step, 0, layer), [Run(0, 0, LENGTH)], selection(seed), mass)
     writer.close()

@@ -10,14 +10,14 @@ from typing import Any
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
-from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.megatron.dsa import Options as Parts
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs.files import RunError, number
-from mindspeed_dsa.runs.selections import Header, Recording
+from mindspeed_dsa.runs.selections import Header, Recording, header_in
 
 RECORD, REPLAY = "--dsa-record-selections", "--dsa-replay-selections"
 BATCH = "batch"
@@ -158,6 +158,11 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
             f"{flags}: --mtp-use-repeated-layer runs one layer several times, and it selects each time; add "
             "--dsa-indexer-share-for-mtp, or omit the flag"
         )
+    if uses_cuda_graphs(args):
+        yield (
+            f"{flags}: a CUDA graph attends to the keys of the step that it was captured in; omit the "
+            "graphs, or the flag"
+        )
     if chosen.mass and platforms.current().name == "npu":
         yield (
             f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record "
@@ -167,6 +172,12 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
     for flag, folder in ((RECORD, chosen.record), (REPLAY, chosen.replay)):
         if folder is not None and folder.is_file():
             yield f"{flag} {folder} is a file; name a folder"
+    held = None if chosen.record is None else header_in(chosen.record)
+    if held is not None and (differences := list(held.problems(header_of(args)))):
+        yield (
+            f"{RECORD} {chosen.record} has selections of another model: {'; '.join(differences)}; record "
+            "into another folder"
+        )
     if chosen.replay is None or chosen.replay.is_file():
         return
     if chosen.record is not None and chosen.record.resolve() == chosen.replay.resolve():

@@ -20,8 +20,8 @@ from mindspeed_dsa.features.dsa.recorded_selections.feature import RECORD, Optio
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.replayed_selections import LayerRows
 from mindspeed_dsa.platforms import Event
-from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows
-from mindspeed_dsa.runs.selections import Header, Key, Run, Writer
+from mindspeed_dsa.runs.selection_rows import Ints, Longs
+from mindspeed_dsa.runs.selections import Header, Key, Run, Writer, cut_off
 
 Floats = npt.NDArray[np.float32]
 
@@ -76,6 +76,19 @@ class Recorder:
         self._writer: Writer | None = None
         self.failed, self.records, self.nbytes = "", 0, 0
 
+    def begin(self, ranks: int, step: int) -> None:
+        """Cut off what an earlier job recorded in the folder and this one does again.
+
+        Args:
+            ranks: of the job, each of which calls it.
+            step: the first one of the job.
+        """
+        try:
+            cut_off(self._folder, self._rank, ranks, step)
+        except OSError as error:
+            self._stop(f"step {step}", error)
+            atexit.register(self.finish)
+
     def take(
         self,
         key: Key,
@@ -97,7 +110,7 @@ class Recorder:
         if self.failed or (layers is not None and key.layer not in layers):
             return
         if self._thread is None:
-            self._ends, self._writer = False, None
+            self._ends = False
             self._thread = Thread(target=self._work, name="recorded selections", daemon=True)
             self._thread.start()
             atexit.register(self.finish)
@@ -105,7 +118,8 @@ class Recorder:
         arrived = None
         for each in (*indices, mass, rows.tokens):
             if each is None or each.device.type == "cpu":
-                copies.append(each)
+                # Tokens are the job's, which may read the next batch into the same memory.
+                copies.append(each.clone() if each is not None and each is rows.tokens else each)
                 continue
             on_host = platforms.current().empty_pinned(each.shape, each.dtype)
             arrived = platforms.current().copy_async(on_host, each.detach())
@@ -158,8 +172,8 @@ class Recorder:
             try:
                 if not self.failed:
                     self._write(piece)
-            except (OSError, WrongRows) as error:
-                self._stop(piece.key, error)
+            except Exception as error:  # whatever it is, training must not wait for a thread that has ended
+                self._stop(f"step {piece.key.step}, layer {piece.key.layer}", error)
             finally:
                 with self._changed:
                     self._bytes -= piece.nbytes
@@ -167,20 +181,20 @@ class Recorder:
                     self._changed.notify_all()
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
-    def _stop(self, key: Key, error: Exception) -> None:
+    def _stop(self, where: str, error: Exception) -> None:
         self.failed = f"{RECORD} {self._folder}: {error}"
         self._log.error(
-            f"{self.failed}; recording ends at step {key.step}, layer {key.layer}, training goes on, and "
-            f"this process "
-            f"will end with status {EXIT_STATUS}"
+            f"{self.failed}; recording ends at {where}, training goes on, and this process will "
+            f"end with status {EXIT_STATUS}"
         )
 
     def _write(self, piece: _Piece) -> None:
         if piece.arrived is not None:
             piece.arrived.synchronize()
         if self._writer is None:
-            self._writer = Writer(self._folder, self._rank, self._header, piece.key.step)
+            self._writer = Writer(self._folder, self._rank, self._header)
         for sequence in range(piece.rows.batch):
             runs, at, keys, mass = self._rows(piece, sequence)
             if runs:

@@ -220,6 +220,10 @@ class HandedOver(_Source):
                 f"topk] "
                 f"or [batch, tokens, {columns}, topk]: {columns} layers of the model select keys"
             )
+        if topk_indices.is_floating_point() or topk_indices.is_complex():
+            raise SelectionError(
+                f"{REPLAY} batch: selections are {topk_indices.dtype}; hand over positions as integers"
+            )
         self._array = topk_indices.detach()
 
     def place(self, rows: LayerRows, sequence: int) -> str:
@@ -232,6 +236,11 @@ class HandedOver(_Source):
             return Found(np.full((len(positions), 0), -1, np.int32), np.zeros(len(positions), np.bool_))
         array = self._array
         if array.dim() == 3:
+            if array.shape[0] % rows.batch:
+                raise SelectionError(
+                    f"{self.place(rows, sequence)}: {array.shape[0]} tokens were handed over, which are not "
+                    f"those of {rows.batch} sequences; hand over [batch, tokens, layers, topk]"
+                )
             array = array.unflatten(0, (rows.batch, -1))
         elif array.shape[0] != rows.batch:
             raise SelectionError(
@@ -240,6 +249,11 @@ class HandedOver(_Source):
                 f"has {rows.batch}"
             )
         of_layer = array[sequence, :, self.header.computing.index(rows.layer)]  # [tokens, topk]
+        if (of_layer[rows.keys :] >= 0).any():
+            raise SelectionError(
+                f"{self.place(rows, sequence)}: keys of {len(of_layer)} tokens were handed over, and the "
+                f"sequence has {rows.keys}; hand over those of this microbatch"
+            )
         has = positions < of_layer.shape[0]
         chosen = torch.from_numpy(positions.clip(max=of_layer.shape[0] - 1)).to(of_layer.device)
         keys = of_layer.index_select(0, chosen.long()).cpu().numpy()
@@ -262,7 +276,8 @@ def hand_over(topk_indices: Tensor) -> None:
             there is none.
 
     Raises:
-        SelectionError: the shape is another one, or ``--dsa-replay-selections batch`` is not on.
+        SelectionError: the shape is another one, these are no integers, or ``--dsa-replay-selections
+            batch`` is not on.
     """
     _waiting().give(topk_indices)
 
@@ -297,10 +312,10 @@ def replaying(header: Header, topk_indices: Tensor, missing: str = REFUSE) -> It
         topk_indices: as of :func:`hand_over`.
         missing: what becomes of a row without keys, ``refuse`` or ``select``.
     """
-    source = HandedOver(header, missing)
+    source, before = HandedOver(header, missing), replayed_selections.current()
     source.give(topk_indices)
     replayed_selections.put_down(Microbatch(source))
     try:
         yield
     finally:
-        replayed_selections.put_down(None)
+        replayed_selections.put_down(before)

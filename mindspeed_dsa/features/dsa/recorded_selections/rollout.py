@@ -83,9 +83,9 @@ def in_pack(
     decoder = [layer for layer in header.computing if layer <= header.layers]
     out = np.full((bounds[-1], len(header.computing), header.topk), -1, np.int32)
     # The first row of each document for which there is nothing to record.
-    last = [length - 1 for length in lengths] + [0] * (len(bounds) - 1 - len(lengths))
+    last = [max(length - 1, 0) for length in lengths] + [0] * (len(bounds) - 1 - len(lengths))
     for (begin, end), first in zip(pairwise(bounds), last, strict=True):
-        out[begin + first : end, : len(decoder)] = _most_recent(end - begin, header.topk)[first:, None]
+        out[begin + first : end, : len(decoder)] = _most_recent(first, end - begin, header.topk)[:, None]
     for number, (request, length) in enumerate(zip(requests, lengths, strict=True)):
         array = request.detach().cpu().numpy() if isinstance(request, Tensor) else request
         begin, end = bounds[number : number + 2]
@@ -113,9 +113,9 @@ def in_pack(
     return torch.from_numpy(out)
 
 
-def _most_recent(rows: int, topk: int) -> Array:
+def _most_recent(first: int, end: int, topk: int) -> Array:
     """Return for each row the ``topk`` last keys up to itself, ``[rows, topk]``, -1 where there are fewer."""
-    keys = np.arange(rows, dtype=np.int32)[:, None] - np.arange(topk, dtype=np.int32)
+    keys = np.arange(first, end, dtype=np.int32)[:, None] - np.arange(topk, dtype=np.int32)
     return np.maximum(keys, -1)
 
 

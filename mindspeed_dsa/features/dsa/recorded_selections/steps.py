@@ -62,7 +62,7 @@ class Selections(pipeline_steps.Follower):
         context: of the session.
 
     Attributes:
-        recorder: of this rank; None before the first forward, and where another rank has the same selections.
+        recorder: of this rank; None before the first step, and where another rank has the same selections.
         step: number of the latest step, from 1.
     """
 
@@ -72,7 +72,7 @@ class Selections(pipeline_steps.Follower):
         self._header: Header | None = None
         self._recording: Recording | None = None
         self.recorder: Recorder | None = None
-        self.step = 0
+        self.step, self._has_begun = 0, False
         self._selects = self._asked = self._evaluates = False
 
     def know(self, config: Any) -> None:
@@ -99,18 +99,21 @@ class Selections(pipeline_steps.Follower):
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
         """Call a schedule and follow it; an evaluation has selections only where the job hands them over."""
         self._asked, self._evaluates = False, bool(step.get("forward_only", False))
-        if not self._evaluates:
-            return super().run(schedule, args, step)
-        if not self._options.with_batch:
-            return schedule(*args, **step)
-        self.following = True
+        before = replayed_selections.current()
         try:
+            if not self._evaluates:
+                return super().run(schedule, args, step)
+            if not self._options.with_batch:
+                return schedule(*args, **step)
+            self.following = True
             result = schedule(*args, **step)
             self.ends(step)
+            return result
         finally:
             self.following = False
             self._outputs.clear()
-        return result
+            # A forward that failed has left its microbatch, which nobody else may find.
+            replayed_selections.put_down(before)
 
     def ends(self, step: dict[str, Any]) -> None:
         """Refuse a step whose selections nobody has attended to.
@@ -133,8 +136,15 @@ class Selections(pipeline_steps.Follower):
             )
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count the step."""
+        """Count the step, and begin to record with the first one."""
         self.step = self._step_of_job() or self.step + 1
+        if self._options.record is not None and not self._has_begun:
+            self._has_begun = True
+            recorder = Recorder(self._options, self._known_header(), dist.get_rank(), self._log)
+            recorder.begin(dist.get_world_size(), self.step)
+            # Tensor parallel ranks select the same keys.
+            if self.megatron("core.parallel_state").get_tensor_model_parallel_rank() == 0:
+                self.recorder = recorder
         return True
 
     def _step_of_job(self) -> int | None:
@@ -165,9 +175,6 @@ class Selections(pipeline_steps.Follower):
         elif chosen.with_batch:
             microbatch.source = HandedOver(self._known_header(), chosen.missing)
         if self._records():
-            # Tensor parallel ranks select the same keys.
-            if self.recorder is None and state.get_tensor_model_parallel_rank() == 0:
-                self.recorder = Recorder(chosen, self._known_header(), dist.get_rank(), self._log)
             microbatch.sink = _Sink(self.recorder, chosen.mass, self.step, place)
         return microbatch
 

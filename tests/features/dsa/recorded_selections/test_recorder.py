@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,6 +142,55 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path):
         assert found.rows(place) is not None
 
 
+def test_whatever_ends_the_thread_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "_MOST_BYTES", selection().nbytes)
+    recorder = a_recorder(tmp_path)
+    monkeypatch.setattr(recorder, "finish", lambda: None)
+    monkeypatch.setattr(recorder, "_write", lambda piece: {}["a fault"])
+    # Waits for the thread if that has ended.
+    training = Thread(target=lambda: [take_steps(recorder, range(1, 6)), recorder.flush()], daemon=True)
+    training.start()
+    training.join(timeout=60)
+    assert not training.is_alive()
+    recorder.close()
+    assert "a fault" in recorder.failed
+
+
+def take_steps(recorder, steps):
+    for step in steps:
+        recorder.take(Key(step, 0, 1), rows(), [selection(seed=step)], False)
+
+
+def test_a_recorder_goes_on_after_it_was_closed(tmp_path):
+    recorder = a_recorder(tmp_path)
+    recorder.begin(1, 1)
+    for layer in (1, 2):
+        recorder.take(Key(1, 0, layer), rows(layer), [selection()], False)
+        recorder.close()
+    assert Recording.open(tmp_path).places() == [Key(1, 0, 1), Key(1, 0, 2)]
+
+
+def test_a_job_cuts_off_what_it_does_again_before_it_records(tmp_path):
+    for steps in ((1, 2, 3), (2,)):
+        recorder = a_recorder(tmp_path)
+        recorder.begin(1, steps[0])
+        take_steps(recorder, steps)
+        recorder.close()
+    assert [place.step for place in Recording.open(tmp_path).places()] == [1, 2]
+
+
+def test_tokens_may_be_overwritten_by_the_next_batch(tmp_path, monkeypatch):
+    recorder, may_write = a_recorder(tmp_path), Event()
+    write = recorder._write
+    monkeypatch.setattr(recorder, "_write", lambda piece: [may_write.wait(60), write(piece)])
+    tokens = torch.arange(LENGTH)[None]
+    recorder.take(Key(1, 0, 1), replace(rows(), tokens=tokens), [selection()], False)
+    tokens.zero_()
+    may_write.set()
+    recorder.close()
+    assert Recording.open(tmp_path).rows(Key(1, 0, 1)).tokens.tolist() == list(range(LENGTH))
+
+
 @pytest.mark.parametrize(
     ("text", "inside", "outside"),
     [
@@ -185,6 +236,7 @@ def job(**changes) -> SimpleNamespace:
         ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, "runs one layer several times"),
         ({"dsa_record_selections": __file__}, "is a file; name a folder"),
         ({"dsa_replay_selections": "/nowhere"}, "holds no recorded selections"),
+        ({"cuda_graph_impl": "local"}, "attends to the keys of the step that it was captured in"),
     ],
 )
 def test_jobs_that_cannot(changes, words, tmp_path):
@@ -200,6 +252,8 @@ def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
     assert not list(check_selections(job(dsa_replay_selections=str(tmp_path)), None))
     (problem,) = check_selections(job(dsa_replay_selections=str(tmp_path), dsa_indexer_topk=8), None)
     assert "is of another model: topk is 3 in the recording and 8 in the model" in problem
+    (problem,) = check_selections(job(dsa_record_selections=str(tmp_path), dsa_indexer_topk=8), None)
+    assert "has selections of another model: topk is 3 in the recording and 8 in the model" in problem
     (problem,) = check_selections(
         job(dsa_replay_selections=str(tmp_path), dsa_record_selections=str(tmp_path)), None
     )

@@ -20,6 +20,7 @@ from mindspeed_dsa.features.dsa.recorded_selections.replay import (
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
 from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
+from mindspeed_dsa.megatron.shared_selections import Carrying
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.runs.selections import Header, Key, Recording, Run, Writer
 
@@ -171,6 +172,14 @@ def test_another_topk_and_another_number_of_layers_are_named():
         handed(np.zeros((24, 3, 5), np.int32))
     with pytest.raises(SelectionError, match="2 sequences were handed over, and the microbatch has 3"):
         handed(foreign(2)).selection(asked(3))
+    with pytest.raises(SelectionError, match="24 tokens were handed over, which are not those of 5"):
+        handed(foreign(1)[0]).selection(asked(5))
+    with pytest.raises(SelectionError, match="keys of 25 tokens were handed over, and the sequence has"):
+        handed(foreign(1, (LENGTH, 1))).selection(asked(1))
+    longer = np.pad(foreign(1), ((0, 0), (0, 9), (0, 0), (0, 0)), constant_values=-1)
+    assert handed(longer).selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+    with pytest.raises(SelectionError, match=r"selections are torch\.float64; hand over positions"):
+        handed(np.zeros((LENGTH, 2, TOPK)))
 
 
 def test_rows_without_a_selection_get_the_indexers():
@@ -201,7 +210,7 @@ def test_nothing_handed_over_is_refused_or_selected():
 
 
 def recorded(folder, positions=(0, LENGTH), tokens=None, **options):
-    writer = Writer(folder, 0, HEADER, 1)
+    writer = Writer(folder, 0, HEADER)
     first, end = positions
     keys = foreign(1)[0, first:end, 1]
     writer.append(Key(2, 3, LAYER), [Run(0, first, end - first)], keys, tokens=tokens)
@@ -279,6 +288,9 @@ def test_a_model_called_without_a_schedule():
     with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
         microbatch = replayed_selections.current()
         assert microbatch.source.selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+        with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
+            assert replayed_selections.current() is not microbatch
+        assert replayed_selections.current() is microbatch
     assert replayed_selections.current() is None
 
 
@@ -296,3 +308,15 @@ def test_a_recomputation_replays_and_does_not_record():
         assert again.sink is None
     with replayed_selections.recomputing(Microbatch(None, Nowhere())):
         assert replayed_selections.current() is None
+
+
+def test_a_second_recomputation_would_select_and_is_refused():
+    carrying, source = Carrying(lambda: replayed_selections.current().source), handed(foreign(1))
+    replayed_selections.put_down(Microbatch(source))
+    try:
+        assert carrying() is source
+    finally:
+        replayed_selections.put_down(None)
+    assert carrying() is source
+    with pytest.raises(RuntimeError, match="share or replay a selection were recomputed twice"):
+        carrying()

@@ -96,6 +96,12 @@ def test_tokens_that_the_engine_has_not_read_are_rows_without_keys():
     assert packed[8, 0].tolist() == [8, 7, 6, 5]
 
 
+def test_a_request_without_tokens_changes_no_other():
+    bounds = torch.tensor([0, 12, 16, 20])
+    with_it = in_pack([request(8), np.zeros((0, 3, TOPK), np.int32)], [9, 0], bounds, HEADER)
+    assert torch.equal(with_it, in_pack([request(8)], [9], bounds, HEADER))
+
+
 def test_an_engine_that_selects_fewer_keys():
     packed = in_pack([request(8)[..., :3]], [9], torch.tensor([0, 9]), HEADER)
     assert (packed[:8, :, 3] == -1).all()

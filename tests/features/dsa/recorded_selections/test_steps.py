@@ -1,0 +1,129 @@
+"""Microbatches of a schedule: what each replays and records, in evaluations and around steps that fail."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from mindspeed_dsa import log
+from mindspeed_dsa.features.dsa.recorded_selections.feature import Numbers, Options
+from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver
+from mindspeed_dsa.features.dsa.recorded_selections.steps import Selections
+from mindspeed_dsa.megatron import replayed_selections
+from mindspeed_dsa.runs.selections import Key, Recording
+from mindspeed_dsa.schedule.events import Event, Kind
+from tests.features.dsa.recorded_selections.test_recorder import rows, selection
+
+
+class Megatron:
+    root = "no_such_megatron"
+
+    def __init__(self, tensor_rank: int = 0, data_rank: int = 0, data_ranks: int = 1) -> None:
+        self.state = SimpleNamespace(
+            get_tensor_model_parallel_rank=lambda: tensor_rank,
+            get_data_parallel_rank=lambda: data_rank,
+            get_data_parallel_world_size=lambda: data_ranks,
+        )
+
+    def __call__(self, name: str) -> SimpleNamespace:
+        assert name == "core.parallel_state"
+        return self.state
+
+
+@pytest.fixture
+def selections(monkeypatch):
+    """Return a function that makes the selections of a job with these options."""
+    made = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+    def make(megatron=None, **options) -> Selections:
+        context = SimpleNamespace(
+            megatron=megatron or Megatron(), options=Options(**options), log=log.get("test", "megatron")
+        )
+        found = Selections(context)
+        found.know(SimpleNamespace(num_layers=2, mtp_num_layers=None, dsa_indexer_topk=3))
+        made.append(found)
+        return found
+
+    yield make
+    for each in made:
+        if each.recorder is not None:
+            each.recorder.close()
+
+
+def run(selections: Selections, forward, microbatches: int = 2, **step) -> None:
+    """Run a schedule whose forwards call a function with their microbatch."""
+
+    def schedule(**_):
+        for number in range(microbatches):
+            events = [Event(Kind.FORWARD, 0, number)]
+            if selections.following:
+                selections.before(events)
+            forward(replayed_selections.current())
+            if selections.following:
+                selections.after(events)
+
+    selections.run(schedule, (), step)
+
+
+def take(microbatch) -> None:
+    if microbatch is not None and microbatch.sink is not None:
+        for layer in (1, 2):
+            microbatch.sink.take(rows(layer), [selection()], False)
+
+
+def test_places_count_over_data_parallel_ranks(selections, tmp_path):
+    found = selections(Megatron(data_rank=1, data_ranks=3), record=tmp_path, steps=Numbers.of("2"))
+    for _ in range(3):
+        run(found, take)
+    found.recorder.flush()
+    assert Recording.open(tmp_path).places() == [Key(2, place, layer) for place in (1, 4) for layer in (1, 2)]
+
+
+def test_other_tensor_parallel_ranks_write_nothing(selections, tmp_path):
+    found = selections(Megatron(tensor_rank=1), record=tmp_path)
+    run(found, take)
+    assert found.recorder is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_replays_what_is_handed_over_and_records_nothing(selections, tmp_path):
+    found, sources = selections(record=tmp_path, replay=None, with_batch=True), []
+
+    def forward(microbatch):
+        sources.append(microbatch.source)
+        take(microbatch)
+
+    run(found, forward, forward_only=True)
+    run(found, forward)
+    run(found, forward, forward_only=True)
+    found.recorder.flush()
+    assert [type(source) for source in sources] == [HandedOver] * 6
+    assert len(set(map(id, sources))) == 6
+    recording = Recording.open(tmp_path)
+    assert recording.places() == [Key(1, place, layer) for place in (0, 1) for layer in (1, 2)]
+    assert all(recording.count(place) == len(selection()[0]) for place in recording.places())
+
+
+def test_an_evaluation_of_a_recorded_job_is_not_followed(selections, tmp_path):
+    found, seen = selections(record=tmp_path), []
+    run(found, seen.append, forward_only=True)
+    assert seen == [None, None]
+    assert found.recorder is None
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_step_that_fails_leaves_no_microbatch(selections, forward_only):
+    found = selections(with_batch=True)
+
+    def fail(microbatch):
+        assert microbatch is not None
+        raise ArithmeticError("no memory")
+
+    with pytest.raises(ArithmeticError):
+        run(found, fail, forward_only=forward_only)
+    assert replayed_selections.current() is None
+    assert not found.following
