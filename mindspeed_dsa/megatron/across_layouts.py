@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.megatron.optimizer import CHAINED, is_sharded
+from mindspeed_dsa.megatron.pipeline_chunks import is_v_shaped
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -183,8 +184,11 @@ def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Cal
     return _load_base_checkpoint
 
 
+_V_SHAPED = "V-shaped"
+
+
 def _layout(args: Any) -> dict[str, int]:
-    """Return the sizes that the experts' optimizer and the generators depend on."""
+    """Return the sizes that the experts' optimizer, slices of buffers and the generators depend on."""
     tensor = getattr(args, "tensor_model_parallel_size", None) or 1
     return {
         "tensor": tensor,
@@ -192,6 +196,7 @@ def _layout(args: Any) -> dict[str, int]:
         "expert": getattr(args, "expert_model_parallel_size", None) or 1,
         "expert tensor": getattr(args, "expert_tensor_parallel_size", None) or tensor,
         "world": getattr(args, "world_size", None) or 1,
+        _V_SHAPED: int(is_v_shaped(args)),
     }
 
 
@@ -200,7 +205,7 @@ def _check_format(saved: State, args: Any) -> None:
     if args.finetune or args.no_load_optim:
         return
     there, here = _layout(saved["args"]), _layout(args)
-    differ = [name for name in ("expert", "expert tensor") if there[name] != here[name]]
+    differ = [name for name in ("expert", "expert tensor", _V_SHAPED) if there[name] != here[name]]
     if not differ:
         return
     facts = saved["facts"]
@@ -213,9 +218,12 @@ def _check_format(saved: State, args: Any) -> None:
         way = "resume it with the expert parallel size that it has"
     else:
         return
-    sizes = ", ".join(f"{name} parallel {there[name]} there and {here[name]} here" for name in differ)
+    words = {_V_SHAPED: "chunks in the shape of a V"}
+    sizes = ", ".join(
+        f"{words.get(name, f'{name} parallel')} {there[name]} there and {here[name]} here" for name in differ
+    )
     raise SettingsError(
-        f"mindspeed_dsa: checkpoint {saved['folder']} has an optimizer's state that this layout of experts "
+        f"mindspeed_dsa: checkpoint {saved['folder']} has an optimizer's state that this layout "
         f"cannot read ({sizes}): {why}; {way}, or add --no-load-optim to load the weights alone"
     )
 

@@ -34,6 +34,7 @@ if __name__ == "__main__":
 """
 
 
+DUALPIPEV, FOUR = "--pipeline-model-parallel-size 2 --schedules-method dualpipev", "--micro-batch-size 2"
 # Documents of the mock data; their ends are known to the first pipeline stage alone.
 PACKED = "--use-fused-dsa --pack-documents --micro-batch-size 1"
 
@@ -196,10 +197,11 @@ def pretrain(metrics, *more, nproc=1, paths=(), **environment):
         ("--tensor-model-parallel-size 2 --sequence-parallel --use-fused-dsa", ""),
         ("--pipeline-model-parallel-size 2", ""),
         ("--expert-model-parallel-size 2 --use-distributed-optimizer", ""),
+        (f"{DUALPIPEV} --tensor-model-parallel-size 2 --sequence-parallel", FOUR),
         ("--pipeline-model-parallel-size 2", PACKED),
         ("--tensor-model-parallel-size 2 --sequence-parallel", PACKED),
     ],
-    ids=["1", "tp2", "tp2-fused", "pp2", "ep2", "pp2-packed", "tp2-packed"],
+    ids=["1", "tp2", "tp2-fused", "pp2", "ep2", "dualpipev-tp2", "pp2-packed", "tp2-packed"],
 )
 def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data):
     """From one checkpoint of weights, every layout makes the same steps, and so does a resumed run."""
@@ -215,7 +217,7 @@ def test_pretrain_gpt_agrees_with_one_process_and_resumes(tmp_path, flags, data)
     run("initial", "--train-iters", "2", "--save", weights, "--save-interval", "2")
     start = ["--load", weights, "--no-load-optim", "--no-load-rng", "--train-iters", "6"]
     one = run("one", *start)
-    nproc = 2 if flags else 1
+    nproc = 4 if DUALPIPEV in flags else 2 if flags else 1
     kept = [*flags.split(), "--save", tmp_path / "kept", "--save-interval", "4"]
     there = run("layout", *start, *kept, nproc=nproc)
     assert list(there) == list(one) == [3, 4, 5, 6]

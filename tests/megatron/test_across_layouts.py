@@ -118,10 +118,14 @@ def test_slices_of_buffers_are_refused_in_another_layout_of_experts(monkeypatch:
     )
     with pytest.raises(SettingsError, match=message):
         load(monkeypatch, arguments(), arguments(2, 1), "dp_reshardable", set())
+    chunks = {"pipeline_model_parallel_size": 2, "schedules_method": "dualpipev"}
+    with pytest.raises(SettingsError, match=r"V 0 there and 1 here.* as dp_reshardable"):
+        load(monkeypatch, arguments(), arguments(**chunks), "dp_reshardable", set())
     for args, format_ in (
         (arguments(2, 1, no_load_optim=True), "dp_reshardable"),
         (arguments(2, 1, use_distributed_optimizer=False), "dp_reshardable"),
         (arguments(2, 1), "fully_reshardable"),
+        (arguments(**chunks), "fully_reshardable"),
         (arguments(2, 1), "none"),
         (arguments(world_size=4), None),
         (arguments(world_size=4), "dp_reshardable"),

@@ -9,6 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
+from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, layout_text, stages_of
@@ -339,6 +340,7 @@ FEATURE = Feature(
             priority=_OUTSIDE,
         ),
         DEFERRED_GRADIENTS,
+        *across_layouts.ROWS,
     ),
     requires=Requires(versions={"megatron-core": _RANGE}),
     conflicts=(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import beside, lists, recorded
 from mindspeed_dsa.schedule.events import Costs, Kind
 from mindspeed_dsa.schedule.simulate import simulate
+from tests.support import model
 from tests.support.model import losses_of, put_together
 
 V = {"schedules_method": "dualpipev"}
@@ -88,6 +92,38 @@ def test_pairs_share_blocks(pool, tmp_path):
     assert layout.paired
     assert found.schedule.ranks == lists.dual_pipe_v(2, 5).ranks
     assert any(event.pair is not None for event in found.schedule.ranks[0])
+
+
+def evaluated(pp, microbatches, switches=None):
+    """Losses of an evaluation, on the rank that Megatron asks for them."""
+    model.start(switches, pp=pp, vpp=2 if pp > 1 else None)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks = 2 if pp > 1 else None
+    cfg = model.config(
+        num_layers=4, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=chunks
+    )
+    parts = [model.gpt_model(cfg, vp_stage=stage if chunks else None) for stage in range(chunks or 1)]
+    batches = list(model.samples(microbatches).view(microbatches, 1, -1))
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=partial(model.forward_step, cfg),
+            data_iterator=[iter(batches) for _ in parts],
+            model=parts,
+            num_microbatches=microbatches,
+            seq_length=model.SEQUENCE,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return [float(each["lm loss"]) for each in found]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_an_evaluation_reports_on_the_last_rank(pool, microbatches):
+    """Any number of microbatches; the losses are one process's."""
+    (expected,) = pool.run(f"{__name__}:evaluated", 1, pp=1, microbatches=microbatches)
+    assert len(expected) == microbatches
+    assert pool.run(f"{__name__}:evaluated", 2, pp=2, microbatches=microbatches, switches=V) == [[], expected]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
