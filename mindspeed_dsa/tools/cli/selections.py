@@ -131,4 +131,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("a job behind -- is for two sides: give A and B")
     if cut < len(argv) and not command:
         parser.error("nothing follows --; give the job's command there")
+    for path in (options.json, options.picture):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{path} cannot be written: make the folder {path.parent} first")
     return options, command

@@ -100,6 +100,14 @@ def test_recordings_that_cannot_be_compared(tmp_path, capsys, make, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--json", "--picture"])
+def test_files_that_cannot_be_written_are_refused_before_a_job_runs(tmp_path, capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        main(["selections", "--x 1", "--x 2", flag, str(tmp_path / "no" / "file.png"), "--", "false"])
+    assert ended.value.code == 2
+    assert f"make the folder {tmp_path / 'no'} first" in capsys.readouterr().err
+
+
 def test_a_job_is_run_with_the_flags_of_either_side(tmp_path, capsys):
     job = tmp_path / "job.py"
     job.write_text(
