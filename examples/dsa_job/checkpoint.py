@@ -131,8 +131,8 @@ def save(
     except RuntimeError as error:
         if not any(word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream")):
             raise
-        # Of the state that all ranks have in common, which the first one writes.
-        raise OSError(errno.ENOSPC, "common.pt cannot be written", str(partial)) from None
+        # Of the state that all ranks have in common, which the first one writes; torch does not say why not.
+        raise OSError(errno.EIO, "common.pt cannot be written, the disk may be full", str(partial)) from None
     request.add_finalize_fn(lambda: from_rank_0(lambda: checkpoints.publish(partial, step, strategy.sums)))
     return request
 

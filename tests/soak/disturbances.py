@@ -20,7 +20,7 @@ END_S = 60.0
 """From the death of a rank to the end of all others; two of torchrun's grace periods."""
 ROOMS = 0, 16 << 10
 """Bytes that a full disk still has."""
-_DISK = r"No space left on device|File too large"
+_DISK = r"No space left on device|File too large|the disk may be full"
 
 
 class TooLate(Exception):
@@ -126,8 +126,8 @@ def slow_link(scene: Scene) -> None:
 
 def fill_disk(scene: Scene) -> None:
     """Leave no room until the job has ended, in all starts that its launcher makes."""
-    room = scene.chance.choice(ROOMS)
-    with scene.around.full_disk(list(scene.ranks().values()), room):
+    scene.ranks()
+    with scene.around.full_disk(scene.attempt.everything(), scene.chance.choice(ROOMS)):
         scene.attempt.wait()
     if scene.attempt.code:
         scene.said.append(_DISK)

@@ -19,6 +19,7 @@ import psutil
 from benchmarks.linkbed import LinkBedError, require_tools
 
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS and CLONE_NEWNET of <linux/sched.h>
+_PRINTED = 64 << 10  # bytes that a job prints at most, and less than a shard has
 _RATE = ("rate", "4mbit", "burst", "256k", "latency", "400ms")
 
 
@@ -68,9 +69,10 @@ class Surroundings:
     def full_disk(self, processes: Sequence[psutil.Process], room: int) -> Iterator[None]:
         """Leave so many bytes of room on the disk; without one, to these processes and their children."""
         if not self._mounted:
+            limit = max(room, _PRINTED)
             for process in processes:
                 with contextlib.suppress(psutil.Error, OSError):
-                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, room))
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
             yield
             return
         while not self._leave(room):
