@@ -87,7 +87,7 @@ def torchrun(layout: Layout, place: Place, restarts: int) -> list[str]:
 def flags(layout: Layout, place: Place) -> list[str]:
     """Return the flags of the example job."""
     where = ["--output-dir", str(place.run), "--data-cache-path", str(place.cache)]
-    where += ["--record-collectives", str(place.run.with_name("collectives"))]
+    where += ["--record-collectives", str(place.logs.with_name("collectives"))]
     return [*_MODEL, *layout.flags.split(), *where]
 
 
