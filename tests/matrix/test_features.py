@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2+SP": {"tp": 2},
     "PP2": {"pp": 2},
     "PP2 x VPP2": {"pp": 2, "vpp": 2},
+    "PP2 x VPP2, four microbatches": {"pp": 2, "vpp": 2, "num_microbatches": 4},
     "EP2": {"ep": 2, "etp": 1},
     "PP2 x VPP2 x EP2": {"pp": 2, "vpp": 2, "ep": 2, "etp": 1},
     "TP2+SP, EP2 over its ranks": {"tp": 2, "ep": 2, "etp": 1},
@@ -145,10 +146,24 @@ SWITCHED = (
     Case("ascend-mc2", "TP2+SP", {"use_ascend_mc2": True}),  # its operators are torch_npu's
     Case("recompute-ahead", "PP2 x VPP2", {"recompute_in_bubble": True}, "ahead", overrides=FULL),
     Case("split-backward", "PP2 x VPP2", {"split_backward": True}, events.WAITED),
+    *(
+        Case(
+            "dualpipev",
+            "PP2 x VPP2, four microbatches",
+            {"schedules_method": "dualpipev", **switches},
+            events.HANDED_ON,
+            name=f"PP2{name}",
+        )
+        for name, switches in (("", {}), (", weight gradients later", {"dualpipev_dw_detach": True}))
+    ),
     Case("moe-router-load-report", "EP2", {"moe_router_load_report": "FOLDER"}, events.COUNTED),
     Case("initial-weights", "EP2", {"initial_weights_dir": "FOLDER"}, "files"),
     Case("schedule-trace", "PP2 x VPP2", {"trace_schedule": "FOLDER", "trace_schedule_step": 1}, "files"),
 )
+
+
+MOVED_ELSEWHERE = ("moe-expert-placement", "dualpipev")
+"""Features with which experts, or layers, are on other ranks."""
 
 
 def run(pool: Any, layout: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -175,7 +190,7 @@ def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> 
     expert_placement.write(tmp_path / "placement.json", Placement(4, 2, ORDERS))
     theirs = run(pool, case.layout, overrides=case.overrides)
     ours = run(pool, case.layout, switches=switches, overrides={**case.overrides, **case.megatrons})
-    assert_same(ours, theirs, case.rtol, anywhere=case.feature == "moe-expert-placement")
+    assert_same(ours, theirs, case.rtol, anywhere=case.feature in MOVED_ELSEWHERE)
     assert happened(case, ours, tmp_path)
     assert not happened(case, theirs, tmp_path / "nothing")
     note.trained(ours)
