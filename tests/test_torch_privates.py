@@ -24,6 +24,7 @@ NOT_TORCHS = {
     # named tuples, import specs
     *("_asdict", "_replace", "_initializing"),
     # Megatron and Transformer Engine
+    "_GLOBAL_ARGS",
     *("_BaseDataParallel", "_buffer", "_compute_index_scores", "_fork_rng", "_fsdp_modules"),
     *("_forward_attention", "_forward_impl"),
     *("_get_all_rng_states", "_get_kv_up_weights", "_get_model_param_range_map"),

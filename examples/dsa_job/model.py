@@ -70,7 +70,9 @@ def check_config(args: argparse.Namespace) -> None:
         if isinstance(error, mindspeed_dsa.MindSpeedDSAError):
             raise
         line = traceback.extract_tb(error.__traceback__)[-1].line  # of an assertion without a text
-        raise UsageError(f"Megatron refuses this model: {error if str(error) else line}") from error
+        raise UsageError(
+            f"Megatron refuses this model: {error if str(error) else line}; change or omit what this names"
+        ) from error
 
 
 def build_model(args: argparse.Namespace, config: MLATransformerConfig) -> list[Any]:

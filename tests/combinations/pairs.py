@@ -48,6 +48,7 @@ NOT_PAIRED = {
     "cpu-p2p-ordering": "a platform",
     "cpu-platform": "a platform",
     "accept-mindspeed-flags": "reads other flags",
+    "dualpipev": "another schedule, with layouts of its own",
     "initial-weights": "before the first step",
     "latent-yarn": "part of the model",
     "load-hf": "before the first step",
@@ -55,6 +56,7 @@ NOT_PAIRED = {
     "record-collectives": "watches what others send, in a thread and files of its own",
     "save-hf": "after a checkpoint",
     "sft-prompts": "data of Megatron-LM's own loop",
+    "split-backward": "another schedule, with layouts of its own",
     "step-metrics": "Megatron-LM's own loop",
     "whole-checkpoints": "Megatron-LM's own checkpoints; the example job has its own",
 }

@@ -59,6 +59,27 @@ USED = {
     "last pipeline rank": (2, f"--decoder-last-pipeline-num-layers 1 --num-layers 3 {PP}"),
     "FSDP2": (2, "--use-torch-fsdp2 --fsdp2-prefetch 2 --fsdp2-reduce-dtype bf16 --fsdp2-sharding-size 2"),
     "FSDP2, experts": (2, "--use-torch-fsdp2 --fsdp2-shard-experts"),
+    "selections recorded": (
+        1,
+        (
+            "--dsa-record-selections {folder}/selections --dsa-record-selections-steps 1-10 "
+            "--dsa-record-selections-layers 1 --dsa-record-selections-rows 0- --dsa-record-selections-mass"
+        ),
+    ),
+    "selections replayed": (1, "--dsa-replay-selections batch --dsa-replay-missing select"),
+    "split backward": (2, f"--split-backward --split-backward-waiting 1 {PP}"),
+    "split backward, by Megatron's name": (2, f"--delay-wgrad-compute {PP}"),
+    "DualPipeV": (
+        2,
+        f"--schedules-method dualpipev --dualpipev-dw-detach {PP} --num-layers 4 --global-batch-size 8",
+    ),
+    "DualPipeV in pairs": (
+        4,
+        (
+            f"--schedules-method dualpipev --moe-fb-overlap --overlap-moe-expert-parallel-comm {EP} {PP} "
+            "--num-layers 4 --global-batch-size 8"
+        ),
+    ),
     "host profile": (1, "--host-profile {folder}/profile.json --host-profile-step 2 --train-iters 9"),
     "indexer": (1, "--dsa-indexer-head-dim 16 --dsa-backend cpu"),
     "indexer's rotary": (1, "--dsa-indexer-rope-first --dsa-indexer-rope-interleaved"),
@@ -91,7 +112,7 @@ USED = {
 
 NOT_OF_THIS_JOB = {
     *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
-    *("--sft-tokenizer-prompt-format", "--use-persistent-ckpt-worker"),
+    "--sft-tokenizer-prompt-format",
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
@@ -99,6 +120,7 @@ NOT_HERE = {
     *("--step-metrics-file", "--sft-mask-prompts"),  # of Megatron-LM's own loop
 }
 WHO = {
+    "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
     "--coc-parallel-num": "--use-ascend-coc",
     "--coc-fused-kernel": "--use-ascend-coc",
     "--context-parallel-size": "context parallel",

@@ -10,11 +10,13 @@ CASES = "tests.features.dsa.parts_of_dsa"
 OURS = [feature for feature in all_features() if feature.name.startswith("dsa-")]
 NAMES = [feature.name for feature in OURS]
 FUSED = {"dsa-absorb", "dsa-stage", "dsa-warmup", "dsa-kernel-backend", "dsa-context-parallel"}
+FUSED |= {"dsa-recorded-selections"}
 
 
 def test_every_row_of_this_release_is_applied_and_undone(pool):
     switches = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
     switches |= {"use_fused_dsa": True, "dsa_stage": "warmup", "context_parallel_size": 2}
+    switches |= {"dsa_replay_selections": "batch"}
     (result,) = pool.run(f"{CASES}:arm_and_undo", 1, switches=switches)
     states = {(site["target"], site["state"]) for site in result["sites"]}
     for feature in OURS:

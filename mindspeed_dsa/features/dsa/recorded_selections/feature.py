@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ BATCH = "batch"
 REFUSE, SELECT = "refuse", "select"
 
 
+class NoNumbers(argparse.ArgumentTypeError, ValueError):
+    """Text that is no list of numbers; argparse prints what it says."""
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Ranges of numbers, as ``1-10,20,100-:50`` writes them.
@@ -40,7 +45,7 @@ class Numbers:
         """Parse a flag's value.
 
         Raises:
-            ValueError: it is no list of numbers and ranges.
+            NoNumbers: it is no list of numbers and ranges.
         """
         ranges = []
         for part in text.split(","):
@@ -48,7 +53,7 @@ class Numbers:
             first, dash, last = span.partition("-")
             low, high, every = number(first), number(last), number(step or "1")
             if low is None or not every or (last and high is None) or (high is not None and high < low):
-                raise ValueError(
+                raise NoNumbers(
                     f"{part!r} is no number or range of numbers; write 7, 1-10, 100- or 1-1000:50, and "
                     f"commas "
                     "between several"
@@ -61,6 +66,11 @@ class Numbers:
             first <= value and (last is None or value <= last) and (value - first) % step == 0
             for first, last, step in self.ranges
         )
+
+
+def numbers(text: str) -> Numbers:
+    """Parse a flag's value; see :meth:`Numbers.of`."""
+    return Numbers.of(text)
 
 
 @dataclass(frozen=True)
@@ -204,21 +214,21 @@ _FLAGS = (
         f"{RECORD}-steps",
         "Record these steps only, as in 1-10,20 or 1-1000:50; default: all.",
         kind="value",
-        type=Numbers.of,
+        type=numbers,
         metavar="NUMBERS",
     ),
     Flag(
         f"{RECORD}-layers",
         "Record these layers only, from 1, those of multi-token prediction behind the decoder's.",
         kind="value",
-        type=Numbers.of,
+        type=numbers,
         metavar="NUMBERS",
     ),
     Flag(
         f"{RECORD}-rows",
         "Record the rows at these positions of a sequence only, from 0.",
         kind="value",
-        type=Numbers.of,
+        type=numbers,
         metavar="NUMBERS",
     ),
     Flag(

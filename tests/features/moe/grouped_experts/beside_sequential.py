@@ -157,9 +157,9 @@ def overlapped(**arguments: Any) -> int:
     waiting: list[int] = []
     defer = DeferredGradient.defer
 
-    def counted(self: Any, gradient: Any) -> torch.Tensor:
+    def counted(self: Any, *arguments: Any) -> torch.Tensor:
         waiting.append(self.weight.dim())
-        return defer(self, gradient)
+        return defer(self, *arguments)
 
     with mock.patch.object(DeferredGradient, "defer", counted):
         layers(switches={"moe_alltoall_overlap_comm": True}, **arguments)
