@@ -243,7 +243,7 @@ chunks = partial(row, "ascend-coc", watched=(events.CHUNKED, events.MEASURED))
 same_chunks = partial(chunks, both={}, bounds=BESIDE_STOCK, watched=(events.CHUNKED,))
 
 COMMUNICATION = (
-    fsdp2("DP2, loss per token", 2, PER_TOKEN, quick=True),
+    fsdp2("DP2, loss per token", 2, PER_TOKEN),
     fsdp2("TP2+SP x DP2", 4, TP2),
     fsdp2("TP2+SP x EP2 x DP2", 4, f"{TP2} {EP2} {ETP1}"),
     fsdp2("PP2 x DP2, MTP", 4, PP2, model=SHALLOW_MTP),

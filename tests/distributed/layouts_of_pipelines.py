@@ -40,7 +40,7 @@ overlapped = partial(
 )
 
 PIPELINES = (
-    split("PP2", 2, PP2, SHALLOW, quick=True),
+    split("PP2", 2, PP2, SHALLOW),
     split("PP4", 4, PP4),
     split("PP4, one waits", 4, PP4, split_backward_waiting=1),
     split("PP2 x VPP2", 2, f"{PP2} {VPP2}", SHALLOW),

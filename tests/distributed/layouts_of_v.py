@@ -59,7 +59,7 @@ IN_V = (
     beside_one_process("PP4", 4, PP4, ""),
     beside_one_process("PP2, chunks of different sizes, ten microbatches", 2, f"{PP2} {LAYOUT}", UNEVEN, TEN),
     dualpipev("PP2, dense MLA", 2, PP2, f"{DENSE} {NO_EXPERTS}"),
-    dualpipev("PP2, tied embeddings", 2, PP2, f"{SHALLOW} {TIED}", quick=True),
+    dualpipev("PP2, tied embeddings", 2, PP2, f"{SHALLOW} {TIED}"),
     dualpipev("PP2, MTP", 2, PP2, f"{SHALLOW} {MTP}"),
     dualpipev("PP2, MTP, per token", 2, PP2, f"{SHALLOW} {MTP_PER_TOKEN}"),
     dualpipev("PP2 x TP2+SP", 4, f"{PP2} {TP2}", SHALLOW),

@@ -35,7 +35,6 @@ CLASSES = {
     "packs": "pack-documents: CP2 x PP2",
     "host time": "compile-regions: one process, all that saves host time",
 }
-QUICK = {"chunks"}
 BY_NAME = {row.layout.name: row.layout for row in ROWS}
 
 Run = Callable[..., list[Job]]
@@ -66,9 +65,8 @@ def run(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CLASSES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_job_after_two_that_failed_is_that_of_a_fresh_process(run: Run, name: str) -> None:
     layout = BY_NAME[CLASSES[name]]
     alone = run(layout, [], fresh=True)

@@ -34,25 +34,18 @@ from tests.support.pool import CaseError
 
 CP2 = "--context-parallel-size 2"
 RECORDS = "tests.distributed.recorded:train"
-full = pytest.mark.full
 IN_PAIRS = f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}"
 ONE = Layout("one process", 1, model=SHALLOW, switches=FUSED)
 REPEATED = [
-    pytest.param(
-        Layout("TP2+SP, all layers recomputed", 2, f"{TP2} {FULL_RECOMPUTE}", SHALLOW, switches=FUSED)
-    ),
-    pytest.param(ONE, marks=full),
-    pytest.param(Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=FUSED), marks=full),
-    pytest.param(Layout("CP2", 2, CP2, SHALLOW, switches=FUSED), marks=full),
-    pytest.param(Layout("packs", 1, PACK, PACKS, switches=PACKED), marks=full),
-    pytest.param(Layout("packs, CP2", 2, f"{PACK} {CP2}", PACKS, switches=PACKED), marks=full),
-    pytest.param(
-        Layout("pairs, all layers recomputed", 4, IN_PAIRS, switches={**FUSED, **PAIRS}), marks=full
-    ),
-    pytest.param(
-        Layout("shared selections, MTP", 1, FULL_RECOMPUTE, f"{GLM_5_2} {MTP}", switches=FUSED), marks=full
-    ),
-    pytest.param(Layout("no loss", 1, FULL_RECOMPUTE, f"{SHALLOW} {NO_LOSS}", switches=FUSED), marks=full),
+    Layout("TP2+SP, all layers recomputed", 2, f"{TP2} {FULL_RECOMPUTE}", SHALLOW, switches=FUSED),
+    ONE,
+    Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=FUSED),
+    Layout("CP2", 2, CP2, SHALLOW, switches=FUSED),
+    Layout("packs", 1, PACK, PACKS, switches=PACKED),
+    Layout("packs, CP2", 2, f"{PACK} {CP2}", PACKS, switches=PACKED),
+    Layout("pairs, all layers recomputed", 4, IN_PAIRS, switches={**FUSED, **PAIRS}),
+    Layout("shared selections, MTP", 1, FULL_RECOMPUTE, f"{GLM_5_2} {MTP}", switches=FUSED),
+    Layout("no loss", 1, FULL_RECOMPUTE, f"{SHALLOW} {NO_LOSS}", switches=FUSED),
 ]
 
 
@@ -67,6 +60,7 @@ def replaying(lab: Lab, layout: Layout, folder: Path) -> Outcome:
     return lab.run(replace(layout, switches=switches), selects=NO_LOSS not in layout.model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", REPEATED, ids=lambda layout: layout.name)
 def test_a_replay_repeats_the_run(lab, tmp_path, layout):
     plain = lab.run(layout)
