@@ -55,7 +55,7 @@ DROPOUT = f"{PP2} --hidden-dropout 0.1"
 WITH_DROPOUT = Layout("dualpipev: dropout", 2, f"{DROPOUT} {DUALPIPEV}", SHALLOW, switches={**V, **FUSED})
 
 IN_V = (
-    dualpipev("PP2, as many microbatches as chunks", 2, PP2, SHALLOW, quick=True),
+    dualpipev("PP2, as many microbatches as chunks", 2, PP2, SHALLOW),
     beside_one_process("PP4", 4, PP4, ""),
     beside_one_process("PP2, chunks of different sizes, ten microbatches", 2, f"{PP2} {LAYOUT}", UNEVEN, TEN),
     dualpipev("PP2, dense MLA", 2, PP2, f"{DENSE} {NO_EXPERTS}"),

@@ -96,7 +96,8 @@ def unusual(parallel):
     return runs
 
 
-@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.full)], ids=["SP", "no SP"])
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", [True, False], ids=["SP", "no SP"])
 def test_unusual_inputs_where_the_number_of_chunks_is_measured(pool, parallel):
     for each in exact(pool.run(f"{CASES}:compare_tuned", 2, runs=unusual(parallel))):
         case = each["case"]

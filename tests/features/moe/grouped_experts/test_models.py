@@ -52,7 +52,7 @@ WAYS = {
     "torch, shared masters": ({**PLAIN, "switches": {"reuse_fp32_param": True}}, "torch", {}),
     "torch, swapped": ({**PLAIN, "switches": {"swap_optimizer": True}}, "torch", {}),
 }
-LONG = list(WAYS)[2:]
+LONG = list(WAYS)[1:]
 
 
 @pytest.mark.parametrize(
