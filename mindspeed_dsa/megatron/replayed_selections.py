@@ -79,6 +79,16 @@ class Replayed:
         missing = None if self.missing is None else self.missing.to(device)
         return replace(self, topk_indices=self.topk_indices.to(device), missing=missing)
 
+    def without(self, runs: Sequence[tuple[int, int]]) -> Replayed:
+        """Return it with some rows, first and end of each run, left to the indexer."""
+        if not runs:
+            return self
+        shape = self.topk_indices.shape[:2]
+        missing = torch.zeros(shape, dtype=torch.bool) if self.missing is None else self.missing.clone()
+        for first, end in runs:
+            missing[:, first:end] = True
+        return replace(self, missing=missing)
+
     def of(self, rows: slice, low: int = 0, keys: int | None = None) -> Replayed:
         """Return some of the rows.
 

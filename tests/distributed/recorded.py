@@ -39,20 +39,25 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
         **arguments: likewise.
     """
     from dsa_job import step as job_step
+    from megatron.core import parallel_state
 
     from mindspeed_dsa.features.dsa.recorded_selections.replay import hand_over
     from mindspeed_dsa.features.dsa.recorded_selections.steps import selections_of
     from mindspeed_dsa.runs.selections import Recording
 
     recording, original, calls = Recording.open(Path(handed)), job_step.forward_step, 0
-    sequences = max(place.sequence for place in recording.places()) + 1
+    # Of a step, on this rank: Megatron's samplers deal each microbatch to the data parallel ranks in turn.
+    batch, sequences = 2, max(place.sequence for place in recording.places()) + 1
 
     def forward_step(*parts: Any) -> Any:
         nonlocal calls
         context = running(FEATURE)
         assert context is not None
-        batch = 2
-        first, calls = calls * batch % sequences, calls + 1
+        ranks, rank = (
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_rank(),
+        )
+        first, calls = (calls * ranks + rank) * batch % sequences, calls + 1
         step = selections_of(context).step
         arrays = [recording.array(step, first + each) for each in range(batch)]
         # In any order, as an engine's kernels leave them.

@@ -34,6 +34,7 @@ from tests.support.pool import CaseError
 
 CP2 = "--context-parallel-size 2"
 RECORDS = "tests.distributed.recorded:train"
+ODD = f"{SHALLOW} --seq-length 29"
 IN_PAIRS = f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}"
 ONE = Layout("one process", 1, model=SHALLOW, switches=FUSED)
 REPEATED = [
@@ -41,6 +42,8 @@ REPEATED = [
     ONE,
     Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}", switches=FUSED),
     Layout("CP2", 2, CP2, SHALLOW, switches=FUSED),
+    Layout("CP2, padded", 2, CP2, ODD, switches=FUSED),
+    Layout("TP2+SP, padded, all layers recomputed", 2, f"{TP2} {FULL_RECOMPUTE}", ODD, switches=FUSED),
     Layout("packs", 1, PACK, PACKS, switches=PACKED),
     Layout("packs, CP2", 2, f"{PACK} {CP2}", PACKS, switches=PACKED),
     Layout("pairs, all layers recomputed", 4, IN_PAIRS, switches={**FUSED, **PAIRS}),
@@ -88,8 +91,6 @@ def test_another_layout_attends_to_the_same_keys(lab, tmp_path, layout, how):
     one, again = tmp_path / "one", tmp_path / "again"
     reference = recording(lab, ONE, one)
     if how == "batch":
-        if layout.flags not in (TP2, CP2, PP2):
-            pytest.skip("the forward step that hands over knows two sequences of every microbatch")
         more = {"dsa_replay_selections": "batch", "dsa_record_selections": str(again)}
         layout = replace(layout, switches={**layout.switches, **more})
         function = "tests.distributed.recorded:train_handing_over"
@@ -117,6 +118,7 @@ def test_a_foreign_selection_changes_the_run(lab, tmp_path):
     assert losses[0] == others[0]
     assert losses[1:] != others[1:]
     a, b = (Recording.open(tmp_path / name) for name in ("other", "again"))
+    assert a.places() == b.places()
     assert all(
         np.array_equal(a.array(place.step, place.sequence), b.array(place.step, place.sequence))
         for place in a.places()

@@ -19,6 +19,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.problem import Groups, LossOptions, Rows
+from mindspeed_dsa.features.dsa.sparse_attention import in_runs
 from mindspeed_dsa.megatron import replayed_selections, shared_selections
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Replayed, RowRun
@@ -144,8 +145,7 @@ class Call:
         if number is None:
             raise RuntimeError(
                 "dsa-recorded-selections: a DSAttention was built outside of Megatron's TransformerLayer, "
-                "which "
-                "knows its number; build it inside one, or omit the flag"
+                "which knows its number; build it inside one, or omit the flag"
             )
         tokens = None if microbatch is None else microbatch.tokens
         return LayerRows(
@@ -164,7 +164,12 @@ class Call:
         microbatch = replayed_selections.current()
         if microbatch is None or microbatch.source is None or self.shared is not None:
             return None
-        return microbatch.source.selection(self.layer_rows).to(self.query.device)
+        replayed, device = microbatch.source.selection(self.layer_rows), self.query.device
+        if self.exchange is not None and self.documents is None and not in_runs(device):
+            # Padding of whole sequences attends like other rows there, and has experts: the last bits of
+            # weights' gradients are those of the recorded run only if it attends to the same keys.
+            replayed = replayed.without([(first, end) for first, end, low, high in self.runs if low == high])
+        return replayed.to(device)
 
     def hand_on(
         self,
