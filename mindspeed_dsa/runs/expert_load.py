@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_dsa.runs import metrics
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.metrics import Record, pyplot_for_files
+from mindspeed_dsa.runs.metrics import Record, pyplot_for
 
 FILE = "expert_load.jsonl"
 
@@ -173,12 +173,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     Raises:
         RunError: matplotlib is missing.
     """
-    try:
-        pyplot = pyplot_for_files()
-    except ModuleNotFoundError:
-        raise RunError(
-            f"{path} cannot be drawn: matplotlib is missing; pip install 'mindspeed_dsa[viz]'"
-        ) from None
+    pyplot = pyplot_for(path)
     counts = totals(records)
     shares = [
         [tokens * len(experts) / max(sum(experts), 1) for tokens in experts] for experts in counts.values()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_dsa.runs.files import write_atomically
+from mindspeed_dsa.runs.files import RunError, write_atomically
 
 FILE = "metrics.jsonl"
 _BLOCK = 1 << 20  # bytes that are read at a time from the end of a file
@@ -208,6 +208,20 @@ def pyplot_for_files() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def pyplot_for(picture: Path) -> Any:
+    """Return what :func:`pyplot_for_files` does, for a picture that somebody has asked for.
+
+    Raises:
+        RunError: matplotlib is not installed.
+    """
+    try:
+        return pyplot_for_files()
+    except ModuleNotFoundError:
+        raise RunError(
+            f"{picture} cannot be drawn: matplotlib is missing; pip install 'mindspeed_dsa[viz]'"
+        ) from None
 
 
 def draw(

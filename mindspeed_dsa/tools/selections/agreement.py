@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.metrics import pyplot_for_files
+from mindspeed_dsa.runs.metrics import pyplot_for
 from mindspeed_dsa.runs.selections import Key, Recording, Rows
 
 ENDS = 128
@@ -98,9 +98,8 @@ def compare(a: Recording, b: Recording) -> dict[int, Agreement]:
     common = sorted(set(a.places()) & set(b.places()))
     if not common:
         raise RunError(
-            f"{a.folder} and {b.folder} have no step, sequence and layer in common; record the same steps "
-            f"of the same "
-            "data, from --load with --finetune if the checkpoints are of different steps"
+            f"{a.folder} and {b.folder} have no step, sequence and layer in common; record the same steps of "
+            "the same data, from --load with --finetune if the checkpoints are of different steps"
         )
     found: dict[int, Agreement] = {}
     for key in common:
@@ -120,8 +119,7 @@ def _agreement(a: Rows, b: Rows, key: Key) -> Agreement:
     if (a.documents[at_a] != b.documents[at_b]).any():
         raise RunError(
             f"step {key.step}, sequence {key.sequence}: documents begin at other rows in one recording than "
-            f"in the "
-            "other; record the same data in the same order"
+            "in the other; record the same data in the same order"
         )
     visible = a.positions[at_a] - a.documents[at_a] + 1
     result = Agreement()
@@ -212,12 +210,7 @@ def draw(path: Path, layers: dict[int, Agreement], names: Sequence[str]) -> None
     Raises:
         RunError: matplotlib is missing.
     """
-    try:
-        pyplot = pyplot_for_files()
-    except ModuleNotFoundError:
-        raise RunError(
-            f"{path} cannot be drawn: matplotlib is missing; pip install 'mindspeed_dsa[viz]'"
-        ) from None
+    pyplot = pyplot_for(path)
     figure, (by_place, by_length) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     numbers = list(layers)
     for name in ("head", "between", "near"):
