@@ -161,7 +161,7 @@ def same_keys(one: Tensor, other: Tensor, keys: int) -> Tensor:
 def agreement(device: str, quick: bool) -> Metrics:
     """Share of keys that bf16 and FP8 select alike, untrained and at the end of a training on real text.
 
-    Of rows that see more than ``topk`` keys. The model trains on the keys that bf16 selects.
+    Rows that see no more than ``topk`` keys are left out. The model trains on the keys that bf16 selects.
     """
     steps = 2 * _COMPARED if quick else _TRAINED
     flags = [*_MODEL.split(), "--train-iters", str(steps)]

@@ -1,7 +1,8 @@
 """Arithmetic of the inference engines' FP8 index scores: rows in e4m3 with a factor each, sums in order.
 
-It is that of DeepSeek's ``act_quant`` and ``fp8_index`` (DeepSeek-V3.2-Exp, ``inference/kernel.py``), with
-the order of sums that they leave open. Plain PyTorch: the same bits on every device that keeps IEEE 754.
+The formulas are those of DeepSeek's ``act_quant`` and ``fp8_index`` (DeepSeek-V3.2-Exp,
+``inference/kernel.py``), with the order of sums that they leave open. Plain PyTorch: the same bits on every
+device that keeps IEEE 754.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SMALLEST_AMAX = 1e-4
 MOST_DIMENSIONS = 1 << 17
 """Up to here a scalar product of e4m3 numbers is exact in fp64.
 
-They are multiples of 2^-9 below 2^9, their products of 2^-18 below 2^17.7, and fp64 has 53 bits.
+Numbers of e4m3 are multiples of 2^-9 below 2^9, their products of 2^-18 below 2^17.7, and fp64 has 53 bits.
 """
 # Exponent of the smallest normal number of e4m3, whose significands have four bits: below it numbers are
 # equally spaced.

@@ -2,8 +2,8 @@
 
 Sums of fp32 products depend on the library, the processor and the tile, and fp64 takes two to three times as
 long. So the scores are formed in fp32, and how far they can be from the exact ones is bounded for each row.
-Those of keys that this leaves open, near the last one to be taken, are formed anew, exactly. What is selected
-is then what the reference selects, bit for bit, whatever the products are made of.
+Scores that this leaves open, near those of the last key to be taken, are formed anew, exactly. What is
+selected is then what the reference selects, bit for bit, whatever the products are made of.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
 def _near_the_last(scores: Tensor, slab: Slab, seen: slice, kept: int, difference: Tensor) -> Tensor:
     """Return which keys may or may not be among the ``kept`` best ones of their row, by exact scores.
 
-    Of keys outside, a score above the last one's by more than twice the difference is among the best, and one
+    A key whose score is above the last one's by more than twice the difference is among the best, and one
     below by as much is not. What is compared with NaN, or differs by no bound, is near.
 
     Args:

@@ -68,8 +68,7 @@ def _compare(folders: Sequence[Recording], options: argparse.Namespace) -> int:
     if not everything.rows:
         raise RunError(
             f"no row that both recorded sees more than the {folders[0].header.topk} keys that it lists; "
-            f"longer "
-            "sequences are needed for a choice to be made"
+            "longer sequences are needed for a choice to be made"
         )
     print("\n".join(start_report.aligned(agreement.table(layers))))
     print()

@@ -55,8 +55,7 @@ class Numbers:
             if low is None or not every or (last and high is None) or (high is not None and high < low):
                 raise NoNumbers(
                     f"{part!r} is no number or range of numbers; write 7, 1-10, 100- or 1-1000:50, and "
-                    f"commas "
-                    "between several"
+                    "commas between several"
                 )
             ranges.append((low, high if dash else low, every))
         return cls(tuple(ranges))
@@ -175,9 +174,8 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
         )
     if chosen.mass and platforms.current().name == "npu":
         yield (
-            f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record "
-            f"on a GPU or "
-            "CPU, or omit the flag"
+            f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record on "
+            "a GPU or CPU, or omit the flag"
         )
     for flag, folder in ((RECORD, chosen.record), (REPLAY, chosen.replay)):
         if folder is not None and folder.is_file():

@@ -34,7 +34,7 @@ class Handed(NamedTuple):
 def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
     """Write selections that somebody hands over as one more file of a recording, and return its path.
 
-    It replaces what the other files say of the same rows.
+    What the other files say of the same rows is replaced.
 
     Args:
         folder: of the recording; made if need be.
@@ -52,8 +52,8 @@ def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
             if layers != len(header.computing) or topk > header.topk:
                 raise RunError(
                     f"step {each.step}, sequence {each.sequence}: selections are [{tokens}, {layers}, "
-                    f"{topk}], "
-                    f"and the model has {len(header.computing)} layers that select at most {header.topk} keys"
+                    f"{topk}], and the model has {len(header.computing)} layers that select at most "
+                    f"{header.topk} keys"
                 )
             runs = [Run(a, a, b - a) for a, b in pairwise((*each.documents, tokens)) if b > a]
             for column, layer in enumerate(header.computing):

@@ -97,8 +97,7 @@ class _Source(ABC):
                     what = f"has {counts[row]} keys and sees {visible[row]}"
                 raise SelectionError(
                     f"{self.place(rows, sequence)}: row {positions[row]} {what}; record all that is "
-                    f"replayed, or "
-                    f"let the indexer select there by --dsa-replay-missing {SELECT}"
+                    f"replayed, or let the indexer select there by --dsa-replay-missing {SELECT}"
                 )
             out[sequence, at] = np.where(keys >= 0, keys + low[:, None], -1)
             missing[sequence, at] = lacks
@@ -118,9 +117,8 @@ class _Source(ABC):
             row = int(foreign.argmax())
             raise SelectionError(
                 f"{self.place(rows, sequence)}: row {positions[row]} belongs to a document that begins at "
-                f"{low[row]}, and at {found.documents[row]} where its selection was made; replay it with "
-                f"the same "
-                "data in the same order"
+                f"{low[row]}, and at {found.documents[row]} where its selection was made; replay it with the "
+                "same data in the same order"
             )
         try:
             check(found.keys, visible)
@@ -137,8 +135,7 @@ class _Source(ABC):
             row = int((keys[:, width:] >= 0).any(axis=1).argmax())
             raise SelectionError(
                 f"{self.place(rows, sequence)}: row {positions[row]} has {np.count_nonzero(keys[row] >= 0)} "
-                f"keys, "
-                f"and the model selects {rows.topk}; this is a selection of another model"
+                f"keys, and the model selects {rows.topk}; this is a selection of another model"
             )
         padding = max(0, width - keys.shape[1])
         return np.pad(keys[:, :width], ((0, 0), (0, padding)), constant_values=-1)
@@ -191,8 +188,7 @@ class Recorded(_Source):
             if others.any():
                 raise SelectionError(
                     f"{self.place(rows, sequence)}: row {positions[others.argmax()]} has another token than "
-                    f"it had "
-                    "when its selection was made; replay it with the same data in the same order"
+                    "it had when its selection was made; replay it with the same data in the same order"
                 )
         keys = np.where(has[:, None], recorded.keys[chosen], -1)
         return Found(keys, has, recorded.documents[chosen])
@@ -217,8 +213,7 @@ class HandedOver(_Source):
         if topk_indices.dim() not in (3, 4) or topk_indices.shape[-2] != columns:
             raise SelectionError(
                 f"{REPLAY} batch: selections are {list(topk_indices.shape)}; hand over [tokens, {columns}, "
-                f"topk] "
-                f"or [batch, tokens, {columns}, topk]: {columns} layers of the model select keys"
+                f"topk] or [batch, tokens, {columns}, topk]: {columns} layers of the model select keys"
             )
         if topk_indices.is_floating_point() or topk_indices.is_complex():
             raise SelectionError(
@@ -245,8 +240,7 @@ class HandedOver(_Source):
         elif array.shape[0] != rows.batch:
             raise SelectionError(
                 f"{self.place(rows, sequence)}: {array.shape[0]} sequences were handed over, and the "
-                f"microbatch "
-                f"has {rows.batch}"
+                f"microbatch has {rows.batch}"
             )
         of_layer = array[sequence, :, self.header.computing.index(rows.layer)]  # [tokens, topk]
         if (of_layer[rows.keys :] >= 0).any():
@@ -295,9 +289,8 @@ def _waiting() -> HandedOver:
     microbatch = replayed_selections.current()
     if microbatch is None or not isinstance(microbatch.source, HandedOver):
         raise SelectionError(
-            f"selections were handed over outside of a microbatch's forward, or without {REPLAY} batch; "
-            f"call it in "
-            "the function that Megatron's schedule calls for each microbatch, or run the model below "
+            f"selections were handed over outside of a microbatch's forward, or without {REPLAY} batch; call "
+            "it in the function that Megatron's schedule calls for each microbatch, or run the model below "
             "`replaying`"
         )
     return microbatch.source
