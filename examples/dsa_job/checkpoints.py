@@ -125,13 +125,7 @@ def publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
 
 def _publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
     final = folder_of(partial.parent, step)
-    names = manifest.names(partial)
-    files = {name: known[name] for name in names if name in known}
-    rest = [name for name in names if name not in known]
-    files |= manifest.sums(partial, rest)
-    manifest.write(partial, f"{socket.gethostname()}-{os.getpid()}", files, final.name)
-    for each in (*(partial / name for name in rest), partial):
-        sync(each)
+    manifest.complete(partial, f"{socket.gethostname()}-{os.getpid()}", known, final.name)
     _rename(partial, final)
     write_atomically(final.parent / TRACKER, str(step))
     return final

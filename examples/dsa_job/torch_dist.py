@@ -63,7 +63,8 @@ def save_in_this_process(megatron: Megatron | None = None) -> Any:
 def write_beside(parent: int, write: Callable[[], None]) -> Callable[[], None]:
     """Return what a process that is forked to write does.
 
-    It ends with its parent, whose output it has, and computes in one thread: others are not forked with it.
+    The process ends with its parent, whose output it has, and computes in one thread: others are not forked
+    with it.
 
     Args:
         parent: number of the process that forks; in that one itself the function just writes.

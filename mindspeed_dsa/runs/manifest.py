@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs.files import RunError, amount, write_atomically
+from mindspeed_dsa.runs.files import RunError, amount, sync, write_atomically
 
 try:  # the same sums, of four times as many bytes a second
     from isal.isal_zlib import crc32
@@ -135,6 +135,26 @@ def _sum(path: Path) -> Entry:
             crc = crc32(view[:count], crc)
             size += count
     return Entry(size, crc)
+
+
+def complete(checkpoint: Path, job: str, known: Mapping[str, Entry], name: str = "") -> Manifest:
+    """Bring all files of a checkpoint to the disk, and write its manifest.
+
+    Args:
+        checkpoint: its folder.
+        job: of the processes that wrote it.
+        known: files that are on the disk, and whose sums are known of their writing; others are read.
+        name: that the folder will have; by default the one it has.
+
+    Raises:
+        OSError: a file cannot be read, or nothing can be written.
+    """
+    found = names(checkpoint)
+    rest = [file for file in found if file not in known]
+    for file in rest:
+        sync(checkpoint / file)
+    files = {file: known[file] for file in found if file in known} | sums(checkpoint, rest)
+    return write(checkpoint, job, files, name)
 
 
 def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = "") -> Manifest:

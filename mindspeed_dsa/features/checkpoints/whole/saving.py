@@ -20,7 +20,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
-from mindspeed_dsa.features.checkpoints.whole.written import Summed, left
+from mindspeed_dsa.features.checkpoints.whole.written import Summed, forget, left
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, sync
 from mindspeed_dsa.runs.manifest import Entry
@@ -85,8 +85,7 @@ def begin(folder: Path, name: str, work: Work) -> Save:
         work.claims.claim(folder)
         if save.path.is_dir():
             manifest.withdraw(save.path, work.claims.job)
-        for sums in save.path.glob(f"{manifest.SUMS}*"):
-            sums.unlink()
+        forget(save.path)
         latest, wrong = tracked(folder)
         if latest is not None and not wrong:  # Megatron reads which one came before
             shutil.copyfile(folder / TRACKER, save.tracker)
@@ -180,7 +179,7 @@ def _by_size(checkpoint: Path, but: Mapping[str, Entry]) -> list[str]:
 def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
     """Sum files, and bring them to the disk.
 
-    Those that this rank's machine does not see, or not yet, are left to the first rank.
+    Files that this rank's machine does not see, or not yet, are left to the first rank.
     """
     seen = [name for name in names if (checkpoint / name).is_file()]
     for name in seen:
@@ -189,18 +188,9 @@ def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
 
 
 def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
-    """Write the manifest when all files are on the disk, and let the tracker name the checkpoint.
-
-    Those that are known were brought there by who has summed them.
-    """
-    names = manifest.names(save.path)
-    rest = [name for name in names if name not in known]
-    files = {name: known[name] for name in names if name in known} | manifest.sums(save.path, rest)
-    for name in rest:
-        sync(save.path / name)
-    manifest.write(save.path, work.claims.job, files)
-    for sums in save.path.glob(f"{manifest.SUMS}*"):
-        sums.unlink()
+    """Write the manifest when all files are on the disk, and let the tracker name the checkpoint."""
+    manifest.complete(save.path, work.claims.job, known)
+    forget(save.path)
     sync(save.tracker)
     os.replace(save.tracker, save.folder / TRACKER)
     sync(save.folder)

@@ -94,6 +94,16 @@ def left(checkpoint: Path, token: str) -> dict[str, Entry]:
     return known
 
 
+def forget(checkpoint: Path) -> None:
+    """Remove the checksums that were left in a checkpoint's folder, of any save.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for file in checkpoint.glob(f"{manifest.SUMS}*"):
+        file.unlink()
+
+
 @dataclass(frozen=True)
 class Summed:
     """Function of a process that writes one rank's files, with their checksums after them.
