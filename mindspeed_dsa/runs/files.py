@@ -76,10 +76,17 @@ def is_running(pid: int) -> bool:
         return False
     except PermissionError:
         pass  # somebody else's
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):  # not on Linux
-        return True
+    return status(pid)[:1] != ["Z"]
+
+
+def status(pid: int) -> list[str]:
+    """Return what ``/proc/PID/stat`` says of a process from its state on; nothing where that cannot be asked.
+
+    The fields are those of proc_pid_stat(5), the third first.
+    """
+    with contextlib.suppress(OSError):  # it has ended, or this is not Linux
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def lock(path: Path) -> IO[str]:

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs.files import RunError, is_running, write_atomically
+from mindspeed_dsa.runs.files import RunError, is_running, status, write_atomically
 
 FILE = ".dsa_job.json"
 
@@ -78,9 +78,6 @@ def _runs_here(claimed: dict[str, Any]) -> bool:
 def _started(pid: int) -> str:
     """Return when a process began, in ticks since the machine did; nothing where that cannot be asked.
 
-    Numbers of processes come again; with this one does not.
+    Numbers of processes come again; a number with its beginning does not.
     """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    return "".join(status(pid)[19:20])
