@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.session.environment import communication, devices, host, installation
 from mindspeed_dsa.settings import Settings
 
-__all__ = ["CHECKS", "at_start", "checks_of", "examine", "newest", "overlaps", "records"]
+__all__ = ["CHECKS", "at_start", "checks_of", "completed", "examine", "newest", "overlaps", "records"]
 
 CHECKS: tuple[EnvironmentCheck, ...] = (
     *communication.CHECKS,
@@ -121,17 +122,9 @@ def at_start(
     if not first and variables.get("LOCAL_RANK") != "0":
         return []
     try:
-        iteration, size = newest(args)
-        about = Surroundings(
-            platform=settings.platform,
-            args=args,
-            features=frozenset(feature.name for feature in active),
-            overlaps=overlaps(active, args),
-            variables=variables,
-            machine=_machine(settings, variables),
-            checkpoint=size or (checkpoint_size(args) if getattr(args, "save", None) else None),
-            iteration=iteration,
-        )
+        machine = _machine(settings, variables)
+        about = Surroundings(settings.platform, args, variables=variables, machine=machine)
+        about = completed(about, active, lambda: checkpoint_size(args) if about.argument("save") else None)
     except Exception as error:  # a look around must not stop a job
         log.get().warning("environment: not examined: %r; report it as a bug", error, once=True)
         return []
@@ -142,6 +135,27 @@ def at_start(
         text = f"environment{where}: {finding.level}: {finding} [{check.name}]"
         getattr(log.get(), tell[finding.level])("%s", text, once=True, ranks="all")
     return found
+
+
+def completed(
+    about: Surroundings, active: Sequence[Feature], planned_size: Callable[[], float | None]
+) -> Surroundings:
+    """Add what features, and the folder that the job saves to, say of its surroundings.
+
+    Args:
+        about: what else checks look at.
+        active: features that are on.
+        planned_size: returns the bytes of a checkpoint, where the job's flags say so; asked where no
+            checkpoint is there that says it.
+    """
+    iteration, size = newest(about.args)
+    return replace(
+        about,
+        features=frozenset(feature.name for feature in active),
+        overlaps=overlaps(active, about.args),
+        checkpoint=size or planned_size(),
+        iteration=iteration,
+    )
 
 
 def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:

@@ -109,26 +109,21 @@ def examine(
     platform = running.settings.platform if running else _platform(args)
     root = running.settings.megatron_root if running else "megatron"
     path = sys.path if not command.script else [str(Path(command.script).parent), *sys.path[1:]]
-    iteration, size = environment.newest(args)
     about = Surroundings(
         platform=platform,
         args=args,
-        features=frozenset(feature.name for feature in active),
-        overlaps=environment.overlaps(active, args),
         variables=variables,
         machine=installation.read(platform, root, variables, path),
         checked_by_megatron=not command.is_example,
-        checkpoint=size or checkpoint.size_of(words),
-        iteration=iteration,
     )
+    about = environment.completed(about, active, lambda: checkpoint.size_of(words))
     return environment.examine(about, active)
 
 
 def _arguments(words: Sequence[str], example: bool) -> argparse.Namespace:
     args = argparse.Namespace()
-    with contextlib.suppress(
-        MindSpeedDSAError
-    ):  # values that no plan knows, and others that Megatron refuses
+    # Values that no plan knows, and others that Megatron refuses.
+    with contextlib.suppress(MindSpeedDSAError):
         args = flags.read(words)[0]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, word in _WORDS.items():
