@@ -11,7 +11,7 @@ import ctypes
 import os
 import resource
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -40,9 +40,9 @@ class Surroundings:
         self._mounted = self._try("full disk: a limit on the size of files takes its place", self._mount)
         self._linked = self._try("slow link", self._isolate_network)
 
-    def _try(self, what: str, make: object) -> bool:
+    def _try(self, what: str, make: Callable[[], None]) -> bool:
         try:
-            make()  # type: ignore[operator]
+            make()
         except (OSError, AttributeError, subprocess.CalledProcessError, LinkBedError) as error:
             self.skipped[what] = str(error)
             return False

@@ -145,9 +145,8 @@ class Watch:
                 self._look()
                 self._listen(ready)
             except Exception as error:  # neither a full file system nor a defect here ends training
-                if (
-                    self._stopped.is_set()
-                ):  # by the main thread, which closes connections under this one's hands
+                # The main thread, which stops it, closes connections under this one's hands.
+                if self._stopped.is_set():
                     return
                 self._log.warning("%s gets no records: %r", self._folder, error, once=True)
                 time.sleep(_PERIOD_S)
