@@ -410,7 +410,7 @@ def _reduce(group: Any) -> None:
 def leave_gradients(unit: Any) -> None:
     """Have a unit's calls leave its weights' gradients where a schedule collects them, if one does.
 
-    They need the layer's input and the gradient of its output: the weights are dropped as usual.
+    A gradient needs the input of its layer and the gradient of the output: the weights are dropped as usual.
     """
     entered: list[AbstractContextManager[Any]] = []
 

@@ -22,7 +22,7 @@ _MIB = 1 << 20
 class Player(pipeline_steps.Follower):
     """Runs the weight gradients that the list has after each backward; Megatron runs the rest of it.
 
-    They run when the gradient of the backward's input has been sent and before anything is waited for, or,
+    Each runs when the gradient of the backward's input has been sent and before anything is waited for, or,
     where nothing is sent, at once.
 
     Attributes:
