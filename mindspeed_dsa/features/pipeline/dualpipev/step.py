@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.pipeline.dualpipev.feature import FLAG, Options
+from mindspeed_dsa.features.pipeline.dualpipev.feature import CHUNKS, FLAG, Options
 from mindspeed_dsa.features.pipeline.dualpipev.transfers import Groups, Transfers
 from mindspeed_dsa.features.pipeline.waiting_gradients import WaitingGradients
 from mindspeed_dsa.patches.errors import SettingsError
@@ -240,9 +240,9 @@ class _Step:
     def _enter(self, event: Event) -> Tensor | None:
         """Return a forward's input, the leaf that its graph begins at."""
         entered = self._transfers.take(event)
-        if entered is not None and not self._forward_only:
-            entered.requires_grad_()
         if not self._forward_only:
+            if entered is not None:
+                entered.requires_grad_()
             self._inputs[event.chunk, event.microbatch] = entered
         return entered
 
@@ -299,7 +299,7 @@ def _refuse(others: dict[str, Any], model: Any) -> None:
     for name, value in others.items():
         if name not in _NOT_SERVED or value is not None:
             raise SettingsError(f"{FLAG}: the schedule was called with {name}, which it does not serve")
-    if not isinstance(model, list) or len(model) != 2:
+    if not isinstance(model, list) or len(model) != CHUNKS:
         raise SettingsError(f"{FLAG}: the schedule needs a list of two model chunks")
 
 
