@@ -36,6 +36,7 @@ from tests.distributed.rows import ROUNDED, Row, row
 from tests.support import memory_events as events
 
 OVERLAP_GRADIENTS = "--overlap-grad-reduce --ddp-bucket-size 20000"
+LATER = {"watched": (events.HANDED_ON, events.WAITED), "dualpipev_dw_detach": True}
 EIGHT = "--micro-batch-size 1"
 TEN = f"{EIGHT} --global-batch-size 10"
 dualpipev = partial(row, "dualpipev", own=DUALPIPEV, watched=(events.HANDED_ON,), steps=10, **V)
@@ -80,8 +81,7 @@ IN_V = (
         4,
         f"{PP2} {ZERO} {OVERLAP}",
         SHALLOW,
-        watched=(events.HANDED_ON, events.WAITED),
-        dualpipev_dw_detach=True,
+        **LATER,
     ),
     dualpipev(
         "PP2, recomputed, weight gradients later",
@@ -89,8 +89,7 @@ IN_V = (
         f"{PP2} {FULL_RECOMPUTE}",
         SHALLOW,
         **FUSED,
-        watched=(events.HANDED_ON, events.WAITED),
-        dualpipev_dw_detach=True,
+        **LATER,
     ),
     beside_one_process("PP2 x EP2", 4, f"{PP2} {EP2}", SHALLOW),
     beside_one_process("PP2 x EP2, pairs", 4, f"{PP2} {EP2}", SHALLOW, **PAIRS, **FUSED),

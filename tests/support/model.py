@@ -153,6 +153,16 @@ def gpt_model(cfg: Any, vp_stage: int | None = None, mtp: bool = False) -> Any:
     return model
 
 
+def freeze(chunk: torch.nn.Module, name: str) -> torch.nn.Module:
+    """Return the chunk, whose module of that name, if it has one, does not learn."""
+    module = getattr(chunk, name, None) if name else None
+    if module is not None:
+        module.requires_grad_(False)
+        for parameter in module.parameters():
+            parameter.main_grad = parameter.detach()  # data parallelism gives it none
+    return chunk
+
+
 def global_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Parameters by the name they have in a model on one rank."""
     offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,7 +39,10 @@ def run(
     from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 
     overrides = {**recompute, **arguments.pop("overrides", {})}
-    with mock.patch.object(model, "gpt_model", partial(_frozen, model.gpt_model, frozen)):
+    build = model.gpt_model
+    with mock.patch.object(
+        model, "gpt_model", lambda *args, **more: model.freeze(build(*args, **more), frozen)
+    ):
         switches: dict[str, Any] = {flag: True} if flag else {}
         if norms:
             switches["recompute_norm"] = True
@@ -50,16 +51,6 @@ def run(
         result = model.run(switches, overrides=overrides, **arguments, **layout)
     context = running("recompute-ahead")
     return {**result, "recomputed": context.state(Ahead).recomputed if context else None}
-
-
-def _frozen(build: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    built = build(*args, **kwargs)
-    module = getattr(built, name, None) if name else None
-    if module is not None:
-        module.requires_grad_(False)
-        for parameter in module.parameters():
-            parameter.main_grad = parameter.detach()  # data parallelism gives it none
-    return built
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -56,7 +55,7 @@ def run(
         return take(queue)
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        chunks.append(_frozen(original, frozen, *args, **kwargs))
+        chunks.append(model.freeze(original(*args, **kwargs), frozen))
         return chunks[-1]
 
     original = model.gpt_model
@@ -77,16 +76,6 @@ def run(
         "waited": context.state(Player).most if context else None,
         "at once": [name for name, weight in matrices.items() if id(weight) not in apart],
     }
-
-
-def _frozen(build: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    built = build(*args, **kwargs)
-    module = getattr(built, name, None) if name else None
-    if module is not None:
-        module.requires_grad_(False)
-        for parameter in module.parameters():
-            parameter.main_grad = parameter.detach()  # data parallelism gives it none
-    return built
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -127,7 +116,6 @@ def test_the_same_bits_in_the_order_of_the_list(pool, name, tmp_path):
         layout=layout,
         overrides={
             "num_layers": layers,
-            **(model.WITHOUT_EXPERTS if "dense" in more else {}),
             **more.get("overrides", {}),
         },
         num_microbatches=more.get("num_microbatches", 4),
