@@ -9,6 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
+from mindspeed_dsa.features.pipeline.split_backward.feature import RECOMPUTED_LATER
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
@@ -235,10 +236,6 @@ _PLACEMENT = "mindspeed_dsa.features.pipeline.dualpipev.placement"
 _TIED = "mindspeed_dsa.features.pipeline.dualpipev.tied_weights"
 _OUTERMOST = 10
 """Before features that ask a configuration for its chunks."""
-_OUTSIDE = 20
-"""Outside of what replaces Megatron's recomputation."""
-_LATER = "mindspeed_dsa.features.pipeline.split_backward.playing"
-_RANDOM = "megatron.core.tensor_parallel.random"
 _RANGE = ">=0.14,<0.21"
 
 FEATURE = Feature(
@@ -323,22 +320,7 @@ FEATURE = Feature(
             "runs forwards and backwards in the order of DualPipeV's list",
             priority=-1,
         ),
-        Patch(
-            f"{_RANDOM}:checkpoint",
-            "wrap",
-            f"{_LATER}:defer_in_recomputation",
-            "has recomputed layers leave their weights' gradients for later as well",
-            params=("function", "distribute_saved_activations"),
-            priority=_OUTSIDE,
-        ),
-        Patch(
-            f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
-            "wrap",
-            f"{_LATER}:defer_where_outputs_are_discarded",
-            "has recomputed projections leave their weights' gradients for later as well",
-            params=("run_function",),
-            priority=_OUTSIDE,
-        ),
+        *RECOMPUTED_LATER,
         DEFERRED_GRADIENTS,
         *across_layouts.ROWS,
     ),

@@ -136,6 +136,25 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _OUTERMOST = 20
 """Outside of what replaces Megatron's recomputation."""
 _HERE = "mindspeed_dsa.features.pipeline.split_backward.playing"
+RECOMPUTED_LATER = (
+    Patch(
+        f"{_RANDOM}:checkpoint",
+        "wrap",
+        f"{_HERE}:defer_in_recomputation",
+        "has recomputed layers leave their weights' gradients for later as well",
+        params=("function", "distribute_saved_activations"),
+        priority=_OUTERMOST,
+    ),
+    Patch(
+        f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
+        "wrap",
+        f"{_HERE}:defer_where_outputs_are_discarded",
+        "has recomputed projections leave their weights' gradients for later as well",
+        params=("run_function",),
+        priority=_OUTERMOST,
+    ),
+)
+"""Rows of whatever leaves weight gradients for later: in what runs forward again, too."""
 
 FEATURE = Feature(
     name="split-backward",
@@ -193,22 +212,7 @@ FEATURE = Feature(
             "computes weight gradients while batched transfers are on their way",
             params=("tensor_send_prev",),
         ),
-        Patch(
-            f"{_RANDOM}:checkpoint",
-            "wrap",
-            f"{_HERE}:defer_in_recomputation",
-            "has recomputed layers leave their weights' gradients for later as well",
-            params=("function", "distribute_saved_activations"),
-            priority=_OUTERMOST,
-        ),
-        Patch(
-            f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
-            "wrap",
-            f"{_HERE}:defer_where_outputs_are_discarded",
-            "has recomputed projections leave their weights' gradients for later as well",
-            params=("run_function",),
-            priority=_OUTERMOST,
-        ),
+        *RECOMPUTED_LATER,
         DEFERRED_GRADIENTS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
