@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.linkbed import LinkBed
 from benchmarks.model import deterministic_layers
 
 VOCABULARY = 256
@@ -27,18 +29,41 @@ class Sizes:
     rounds: int = 15  # each runs every variant once
 
 
+QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
+LAYOUTS = {"PP2": (2, 1), "PP2 x VPP2": (2, 2), "PP4": (4, 1)}
+"""Pipeline ranks and chunks per rank."""
+
+
+def on_ranks(measure: str, ranks: int, chunks: int, sizes: Sizes) -> tuple[list[dict[str, Any]], int]:
+    """Call a function on pipeline ranks, each with a core of its own where there are as many.
+
+    Args:
+        measure: ``module:function``, which takes the chunks of a rank and the sizes.
+        ranks: how many.
+        chunks: of a rank.
+        sizes: of the model and the batch.
+
+    Returns:
+        What each rank has found, and the number of cores there are.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with LinkBed(ranks, None, [cores[rank % len(cores)] for rank in range(ranks)]) as bed:
+        return bed.run(measure, chunks=chunks, sizes=sizes), len(cores)
+
+
 def dense_step(
     chunks: int, sizes: Sizes, switches: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> Callable[[AbstractContextManager[Any]], dict[str, Tensor]]:
-    """Return a training step without the optimizer's, inside of a context.
-
-    It returns losses and gradients of this rank.
+    """Return a training step without the optimizer's, which returns this rank's losses and gradients.
 
     Args:
         chunks: of a rank; there are as many pipeline ranks as processes.
         sizes: of the model and the batch.
         switches: for ``mindspeed_dsa.enable``.
         config: more of Megatron's configuration.
+
+    Returns:
+        What runs a step inside of the context that it is given.
     """
     import mindspeed_dsa
 

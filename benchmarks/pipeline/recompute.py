@@ -8,7 +8,6 @@ bubble: where ranks share cores, others compute meanwhile, and there is little t
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import sys
 import time
@@ -18,18 +17,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from benchmarks.linkbed import LinkBed
 from benchmarks.moe.problem import deviation, minima
-from benchmarks.pipeline.dense_steps import Sizes, dense_step
+from benchmarks.pipeline.dense_steps import LAYOUTS, QUICK, Sizes, dense_step, on_ranks
 from benchmarks.registry import Metrics
 
 SWITCH = {"recompute_in_bubble": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
-LAYOUTS = {"PP2": (2, 1), "PP2 x VPP2": (2, 2), "PP4": (4, 1)}
-"""Pipeline ranks and chunks per rank."""
 
 
 def run(link: str, quick: bool) -> Metrics:
@@ -40,11 +33,8 @@ def run(link: str, quick: bool) -> Metrics:
 
 
 def _layout(ranks: int, chunks: int, sizes: Sizes) -> Metrics:
-    cores = sorted(os.sched_getaffinity(0))
-    shared = len(cores) < ranks
-    with LinkBed(ranks, None, [cores[rank % len(cores)] for rank in range(ranks)]) as bed:
-        of_ranks = bed.run("benchmarks.pipeline.recompute:measure", chunks=chunks, sizes=sizes)
-    return metrics(of_ranks, _caution(ranks, len(cores)) if shared else None)
+    of_ranks, cores = on_ranks("benchmarks.pipeline.recompute:measure", ranks, chunks, sizes)
+    return metrics(of_ranks, _caution(ranks, cores) if cores < ranks else None)
 
 
 def metrics(of_ranks: Sequence[Mapping[str, Any]], caution: str | None = None) -> Metrics:

@@ -8,7 +8,6 @@ meanwhile, and there is little to gain.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import sys
 import time
@@ -18,9 +17,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from benchmarks.linkbed import LinkBed
 from benchmarks.moe.problem import deviation, minima
-from benchmarks.pipeline.dense_steps import Sizes, dense_step
+from benchmarks.pipeline.dense_steps import LAYOUTS, QUICK, Sizes, dense_step, on_ranks
 from benchmarks.registry import Metrics
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import lists, megatron_order
@@ -28,9 +26,6 @@ from mindspeed_dsa.schedule.events import Costs
 from mindspeed_dsa.schedule.simulate import simulate
 
 SWITCH = {"split_backward": True}
-QUICK = Sizes(microbatches=4, tokens=16, hidden=32, rounds=1)
-LAYOUTS = {"PP2": (2, 1), "PP2 x VPP2": (2, 2), "PP4": (4, 1)}
-"""Pipeline ranks and chunks per rank."""
 
 
 def run(link: str, quick: bool) -> Metrics:
@@ -41,10 +36,8 @@ def run(link: str, quick: bool) -> Metrics:
 
 
 def _layout(ranks: int, chunks: int, sizes: Sizes) -> Metrics:
-    cores = sorted(os.sched_getaffinity(0))
-    with LinkBed(ranks, None, [cores[rank % len(cores)] for rank in range(ranks)]) as bed:
-        of_ranks = bed.run("benchmarks.pipeline.split:measure", chunks=chunks, sizes=sizes)
-    caution = f"{ranks} ranks share {len(cores)} cores, which are hardly idle" if len(cores) < ranks else None
+    of_ranks, cores = on_ranks("benchmarks.pipeline.split:measure", ranks, chunks, sizes)
+    caution = f"{ranks} ranks share {cores} cores, which are hardly idle" if cores < ranks else None
     return metrics(of_ranks, simulated_ratio(ranks, chunks, sizes.microbatches), caution)
 
 
