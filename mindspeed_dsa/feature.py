@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
@@ -83,10 +83,17 @@ class Requires:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Another feature that cannot be on at the same time, with the reason and the way out."""
+    """Another feature that cannot be on at the same time, with the reason and the way out.
+
+    Attributes:
+        feature: its name.
+        why: a sentence.
+        switch: name of the setting that they conflict with, if it is not the whole feature that declares it.
+    """
 
     feature: str
     why: str
+    switch: str | None = None
 
 
 Check = Callable[[Any, Any], Iterable[str]]
@@ -167,6 +174,18 @@ class Feature:
     def problems(self, args: Any) -> list[str]:
         """Return what ``check`` finds in a job's arguments."""
         return list(self.check(args, self.options(args) if self.options else None))
+
+    def conflicting(self, names: Container[str], settings: Any) -> Iterator[Conflict]:
+        """Yield the conflicts with features that are on.
+
+        Args:
+            names: of them.
+            settings: by which they are.
+        """
+        for conflict in self.conflicts:
+            chosen = conflict.switch is None or _switch_is_on(conflict.switch)(settings)
+            if chosen and conflict.feature in names:
+                yield conflict
 
     def is_active(self, settings: Any) -> bool:
         """Return whether these settings switch the feature on."""

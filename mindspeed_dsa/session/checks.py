@@ -65,11 +65,10 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
         for package, command in requires.packages.items():
             if find_spec(package) is None:
                 found.append(f"{feature.name}{switch} needs the package {package}: {command}")
-        for conflict in feature.conflicts:
-            if conflict.feature in names:
-                found.append(
-                    f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}"
-                )
+        found += [
+            f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}"
+            for conflict in feature.conflicting(names, settings)
+        ]
     return found
 
 

@@ -142,8 +142,7 @@ def _check_together(options: argparse.Namespace) -> None:
     problems += [
         f"{feature.name} cannot be combined with {conflict.feature}: {conflict.why}"
         for feature in on
-        for conflict in feature.conflicts
-        if conflict.feature in names
+        for conflict in feature.conflicting(names, seen)
     ]
     if problems:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")

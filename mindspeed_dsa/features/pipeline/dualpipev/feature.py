@@ -9,7 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
-from mindspeed_dsa.features.pipeline.split_backward.feature import RECOMPUTED_LATER
+from mindspeed_dsa.features.pipeline.split_backward.feature import RECOMPUTED_LATER, conflicts_of_waiting
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
@@ -18,6 +18,7 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
 FLAG = "--schedules-method dualpipev"
+DETACH = "--dualpipev-dw-detach"
 CHUNKS = 2
 """Model chunks of a rank."""
 
@@ -152,9 +153,7 @@ _REFUSED = {
 def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
     """Yield every problem of a job's arguments, or of a model's configuration."""
     if argument(args, "schedules_method") != "dualpipev" and hasattr(args, "schedules_method"):
-        yield (
-            "--dualpipev-dw-detach is about a schedule that is not chosen; add it, " + FLAG + ", or omit both"
-        )
+        yield f"{DETACH} is about a schedule that is not chosen; add {FLAG}, or omit it"
         return
     if argument(args, "dualpipev_dw_detach"):
         yield from _check_split(args)
@@ -197,14 +196,15 @@ def _saves_slices(args: Any) -> bool:
 
 
 def _check_split(args: Any) -> Iterator[str]:
-    flag = "--dualpipev-dw-detach"
     if argument(args, "moe_fb_overlap"):
         yield (
-            f"{flag}: with --moe-fb-overlap the parts of a pair have an order of their own; omit one of them "
-            f"(of {FLAG})"
+            f"{DETACH}: with --moe-fb-overlap the parts of a pair have an order of their own; omit one of "
+            f"them (of {FLAG})"
         )
     if argument(args, "transformer_impl") not in (None, "local"):
-        yield f"{flag} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
+        yield (
+            f"{DETACH} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
+        )
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
@@ -250,7 +250,7 @@ FEATURE = Feature(
             choices=("dualpipev",),
         ),
         Flag(
-            "--dualpipev-dw-detach",
+            DETACH,
             "Compute those of DualPipeV's weight gradients that would hold up another rank later.",
         ),
     ),
@@ -333,9 +333,10 @@ FEATURE = Feature(
         ),
         Conflict(
             "split-backward",
-            "--split-backward follows the order of Megatron's schedules; use --dualpipev-dw-detach instead",
+            f"--split-backward follows the order of Megatron's schedules; use {DETACH} instead",
         ),
         Conflict("fsdp2", "FSDP2 gathers weights in the order of Megatron's schedules; omit one of them"),
+        *conflicts_of_waiting(DETACH, "dualpipev_dw_detach"),
     ),
     active=dualpipev_wanted,
     options=Options.of,

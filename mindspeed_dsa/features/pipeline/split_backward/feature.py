@@ -114,22 +114,30 @@ def check_split(args: Any, options: Any) -> Iterator[str]:
     yield from check_refused(args, FLAG, _REFUSED)
 
 
-_CHUNKED = (
-    "layers in chunks compute their weights' gradients beside their transfers, which --split-backward leaves "
-    "for later; omit one of them"
-)
-_MOVED = (
-    "gradients of moved experts return in backward, to weights whose own are not there yet with "
-    "--split-backward; omit one of them"
-)
-_HALVES = (
-    "halves of a microbatch hide transfers behind weight gradients, which --split-backward leaves for later; "
-    "omit one of them"
-)
-_STREAMS = (
-    "--split-backward keeps operands on the stream that they were made for, and a second one would still use "
-    "them; omit one of them"
-)
+def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict, ...]:
+    """Return what a feature conflicts with whose weight gradients wait.
+
+    Args:
+        flag: has them wait.
+        switch: as in :class:`Conflict`.
+    """
+    chunked = (
+        f"layers in chunks compute their weights' gradients beside their transfers, which {flag} leaves for "
+        "later; omit one of them"
+    )
+    reasons = {
+        "ascend-coc": chunked,
+        "ascend-mc2": chunked,
+        "balanced-moe-experts": "gradients of moved experts return in backward, to weights whose own are not "
+        f"there yet with {flag}; omit one of them",
+        "moe-batch-overlap": "halves of a microbatch hide transfers behind weight gradients, which "
+        f"{flag} leaves for later; omit one of them",
+        "two-streams": f"{flag} keeps operands on the stream that they were made for, and a second one would "
+        "still use them; omit one of them",
+    }
+    return tuple(Conflict(feature, why, switch) for feature, why in reasons.items())
+
+
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -216,13 +224,7 @@ FEATURE = Feature(
         DEFERRED_GRADIENTS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
-    conflicts=(
-        Conflict("ascend-coc", _CHUNKED),
-        Conflict("ascend-mc2", _CHUNKED),
-        Conflict("balanced-moe-experts", _MOVED),
-        Conflict("moe-batch-overlap", _HALVES),
-        Conflict("two-streams", _STREAMS),
-    ),
+    conflicts=conflicts_of_waiting(FLAG),
     active=split_wanted,
     options=Options.of,
     rewrite=serve_without_transformer_engine,
