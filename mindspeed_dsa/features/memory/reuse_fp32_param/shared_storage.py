@@ -21,8 +21,11 @@ from torch import Tensor
 
 from mindspeed_dsa.features.memory.reuse_fp32_param.bf16_split import Halves, join, split
 
-_BLOCK_CPU = 2**16  # words; a block and its scratch stay in a core's cache, and the heap serves them
-_BLOCK_DEVICE = 2**22  # words; enough work for each kernel
+_BLOCK_CPU = 2**15
+"""Words; a block and its scratch stay in a core's cache, and the heap serves them. Of more than these torch
+divides each operator between threads, whose meeting takes as long as the work."""
+_BLOCK_DEVICE = 2**22
+"""Words; enough work for each kernel."""
 
 
 class SharedStorage(ABC):
