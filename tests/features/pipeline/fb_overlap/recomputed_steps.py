@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -85,7 +86,8 @@ class _Storages(TorchDispatchMode):
         return result
 
     def alive(self) -> int:
-        """Bytes of those that are still there."""
+        """Bytes of those that something still refers to; cycles are only garbage, gone or not yet."""
+        gc.collect()
         self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
         return sum(size for _, size in self._made.values())
 
