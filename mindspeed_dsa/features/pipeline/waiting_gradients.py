@@ -103,8 +103,8 @@ class WaitingGradients:
             return
         self._left[chunk] -= 1
         reduction, last = self._reductions[chunk], self._left[chunk] == 0
-        event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
-        with event if listed else contextlib.nullcontext(), reduction.reducing(last):
+        event = Event(Kind.WEIGHT if listed else Kind.BACKWARD, chunk, microbatch)
+        with pipeline_steps.noted(event), reduction.reducing(last):
             _give(queue)
             gathered_weights.reduce_late_gradients(self._chunks[chunk])
         if last:
