@@ -1,0 +1,314 @@
+"""DeepSeek Sparse Attention of one layer as a function: selection, attention and the indexer's loss."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.ops.checks import check_shape, require
+from mindspeed_dsa.ops.documents import attend_by_documents
+from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, takes_lse
+from mindspeed_dsa.ops.lightning_indexer import IndexerOutput, lightning_indexer
+from mindspeed_dsa.ops.precision import outside_autocast
+from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, Ranges, RowForm, visible_ranges
+from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
+from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
+
+OPERATOR = "deepseek_sparse_attention"
+
+Stage = Literal["sparse", "warm-up"]
+"""Stages of DSA's training, DeepSeek-V3.2-Exp report, section 2.1.1.
+
+``sparse``: rows attend to the keys that the indexer selects, and its loss compares distributions on these.
+``warm-up``: rows attend to every key that they see, and so does the loss; nothing is selected.
+"""
+
+
+class DSAOutput(NamedTuple):
+    """Output of the attention of one layer."""
+
+    out: Tensor
+    """``[batch, rows, heads, value_dim]`` in the dtype of the query; zero in rows without a key."""
+    loss: Tensor | None
+    """Scalar, fp32 (fp64 for an indexer in fp64), differentiable with respect to the indexer's operands
+    alone; None unless asked for."""
+    topk_indices: Tensor | None
+    """``[batch, rows, topk]`` int32, -1 at the tail; None where rows attend to every key that they see."""
+
+
+@outside_autocast
+def deepseek_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    index_query: Tensor | None,
+    index_key: Tensor | None,
+    index_weights: Tensor | None,
+    *,
+    topk: int,
+    softmax_scale: float,
+    value_dim: int | None = None,
+    stage: Stage = "sparse",
+    with_loss: bool = False,
+    selected: IndexerOutput | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    form: RowForm | None = None,
+    row_mask: Tensor | None = None,
+    reduction: str = "mean",
+    tp_group: ProcessGroup | None = None,
+    use_relu: bool = True,
+    backend: str = "auto",
+) -> DSAOutput:
+    """Select keys for every row, attend to them, and compare the indexer's distribution with the attention's.
+
+    The output is differentiable with respect to query, key and value, the loss with respect to the indexer's
+    operands: each trains its own part of a model, as DeepSeek does. Where no row can see more than ``topk``
+    keys there is nothing to select: attention is dense, and so is the loss, which is the same then.
+
+    By head (``value`` given), every head has keys and values of its own; in absorbed form (``value`` None)
+    all heads share the latent key, of which ``value_dim`` leading dimensions are the value:
+    :func:`mindspeed_dsa.ops.sparse_flash_attention.by_head.is_faster_by_head` says which takes less time.
+
+    Args:
+        query: ``[batch, rows, heads, dim]``; fp32, bf16, fp16 or fp64.
+        key: ``[batch, keys, heads, dim]``, or absorbed ``[batch, keys, dim]``.
+        value: ``[batch, keys, heads, value_dim]``, no wider than keys; None in absorbed form.
+        index_query: ``[batch, rows, index_heads, index_dim]``; None where neither a selection nor a loss is
+            wanted of it, and so are the next two.
+        index_key: ``[batch, keys, index_dim]``.
+        index_weights: ``[batch, rows, index_heads]``, every scale included; may be fp32 beside bf16.
+        topk: keys per row, at least 1.
+        softmax_scale: factor of the attention's scores.
+        value_dim: leading part of an absorbed key that is its value; not for keys by head.
+        stage: see :data:`Stage`.
+        with_loss: whether to compute the indexer's loss. Without it the indexer gets no gradient.
+        selected: keys that were selected before, and with a loss their scores: what the indexer returned for
+            these operands, or another layer's keys.
+        starts: ``[rows]`` or ``[batch, rows]`` int, first visible key of each row; default 0.
+        ends: same shape, one past the last; default: causal rows, of as many keys.
+        form: instead of both: ``RowForm(lengths)`` for the packed documents of the whole batch, one after the
+            other, none of them in two rows of the batch; ``RowForm()`` for rows that are causal up to the
+            last of more keys, as behind a cache.
+        row_mask: ``[batch, rows]`` bool, True for rows that count in the loss (all by default).
+        reduction: of the loss: ``"mean"`` over the rows that count, or their ``"sum"``.
+        tp_group: process group whose ranks hold the other heads, for the loss.
+        use_relu: whether the indexer clamps the product of each head at zero.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+
+    Source: DeepSeek-V3.2-Exp report, section 2.1.
+    """
+    require(stage in get_args(Stage), OPERATOR, f"stage must be one of {get_args(Stage)}, got {stage!r}")
+    check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, rows, heads, dim]")
+    batch, rows = query.shape[:2]
+    absorbed = value is None
+    require(
+        key.dim() == (3 if absorbed else 4),
+        OPERATOR,
+        f"keys are [batch, keys, dim] without a value and [batch, keys, heads, dim] with one, got "
+        f"{list(key.shape)} {'without' if absorbed else 'with'} one",
+    )
+    require(
+        absorbed == (value_dim is not None),
+        OPERATOR,
+        "value_dim goes with an absorbed key, whose leading part is the value; pass it there alone",
+    )
+    keys = key.shape[1]
+    if form is not None:
+        require(
+            starts is None and ends is None, OPERATOR, "a form says starts and ends; pass one or the other"
+        )
+        form.check(OPERATOR, batch, rows, keys)
+        # Causal rows of as many keys are the default, and the operators know it best.
+        if form != TO_LAST_KEY or rows != keys:
+            starts, ends = form.ranges(batch, rows, keys, query.device)
+    ranges = visible_ranges(OPERATOR, batch, rows, keys, starts, ends, query.device, form)
+    row_options: dict[str, Any] = {"starts": starts, "ends": ends, "form": ranges.form}
+    loss_options: dict[str, Any] = {
+        "row_mask": row_mask,
+        "reduction": reduction,
+        "tp_group": tp_group,
+        "use_relu": use_relu,
+        "backend": backend,
+    }
+    longest = max(form.sequences, default=0) if form is not None and form.sequences is not None else keys
+    if stage == "warm-up" or (longest <= topk and selected is None):
+        out = attend_to_visible(query, key, value, softmax_scale, ranges, value_dim, backend)
+        if not with_loss:
+            return DSAOutput(out, None, None)
+        index = _present(index_query, index_key, index_weights)
+        loss = dense_indexer_kl_loss(
+            *index, query.detach(), key.detach(), softmax_scale, **row_options, **loss_options
+        )
+        return DSAOutput(out, loss, None)
+
+    if selected is None:
+        index = _present(index_query, index_key, index_weights)
+        with torch.set_grad_enabled(with_loss and torch.is_grad_enabled()):
+            selected = lightning_indexer(
+                *index, topk, **row_options, use_relu=use_relu, in_order=False, backend=backend
+            )
+    form = ranges.form if selected.topk_indices.shape[-1] == min(topk, keys) else None
+    with_sum = with_loss
+    if with_loss and absorbed:
+        index_query = _present(index_query, index_key, index_weights)[0]
+        with_sum = not takes_lse(index_query, query, topk, backend=backend)
+    out, attention_sum, lse = attend_to_selected(
+        query,
+        key,
+        value,
+        selected.topk_indices,
+        softmax_scale,
+        value_dim,
+        form=form,
+        with_sum=with_sum,
+        backend=backend,
+    )
+    if not with_loss:
+        return DSAOutput(out, None, selected.topk_indices)
+    loss = indexer_kl_loss(
+        *_present(index_query, index_key, index_weights),
+        query.detach(),
+        # With a given sum it is not read, and heads with separate keys have no single one.
+        key.detach() if absorbed else key.detach()[:, :, 0],
+        selected.topk_indices,
+        softmax_scale,
+        lse=lse,
+        topk_scores=selected.topk_scores,
+        attention_sum=attention_sum,
+        form=form,
+        **loss_options,
+    )
+    return DSAOutput(out, loss, selected.topk_indices)
+
+
+def _present(
+    query: Tensor | None, key: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indexer's operands, which something wants."""
+    if query is None or key is None or weights is None:
+        raise ValueError(f"{OPERATOR}: a selection and the loss need the indexer's query, key and weights")
+    return query, key, weights
+
+
+def attend_to_selected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    value_dim: int | None = None,
+    *,
+    form: RowForm | None = None,
+    with_sum: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attend to given keys, by head or in absorbed form; arguments as of :func:`deepseek_sparse_attention`.
+
+    Returns:
+        The output, the probabilities summed over heads if asked for, and in absorbed form the logarithm of
+        the sum of exponentials: see :class:`mindspeed_dsa.ops.sparse_flash_attention.SparseAttentionOutput`.
+    """
+    if value is None:
+        assert value_dim is not None, "checked by the caller"
+        attended = sparse_flash_attention(
+            query,
+            key,
+            topk_indices,
+            softmax_scale,
+            value_dim=value_dim,
+            return_attention_sum=with_sum,
+            form=form,
+            backend=backend,
+        )
+        return attended.out, attended.attention_sum, attended.lse
+    out, attention_sum = sparse_attention_by_head(
+        query, key, value, topk_indices, softmax_scale, return_attention_sum=with_sum, backend=backend
+    )
+    return out, attention_sum, None
+
+
+def attend_to_visible(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    softmax_scale: float,
+    ranges: Ranges,
+    value_dim: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend to every key that a row sees; arguments as of :func:`deepseek_sparse_attention`.
+
+    By PyTorch's attention for causal rows and, once ranges are read from their device, for documents one
+    after the other, padding between them. The sparse operator gets a list of all visible keys for other
+    ranges, such as windows, and for absorbed heads on accelerators, whose kernels take none so wide.
+
+    Returns:
+        ``[batch, rows, heads, value_dim]``.
+    """
+    if value is None:
+        assert value_dim is not None, "checked by the caller"
+        if query.device.type != "cpu":
+            return _attend_to_listed(query, key, None, softmax_scale, ranges, value_dim, backend)
+        key = key[:, :, None].expand(-1, -1, query.shape[2], -1)
+        value = key[..., :value_dim]
+    if ranges.plain_causal:
+        # The kernels require values as wide as keys.
+        padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            padded.transpose(1, 2),
+            is_causal=True,
+            scale=softmax_scale,
+        )
+        return out.transpose(1, 2)[..., : value.shape[-1]]
+    if not _are_documents(ranges.starts.cpu(), ranges.ends.cpu()):
+        return _attend_to_listed(query, key, value, softmax_scale, ranges, None, backend)
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    outputs = [
+        attend_by_documents(
+            query[:, at : at + 1], key[:, at : at + 1], value[:, at : at + 1], *bounds, softmax_scale
+        )
+        for at, bounds in enumerate(zip(ranges.starts, ranges.ends, strict=True))
+    ]
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def _are_documents(starts: Tensor, ends: Tensor) -> bool:
+    """Return whether the ranges of every sequence are those of documents, each behind the one before it."""
+    for first, end in zip(starts, ends, strict=True):
+        first, end = first[first < end], end[first < end]
+        begins, counts = torch.unique_consecutive(first, return_counts=True)
+        reach = torch.stack([rows.max() for rows in end.split(counts.tolist())]) if len(counts) else end
+        if (begins[1:] < reach[:-1]).any():
+            return False
+    return True
+
+
+def _attend_to_listed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    softmax_scale: float,
+    ranges: Ranges,
+    value_dim: int | None,
+    backend: str,
+) -> Tensor:
+    """Attend to a list of every visible key, as wide as the longest range."""
+    starts, ends = (bound[..., None] for bound in ranges[:2])
+    longest = key.shape[1] if ranges.plain_causal else max(int((ends - starts).max()), 1)
+    # Ascending from each row's start on, -1 at the tail.
+    position = torch.arange(longest, dtype=torch.int32, device=key.device) + starts
+    visible = position.where(position < ends, -1)
+    return attend_to_selected(
+        query, key, value, visible, softmax_scale, value_dim, form=ranges.form, backend=backend
+    )[0]

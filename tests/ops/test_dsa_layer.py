@@ -1,0 +1,308 @@
+"""A layer's sparse attention as a library: function and module against formulas in fp64, and its page.
+
+Selections are compared with those of the formula; outputs, losses and gradients with dense masks in fp64.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_dsa.ops import dsa
+from tests.ops import oracle
+from tests.ops.random_inputs import indexer_inputs, packed_ranges
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("dsa_interface.json")
+BATCH, ROWS, HEADS, DIM, VALUE, TOPK = 2, 24, 3, 10, 6, 7
+SCALE = 0.3
+INDEX_HEADS = 24
+"""So many that no score is exactly 0: of equal scores torch.topk takes any."""
+
+
+def main_inputs(absorbed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    query = normal(BATCH, ROWS, HEADS, DIM)
+    if absorbed:
+        return query, normal(BATCH, ROWS, DIM), None
+    return query, normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, ROWS, HEADS, VALUE)
+
+
+def expected(query, key, value, index, mask):
+    """Output and loss with the keys of ``mask``, in fp64."""
+    if value is None:
+        key, value = (x[:, :, None].expand(-1, -1, HEADS, -1) for x in (key, key[..., :VALUE]))
+    scores = SCALE * torch.einsum("bthd,bshd->bths", query, key)
+    probabilities = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bths,bshd->bthd", probabilities, value)
+    return out, oracle.divergence(oracle.index_scores(*index), probabilities, mask).mean()
+
+
+def visible(starts, ends):
+    position = torch.arange(ROWS)
+    return ((starts[..., None] <= position) & (position < ends[..., None])).expand(BATCH, ROWS, ROWS)
+
+
+CAUSAL = visible(*packed_ranges(ROWS))
+ROW_KINDS = {
+    "causal": ({}, CAUSAL),
+    "packed": (
+        {"form": dsa.RowForm((10, 14, 20, 4))},
+        torch.stack([visible(*packed_ranges(*lengths))[0] for lengths in ((10, 14), (20, 4))]),
+    ),
+    "windows": (
+        {"starts": (torch.arange(ROWS) - 11).clamp_min(0), "ends": torch.arange(ROWS) + 1},
+        visible((torch.arange(ROWS) - 11).clamp_min(0), torch.arange(ROWS) + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", ROW_KINDS)
+@pytest.mark.parametrize("stage", ["sparse", "warm-up"])
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "by head"])
+def test_the_function_is_the_formula_with_gradients(rows, stage, absorbed):
+    options, sees = ROW_KINDS[rows]
+    main = main_inputs(absorbed)
+    index = [x.double().requires_grad_() for x in indexer_inputs(BATCH, ROWS, heads=INDEX_HEADS)]
+    result = dsa.deepseek_sparse_attention(
+        *main,
+        *index,
+        topk=TOPK,
+        softmax_scale=SCALE,
+        value_dim=VALUE if absorbed else None,
+        stage=stage,
+        with_loss=True,
+        **options,
+    )
+    mask = sees
+    if stage == "sparse":
+        ranked = oracle.index_scores(*index).masked_fill(~sees, -torch.inf).topk(TOPK, dim=-1).indices
+        mask = torch.zeros_like(sees).scatter(-1, ranked, True) & sees
+        assert torch.equal(oracle.selected_mask(result.topk_indices, ROWS), mask)
+    else:
+        assert result.topk_indices is None
+    out, loss = expected(*main, index, mask)
+    oracle.assert_close(result.out, out)
+    oracle.assert_close(result.loss, loss)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    leaves = [x for x in (*main, *index) if x is not None]
+    ours = torch.autograd.grad((result.out * weight).sum() + result.loss, leaves)
+    theirs = torch.autograd.grad((out * weight).sum() + loss, leaves)
+    for mine, reference in zip(ours, theirs, strict=True):
+        oracle.assert_close(mine, reference, backward=True)
+
+
+def test_the_loss_reaches_the_indexer_and_the_output_the_model_alone():
+    main = main_inputs(False, torch.float32)
+    index = [x.requires_grad_() for x in indexer_inputs(BATCH, ROWS, heads=INDEX_HEADS)]
+    options = {"topk": TOPK, "softmax_scale": SCALE}
+    result = dsa.deepseek_sparse_attention(*main, *index, with_loss=True, **options)
+    of_loss = torch.autograd.grad(result.loss, [*main, *index], retain_graph=True, allow_unused=True)
+    of_out = torch.autograd.grad(result.out.sum(), [*main, *index], allow_unused=True)
+    assert [x is None for x in of_loss] == [True] * 3 + [False] * 3
+    assert [x is None for x in of_out] == [False] * 3 + [True] * 3
+    without = dsa.deepseek_sparse_attention(*main, *index, **options)
+    assert without.loss is None
+    assert torch.equal(without.out, result.out)
+
+
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "by head"])
+def test_rows_that_see_no_more_than_topk_attend_densely(absorbed):
+    main = main_inputs(absorbed)
+    index = [x.double().requires_grad_() for x in indexer_inputs(BATCH, ROWS, heads=INDEX_HEADS)]
+    result = dsa.deepseek_sparse_attention(
+        *main,
+        *index,
+        topk=ROWS,
+        softmax_scale=SCALE,
+        value_dim=VALUE if absorbed else None,
+        with_loss=True,
+    )
+    out, loss = expected(*main, index, CAUSAL)
+    assert result.topk_indices is None
+    oracle.assert_close(result.out, out)
+    oracle.assert_close(result.loss, loss)
+
+
+@pytest.mark.parametrize("rows", [{"form": dsa.RowForm()}, {"ends": torch.tensor([ROWS - 1, ROWS])}])
+@pytest.mark.parametrize("topk", [TOPK, ROWS], ids=["sparse", "dense"])
+def test_rows_behind_a_cache_are_the_last_rows(rows, topk):
+    main = main_inputs(False, torch.float32)
+    index = indexer_inputs(BATCH, ROWS, heads=INDEX_HEADS)
+    options = {"topk": topk, "softmax_scale": SCALE}
+    whole = dsa.deepseek_sparse_attention(*main, *index, **options)
+    last = dsa.deepseek_sparse_attention(
+        main[0][:, -2:],
+        *main[1:],
+        index.query[:, -2:],
+        index.key,
+        index.weights[:, -2:],
+        **rows,
+        **options,
+    )
+    oracle.assert_close(last.out, whole.out[:, -2:].detach())
+    if topk == TOPK:
+        assert torch.equal(last.topk_indices.sort(-1).values, whole.topk_indices[:, -2:].sort(-1).values)
+
+
+def test_keys_of_another_layer_are_attended_to_without_an_indexer():
+    main = main_inputs(False)
+    index = [x.double() for x in indexer_inputs(BATCH, ROWS, heads=INDEX_HEADS)]
+    options = {"topk": TOPK, "softmax_scale": SCALE}
+    first = dsa.deepseek_sparse_attention(*main, *index, **options)
+    keys = dsa.IndexerOutput(first.topk_indices, None)
+    doubled = [2 * x for x in main]
+    second = dsa.deepseek_sparse_attention(*doubled, None, None, None, selected=keys, **options)
+    out, _ = expected(*doubled, index, oracle.selected_mask(first.topk_indices, ROWS))
+    oracle.assert_close(second.out, out)
+    assert second.topk_indices is first.topk_indices
+
+
+WRONG = {
+    "stage": ({"stage": "dense"}, "stage must be one of"),
+    "value_dim": ({"value_dim": 4}, "value_dim goes with an absorbed key"),
+    "form and ends": ({"form": dsa.RowForm(), "ends": torch.arange(ROWS)}, "pass one or the other"),
+    "form": ({"form": dsa.RowForm((5,))}, "do not fill"),
+    "no indexer": ({"index_key": None}, "need the indexer's query, key and weights"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_named(name):
+    options, message = WRONG[name]
+    index = {f"index_{name}": x for name, x in indexer_inputs(BATCH, ROWS)._asdict().items()}
+    given = {"topk": TOPK, "softmax_scale": SCALE, **index, **options}
+    main = main_inputs(False, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        dsa.deepseek_sparse_attention(*main, **given)
+
+
+# -- module ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["halves", "pairs"])
+def test_the_indexer_is_the_formula(layout):
+    """By rotation of complex numbers, in fp64."""
+    torch.manual_seed(1)
+    indexer = dsa.Indexer(12, 9, heads=4, head_dim=8, rope_dim=6, rope_layout=layout).double()
+    hidden, latent = (torch.randn(BATCH, ROWS, width, dtype=torch.float64) for width in (12, 9))
+    angles = torch.rand(BATCH, ROWS, 3, dtype=torch.float64)
+    query, key, weights = indexer(hidden, latent, angles)
+
+    def turned(x):
+        first, second = (x[..., 0:6:2], x[..., 1:6:2]) if layout == "pairs" else (x[..., :3], x[..., 3:6])
+        z = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, :, None]
+        return torch.cat([z.real, z.imag, x[..., 6:]], dim=-1)
+
+    plain_query = (latent @ indexer.wq_b.weight.T).view(BATCH, ROWS, 4, 8)
+    plain_key = torch.layer_norm(hidden @ indexer.wk.weight.T, (8,), None, None, 1e-6)[:, :, None]
+    # In what order the coordinates lie is the layout's; products of queries and keys know none.
+    products = torch.einsum("bthd,bsd->bths", query, key)
+    oracle.assert_close(products, torch.einsum("bthd,bsid->bths", turned(plain_query), turned(plain_key)))
+    projected = (hidden.float() @ indexer.weights_proj.weight.T.float()).double()
+    assert torch.allclose(weights.double(), projected * (4 * 8) ** -0.5, rtol=1e-5, atol=1e-7)
+
+
+def test_the_module_trains_its_indexer_alone_and_when_asked():
+    module = dsa.DeepSeekSparseAttention(
+        dsa.Indexer(12, heads=4, head_dim=8, rope_dim=0), topk=TOPK, softmax_scale=SCALE
+    )
+    hidden = torch.randn(BATCH, ROWS, 12, requires_grad=True)
+    main = main_inputs(False, torch.float32)
+    result = module(hidden, *main)
+    result.loss.backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    assert hidden.grad is None
+    assert module(hidden, *main, with_loss=False).loss is None
+    with torch.no_grad():
+        assert module(hidden, *main).loss is None
+    assert module.eval()(hidden, *main).loss is None
+    module.train().stage = "warm-up"
+    warm = module(hidden, *main)
+    out, _ = expected(*(x.double() for x in main), [x.double() for x in module.indexer(hidden)], CAUSAL)
+    assert torch.allclose(warm.out.double(), out, atol=1e-5)
+    assert warm.loss is not None
+    assert warm.topk_indices is None
+
+
+def test_the_module_gives_what_the_function_does():
+    module = dsa.DeepSeekSparseAttention(
+        dsa.Indexer(12, heads=4, head_dim=8, rope_dim=0), topk=TOPK, softmax_scale=SCALE
+    )
+    hidden, main = (
+        torch.randn(1, BATCH * ROWS, 12),
+        [x.flatten(0, 1)[None] for x in main_inputs(False, torch.float32)],
+    )
+    rows = {"form": dsa.RowForm((30, 18)), "reduction": "sum"}
+    ours = module(hidden, *main, **rows)
+    theirs = dsa.deepseek_sparse_attention(
+        *main, *module.indexer(hidden), topk=TOPK, softmax_scale=SCALE, with_loss=True, **rows
+    )
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, reference)
+
+
+# -- the interface and its page ----------------------------------------------------------------
+
+
+def interface():
+    """Every exported name: parameters of what is called, fields of results, values of the others."""
+    found = {}
+    for name in dsa.__all__:
+        thing = getattr(dsa, name)
+        if hasattr(thing, "_fields"):
+            found[name] = list(thing._fields)
+        elif inspect.isfunction(thing) or inspect.isclass(thing):
+            called = thing.__init__ if inspect.isclass(thing) else thing
+            parameters = inspect.signature(called).parameters.values()
+            found[name] = [str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters]
+            if issubclass(type(thing), type) and issubclass(thing, torch.nn.Module):
+                forward = inspect.signature(thing.forward).parameters.values()
+                found[f"{name}.forward"] = [
+                    str(one.replace(annotation=inspect.Parameter.empty)) for one in forward
+                ]
+        else:
+            found[name] = str(thing)
+    return found
+
+
+def test_the_interface_is_the_recorded_one():
+    """Whoever changes it raises INTERFACE, as its docstring says, and records it."""
+    current = interface()
+    assert json.loads(RECORD.read_text()) == current, (
+        f"write this to {RECORD.relative_to(ROOT)}:\n{json.dumps(current, indent=1)}"
+    )
+
+
+def test_the_page_names_everything_that_is_exported():
+    page = (ROOT / "docs/operators.md").read_text()
+    assert [name for name in dsa.__all__ if f"`{name}" not in page] == []
+
+
+def run_example(capsys, example):
+    """Losses of the model and of the indexer, at the first and the last step."""
+    torch.manual_seed(0)
+    exec(compile(example, "docs/operators.md", "exec"), {"__name__": "page"})
+    lines = [tuple(map(float, line.split())) for line in capsys.readouterr().out.splitlines()]
+    return lines[0][1:], lines[-1][1:]
+
+
+def test_the_example_of_the_page_trains_model_and_indexer(capsys):
+    page = (ROOT / "docs/operators.md").read_text()
+    (example,) = re.findall(r"## A layer that trains\n.*?```python\n(.*?)```", page, re.DOTALL)
+    assert not re.search("megatron", example, re.IGNORECASE)
+    (first, _), (last, of_indexer) = run_example(capsys, example)
+    assert last < 0.5 * first
+    without = example.replace("(loss + indexer_loss).backward()", "loss.backward()")
+    assert without != example
+    _, (_, of_untrained) = run_example(capsys, without)
+    assert of_indexer < 0.8 * of_untrained
