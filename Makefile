@@ -33,7 +33,8 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train soak test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs
+.PHONY: help venv train soak test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs dist \
+	test-wheel
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -146,3 +147,19 @@ compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa
 
 docs: $(STAMP)  ## write the generated pages
 	$(BIN)/python -m mindspeed_dsa.tools.compat docs
+
+# Files in archives get the time of the commit: two builds of one commit are the same bytes.
+dist: $(STAMP)  ## wheel and source distribution in dist/, reproducible
+	rm -rf build dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist .
+
+# What a user does first, in an environment that is made for it: everything that the wheel needs is downloaded.
+test-wheel: dist  ## install the wheel into a fresh environment, and try it there
+	rm -rf .venv-wheel runs/wheel
+	$(PYTHON) -m venv .venv-wheel
+	mkdir -p runs/wheel
+	cd runs/wheel && ../../.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint ../../constraints.txt "$$(ls ../../dist/*.whl)[megatron,viz]" && \
+		../../.venv-wheel/bin/python -m mindspeed_dsa --version && \
+		../../.venv-wheel/bin/python -m mindspeed_dsa doctor --use-fused-dsa && \
+		../../.venv-wheel/bin/python -m mindspeed_dsa try $(or $(ARGS),--quick)

@@ -32,6 +32,7 @@ EXTRAS = {
         "transformers>=5.20,<6",  # DeepSeek-V3.2 and GLM-5 as Hugging Face has them
         "psutil",  # Megatron's writer of checkpoints in processes of their own asks it for memory
         "setuptools>=77",  # builds examples/plugin without the network
+        "build",  # the wheel that tests install
     ],
 }
 EXTRAS["test"] += [*EXTRAS["checkpoints"], *EXTRAS["migrate"], *EXTRAS["weights"]]

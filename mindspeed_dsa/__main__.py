@@ -7,8 +7,10 @@ import sys
 from importlib import import_module
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, say_once
+from mindspeed_dsa.patches.versions import of_distribution
 
 COMMANDS = {
+    "try": "a minute of training: Megatron's own DSA beside the fused one, on a small model",
     "doctor": "what is installed, which features are on and who set them, and the state of every patch site",
     "features": "all features with their switches",
     "explain": "one flag or feature: what it does, needs, excludes and patches",
@@ -24,7 +26,7 @@ COMMANDS = {
     "migrate": "launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and written anew",
     "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",
 }
-_ELSEWHERE = {"features": "explain:list_features"}
+_ELSEWHERE = {"features": "explain:list_features", "try": "trial:run"}
 """Commands that are no module's ``run``."""
 
 
@@ -33,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"mindspeed_dsa {of_distribution('mindspeed_dsa') or '(a checkout that is not installed)'}")
         return 0
     if argv[0] not in COMMANDS:
         print(f"mindspeed_dsa: there is no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: python -m mindspeed_dsa COMMAND [--help]", "", *lines])
+    return "\n".join(["usage: python -m mindspeed_dsa COMMAND [--help] | --version", "", *lines])
 
 
 if __name__ == "__main__":

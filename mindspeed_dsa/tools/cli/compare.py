@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     options, job_flags, words = _parse(list(argv))
     chosen = _job(options, job_flags, words)
     compared = _sides(options, [*job_flags, *words], chosen.on_by_default)
-    output = _new_folder(Path(options.output_dir))
+    output = job.new_folder(Path(options.output_dir), "compare")
     _say(f"mindspeed_dsa compare: writing to {output}")
     with _children_end_with_us():
         return _compare(options, chosen, compared, output)
@@ -204,25 +204,6 @@ def _sides(options: argparse.Namespace, command: Sequence[str], on_by_default: S
     if not names:
         raise SettingsError("mindspeed_dsa compare: --features names no feature")
     return sides.of_features(names, command, on_by_default=on_by_default)
-
-
-def _new_folder(wanted: Path) -> Path:
-    """``DIR``, or the first of ``DIR-2``, ``DIR-3``, ... that is free: nothing is ever overwritten."""
-    wanted = wanted.resolve()
-    number = 1
-    while True:
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if folder.is_dir() and not any(folder.iterdir()):
-                return folder
-            number += 1
-        except OSError as error:
-            raise SettingsError(
-                f"mindspeed_dsa compare: --output-dir {wanted} cannot be used: {error}"
-            ) from None
 
 
 @contextlib.contextmanager

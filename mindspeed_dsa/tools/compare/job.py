@@ -187,9 +187,7 @@ def execute(
 ) -> Run:
     """Run a command in a separate process, its output in ``stdout.txt`` and ``stderr.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, **environment}
-    if not _is_installed():  # started from the checkout's folder; the job may be started from another
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_PARENT), env.get("PYTHONPATH")]))
+    env = child_environment(environment)
     begin = time.monotonic()
     with open(folder / "stdout.txt", "wb") as out, open(folder / "stderr.txt", "wb") as err:
         try:
@@ -209,6 +207,37 @@ def execute(
     if not problem and process.returncode != 0:
         problem = f"ended with exit code {process.returncode}"
     return Run(side, repeat, folder, command, process.returncode, wall, problem)
+
+
+def child_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that imports this package, wherever it is started."""
+    env = {**os.environ, **more}
+    if not _is_installed():  # started from the checkout's folder; the job may be started from another
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_PARENT), env.get("PYTHONPATH")]))
+    return env
+
+
+def new_folder(wanted: Path, command: str) -> Path:
+    """Make ``DIR``, or the first of ``DIR-2``, ``DIR-3``, ... that is free: nothing is ever overwritten.
+
+    Raises:
+        SettingsError: it cannot be made; the message begins with ``command``.
+    """
+    wanted = wanted.resolve()
+    number = 1
+    while True:
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if folder.is_dir() and not any(folder.iterdir()):
+                return folder
+            number += 1
+        except OSError as error:
+            raise SettingsError(
+                f"mindspeed_dsa {command}: --output-dir {wanted} cannot be used: {error}"
+            ) from None
 
 
 def ours(folder: Path) -> dict[str, str]:

@@ -45,7 +45,7 @@ def built(values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype) -> Ite
     Yields:
         the ``GPTModel``; process groups and patches end with the block.
     """
-    with features(values), _one_rank_for_all(Megatron()):
+    with features(values), one_rank_for_all(Megatron()):
         yield chunk(values, vocabulary, dtype)
 
 
@@ -180,7 +180,7 @@ def _block_spec(config: Any, virtual: Mapping[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _one_rank_for_all(megatron: Megatron) -> Iterator[None]:
+def one_rank_for_all(megatron: Megatron) -> Iterator[None]:
     """Provide groups in which every process has the whole model; all processes are in one that exists."""
     state, random = megatron("core.parallel_state"), megatron("core.tensor_parallel.random")
     alone = not dist.is_initialized()
