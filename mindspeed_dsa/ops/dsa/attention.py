@@ -140,27 +140,36 @@ def deepseek_sparse_attention(
         "backend": backend,
     }
     longest = max(form.sequences, default=0) if form is not None and form.sequences is not None else keys
-    if stage == "warm-up" or (longest <= topk and selected is None):
+    dense = stage == "warm-up" or (longest <= topk and selected is None)
+    if with_loss or not (dense or selected is not None):
+        if index_query is None or index_key is None or index_weights is None:
+            raise ValueError(
+                f"{OPERATOR}: a selection and the loss need the indexer's query, key and weights"
+            )
+        index = index_query, index_key, index_weights
+    if dense:
         out = attend_to_visible(query, key, value, softmax_scale, ranges, value_dim, backend)
         if not with_loss:
             return DSAOutput(out, None, None)
-        index = _present(index_query, index_key, index_weights)
         loss = dense_indexer_kl_loss(
-            *index, query.detach(), key.detach(), softmax_scale, **row_options, **loss_options
+            index[0],
+            index[1],
+            index[2],
+            query.detach(),
+            key.detach(),
+            softmax_scale,
+            **row_options,
+            **loss_options,
         )
         return DSAOutput(out, loss, None)
 
     if selected is None:
-        index = _present(index_query, index_key, index_weights)
         with torch.set_grad_enabled(with_loss and torch.is_grad_enabled()):
             selected = lightning_indexer(
                 *index, topk, **row_options, use_relu=use_relu, in_order=False, backend=backend
             )
     form = ranges.form if selected.topk_indices.shape[-1] == min(topk, keys) else None
-    with_sum = with_loss
-    if with_loss and absorbed:
-        index_query = _present(index_query, index_key, index_weights)[0]
-        with_sum = not takes_lse(index_query, query, topk, backend=backend)
+    with_sum = with_loss and not (absorbed and takes_lse(index[0], query, topk, backend=backend))
     out, attention_sum, lse = attend_to_selected(
         query,
         key,
@@ -175,7 +184,9 @@ def deepseek_sparse_attention(
     if not with_loss:
         return DSAOutput(out, None, selected.topk_indices)
     loss = indexer_kl_loss(
-        *_present(index_query, index_key, index_weights),
+        index[0],
+        index[1],
+        index[2],
         query.detach(),
         # With a given sum it is not read, and heads with separate keys have no single one.
         key.detach() if absorbed else key.detach()[:, :, 0],
@@ -188,15 +199,6 @@ def deepseek_sparse_attention(
         **loss_options,
     )
     return DSAOutput(out, loss, selected.topk_indices)
-
-
-def _present(
-    query: Tensor | None, key: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indexer's operands, which something wants."""
-    if query is None or key is None or weights is None:
-        raise ValueError(f"{OPERATOR}: a selection and the loss need the indexer's query, key and weights")
-    return query, key, weights
 
 
 def attend_to_selected(
