@@ -82,7 +82,7 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 # for each feature and layout, which is what the compatibility page calls trained; a few are tested closely.
 # MEGATRON_LM=DIR:DIR... adds pretrain_gpt.py of checkouts of these releases.
 MATRIX := 0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0 0.19.2
-MATRIX_TABLE := $(addprefix tests/matrix/test_,$(addsuffix .py,features dsa_model memory local_modules norm_weights \
+MATRIX_TABLE := $(addprefix tests/matrix/test_,$(addsuffix .py,features dsa_model example_job memory local_modules norm_weights \
 	other_attention padding pairs_of_microbatches pretrain_gpt weights_in_training whole_checkpoints))
 CLOSELY := 0.12.1 0.15.3 0.19.0
 CLOSELY_TESTS := tests/matrix tests/features/tensor_parallel

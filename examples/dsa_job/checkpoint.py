@@ -31,6 +31,8 @@ from mindspeed_dsa.runs.whole_checkpoints import RELEASE
 _SHAPE = ("padded_vocab_size", *(dest for dest, flag in FLAGS.items() if flag.shape))
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_HAS_METADATA = hasattr(dist_checkpointing, "load_content_metadata")
+"""Whether checkpoints say how their state is sharded: since 0.13."""
 
 
 @dataclass
@@ -114,7 +116,7 @@ def save(
     metadata = _metadata(args)
     state = _model_state(model, metadata)
     if not args.no_save_optim:
-        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+        state["optimizer"] = _optimizer_state(optimizer, state, metadata)
         state["opt_param_scheduler"] = scheduler.state_dict()
     if not args.no_save_rng:
         state["rng_state"] = _rng_state()
@@ -122,12 +124,11 @@ def save(
     saved = argparse.Namespace(**{**vars(args), **done})
     state.update(args=saved, iteration=progress.iteration, checkpoint_version=3.0, wall_s=progress.wall_s)
     content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    told = {"content_metadata": content} if _HAS_METADATA else {}
     strategy = save_in_this_process()
     step = progress.iteration
     try:
-        request = dist_checkpointing.save(
-            state, str(partial), strategy, content_metadata=content, async_sharded_save=True
-        )
+        request = dist_checkpointing.save(state, str(partial), strategy, async_sharded_save=True, **told)
     except RuntimeError as error:
         if not any(word in str(error) for word in ("PytorchStreamWriter", "inline_container", "iostream")):
             raise
@@ -146,10 +147,11 @@ def load(
     from_step_0 = _from_step_0(args, checkpoint)
     weights_only = from_step_0 or args.no_load_optim or getattr(saved, "no_save_optim", False)
     with_rng = not (from_step_0 or args.no_load_rng) and _has_rng_state(saved, args)
-    metadata = {**(dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}), **_group()}
+    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) if _HAS_METADATA else None
+    metadata = {**(content or {}), **_group()}
     wanted = _model_state(model, metadata)
     if not weights_only:
-        wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+        wanted["optimizer"] = _optimizer_state(optimizer, wanted, metadata, is_loading=True)
     if with_rng:
         wanted["rng_state"] = _rng_state()
     try:
@@ -189,8 +191,15 @@ def _stage(args: Any) -> str:
 
 
 def _damage(checkpoint: Path, error: DamagedError) -> str:
-    """In one sentence what torch reports per rank, each with a traceback."""
+    """Return in one sentence what torch reports per rank, each with a traceback."""
     causes = {cause for cause, _ in error.failures.values()}
+    if all(isinstance(cause, KeyError) for cause in causes):
+        # Before 0.14 the optimizer of experts has a name of its own where expert parallelism has one.
+        lacking = "; ".join(sorted({str(cause) for cause in causes}))
+        return (
+            f"checkpoint {checkpoint} lacks state of this job ({lacking}); use the layout that wrote it, or "
+            "add --no-load-optim to load the weights only"
+        )
     reasons = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in causes}))
     others = checkpoints.complete_steps(checkpoint.parent)
     others = [step for step in others if checkpoints.folder_of(checkpoint.parent, step) != checkpoint]
@@ -222,6 +231,13 @@ def _model_state(model: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
         _key(index, len(model)): unwrapped(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(model)
     }
+
+
+def _optimizer_state(
+    optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], **how: Any
+) -> Any:
+    told = {"metadata": metadata} if _HAS_METADATA else {}
+    return optimizer.sharded_state_dict(model_state, **how, **told)
 
 
 def _has_rng_state(saved: Any, args: argparse.Namespace) -> bool:

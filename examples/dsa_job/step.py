@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,6 +17,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.utils import get_batch_on_this_cp_rank
+from packaging.version import Version
 
 from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
@@ -23,6 +25,9 @@ from dsa_job.errors import NonFiniteLossError
 from dsa_job.model import accepted
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
+
+_COUNTS_SEQUENCES = Version(megatron.core.__version__) < Version("0.13")
+"""Whether Megatron divides by the tokens of whole sequences, not by those of a context parallel rank."""
 
 LossAndCount = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -34,7 +39,11 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossAndCount
     """
     total = torch.sum(losses.float() * loss_mask)
     tokens = loss_mask.sum().to(torch.int)
-    return total, tokens, {"sums": torch.stack([total.detach(), tokens.float()])}
+    report = {"sums": torch.stack([total.detach(), tokens.float()])}
+    if _COUNTS_SEQUENCES and parallel_state.get_context_parallel_world_size() > 1:
+        tokens = tokens.clone()
+        dist.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return total, tokens, report
 
 
 def forward_step(
@@ -42,8 +51,12 @@ def forward_step(
 ) -> tuple[Any, Callable[[torch.Tensor], LossAndCount]]:
     """Forward pass of one microbatch, or its plan, in the form that Megatron's schedules call."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
-    # From 0.18 on it is told whether sequences have context parallel groups of their own.
-    batch = get_batch_on_this_cp_rank(batch, **accepted(get_batch_on_this_cp_rank, is_hybrid_cp=False))
+    # Without a group 0.19.2 counts all ranks as context parallel; since 0.18 it is told whether sequences
+    # have groups of their own.
+    known = accepted(
+        get_batch_on_this_cp_rank, cp_group=parallel_state.get_context_parallel_group(), is_hybrid_cp=False
+    )
+    batch = get_batch_on_this_cp_rank(batch, **known)
     forward = model.build_schedule_plan if return_schedule_plan else model
     output = forward(
         batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]

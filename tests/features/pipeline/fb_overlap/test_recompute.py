@@ -226,8 +226,8 @@ def test_layers_that_share_keep_one_selection(pool, selecting):
         for frequency in (4 // selecting, 1)
     )
     indices = selecting * size * SEQUENCE * topk * 8  # Megatron's are int64
-    # Kilobytes besides: an indexer that is not there keeps no rotary angles, and the first step of a process caches
-    # a mask. Kept for each layer that reads it, the selection would take twice to four times the bytes.
+    # Kilobytes besides: an indexer that is not there keeps no rotary angles, and the first step of a process
+    # caches a mask. Kept for each layer that reads it, the selection would take twice the bytes or more.
     assert shared - own == pytest.approx(indices, rel=0.1)
 
 
