@@ -303,6 +303,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "README.md is out of date; run make docs",
         "  - write docs/npu.md",
         "  - write docs/environment.md",
+        "  - write docs/zh/translations.json",
         "  - write docs/features/f.md for f",
     ]
     (tmp_path / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")

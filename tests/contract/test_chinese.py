@@ -1,0 +1,127 @@
+"""Pages in Chinese say what the English ones say: the same commands in the same order, the same flags.
+
+Generated tables are the generator's (`test_records.py` finds stale ones); what is compared is written by
+hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.tools.compat.translation import Translation, between
+
+ROOT = Path(__file__).parents[2]
+ENGLISH = {
+    "README.md": "README.md",
+    "quickstart.md": "docs/quickstart.md",
+    "migrate.md": "docs/migrate.md",
+    "npu.md": "docs/npu.md",
+    "features.md": "docs/features/README.md",
+    "troubleshooting.md": "docs/troubleshooting.md",
+}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->\n", re.S)
+NAMES = re.compile(r"(?<![\w-])(?:--[a-z][\w-]*|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+(?:=[\w:.-]+)?)", re.ASCII)
+"""Flags and variables."""
+
+
+def pair(name: str) -> tuple[str, str]:
+    english = (ROOT / ENGLISH[name]).read_text(encoding="utf-8")
+    if name == "features.md":  # the whole page is generated, below its introduction
+        english = english[: english.index("\n## ")]
+    chinese = (ROOT / "docs" / "zh" / name).read_text(encoding="utf-8")
+    return GENERATED.sub("", english), GENERATED.sub("", chinese)
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Return the blocks of code, without comments, which are translated."""
+    blocks = []
+    for language, code in BLOCK.findall(page):
+        lines = [re.sub(r"\s*(?<![\w$])# .*$", "", line).rstrip() for line in code.splitlines()]
+        blocks.append((language, [line for line in lines if line]))
+    return blocks
+
+
+def names(page: str) -> list[frozenset[str]]:
+    """Return flags and variables by section, outside of blocks of code."""
+    return [
+        frozenset(NAMES.findall(section)) for section in re.split(r"^## ", BLOCK.sub("", page), flags=re.M)
+    ]
+
+
+def differences(english: str, chinese: str) -> list[str]:
+    """Say what one page has and the other has not."""
+    found = []
+    blocks = zip_longest(commands(english), commands(chinese))
+    found += [
+        f"block {at}: {ours} and {theirs}" for at, (ours, theirs) in enumerate(blocks) if ours != theirs
+    ]
+    sections = zip_longest(names(english), names(chinese), fillvalue=frozenset({"(no section)"}))
+    for at, (ours, theirs) in enumerate(sections):
+        if ours != theirs:
+            found.append(f"section {at}: {sorted(ours - theirs)} and {sorted(theirs - ours)}")
+    return found
+
+
+@pytest.mark.parametrize("name", ENGLISH)
+def test_both_languages_have_the_same_commands_and_flags(name):
+    assert not differences(*pair(name))
+
+
+def test_a_difference_is_named():
+    english = "# A\n```\nmake train  # trains\nmake test\n```\n## B\n`--use-fused-dsa`, HCCL_X_Y=1\n"
+    assert not differences(english, english.replace("trains", "训练").replace("# A", "# 甲"))
+    assert differences(english, english.replace("make test", "make")) == [
+        "block 0: ('', ['make train', 'make test']) and ('', ['make train', 'make'])"
+    ]
+    other = english.replace("--use-fused-dsa", "--use-fuse-dsa").replace("HCCL_X_Y=1", "`HCCL_X_Y=1`以及")
+    assert differences(english, other) == ["section 1: ['--use-fused-dsa'] and ['--use-fuse-dsa']"]
+
+
+@pytest.mark.parametrize("name", ENGLISH)
+def test_each_page_links_to_the_other(name):
+    english, chinese = ROOT / ENGLISH[name], ROOT / "docs" / "zh" / name
+    for page, word, other in ((english, "中文", chinese), (chinese, "English", english)):
+        found = re.search(rf"^\[{word}\]\((.*)\)$", page.read_text(encoding="utf-8"), flags=re.M)
+        assert found, page
+        assert (page.parent / found[1]).resolve() == other
+
+
+def test_every_page_in_chinese_has_an_english_one():
+    assert {page.name for page in (ROOT / "docs" / "zh").glob("*.md")} == set(ENGLISH)
+
+
+def test_what_is_not_translated_or_needs_no_translation_is_named(tmp_path):
+    (tmp_path / "words.json").write_text(json.dumps({"a key": "键", "gone": "没有了"}))
+    words = Translation(tmp_path / "words.json")
+    assert [words(text) for text in ("a key", "a query", "2, 4", "`--flag`")] == [
+        "键",
+        "a query",
+        "2, 4",
+        "`--flag`",
+    ]
+    assert (
+        words.table("| a key | 3 |\n| --- | --- |\n|  | `--x` |\n")
+        == "| 键 | 3 |\n| --- | --- |\n|  | `--x` |\n"
+    )
+    assert words.problems() == [
+        f"  - translate in docs/{tmp_path.name}/words.json: 'a query'",
+        f"  - nothing says any more, in docs/{tmp_path.name}/words.json: 'gone'",
+    ]
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    with pytest.raises(MindSpeedDSAError, match=r"words\.json"):
+        Translation(tmp_path / "words.json")
+
+
+def test_a_section_is_what_stands_between_its_markers():
+    page = "a\n<!-- x:begin -->\n| b |\n<!-- x:end -->\nc\n"
+    assert between(page, "x") == "| b |\n"
+    assert between(page, "y") == ""
