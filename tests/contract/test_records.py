@@ -308,7 +308,9 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
     ]
     (tmp_path / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
     assert any("products:begin" in text for text in pages.stale(tmp_path))
-    shutil.copy(pages.docs_folder() / "npu.md", tmp_path)
+    for name in ("npu.md", "migrate.md"):
+        shutil.copy(pages.docs_folder() / name, tmp_path)
+    shutil.copytree(pages.docs_folder() / "zh", tmp_path / "zh")
     (tmp_path / "environment.md").write_text("<!-- checks:begin -->\n<!-- checks:end -->\n")
     page = tmp_path / "features" / "f.md"
     page.parent.mkdir()
