@@ -33,8 +33,8 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train soak test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs dist \
-	test-wheel
+.PHONY: help venv train soak test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs site \
+	dist test-wheel
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -147,6 +147,9 @@ compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa
 
 docs: $(STAMP)  ## write the generated pages
 	$(BIN)/python -m mindspeed_dsa.tools.compat docs
+
+site: $(STAMP)  ## the pages as a site in runs/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 
 # Files in archives get the time of the commit: two builds of one commit are the same bytes.
 dist: $(STAMP)  ## wheel and source distribution in dist/, reproducible

@@ -22,6 +22,8 @@ EXTRAS = {
     # Reading shell scripts, in `python -m mindspeed_dsa migrate`.
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
+    # The pages as a site, with a reference of the public interface.
+    "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
     # Triton's kernels are tested in its interpreter, which needs no GPU.
     "test": [
         "pytest>=8",
@@ -36,7 +38,7 @@ EXTRAS = {
     ],
 }
 EXTRAS["test"] += [*EXTRAS["checkpoints"], *EXTRAS["migrate"], *EXTRAS["weights"]]
-EXTRAS["dev"] = [*EXTRAS["test"], "ruff", "mypy"]
+EXTRAS["dev"] = [*EXTRAS["test"], *EXTRAS["site"], "ruff", "mypy"]
 
 setup(
     name="mindspeed_dsa",

@@ -48,7 +48,7 @@ def enable(**switches: Any) -> None:
 
     Raises:
         SettingsError: unknown switch, invalid value, or an invalid combination; the previous state
-        is kept.
+            is kept.
         PatchError: a required patch cannot be applied; nothing stays patched.
     """
     with _lock:
@@ -102,7 +102,7 @@ def apply_environment(args: Any) -> None:
 
     Raises:
         SettingsError: a variable is unknown, has an invalid value, or is for a flag of Megatron's that these
-        arguments do not have.
+            arguments do not have.
     """
     flags = [*settings.GENERAL_FLAGS, *features.all_flags()]
     resolved = settings.read(flags)
