@@ -43,10 +43,15 @@ class Installation:
     Attributes:
         folder: on the path, the one that holds the package.
         version: that it declares, if it does.
+        has_training: it has Megatron-LM's ``training`` beside ``core``, as a checkout does.
     """
 
     folder: Path
     version: str | None
+    has_training: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.version or 'one of unknown release'} in {self.folder}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from mindspeed_dsa import (
     PatchError,
     Requires,
     SettingsError,
-    features,
     log,
     session,
 )
@@ -27,31 +26,8 @@ from tests.support import fork
 
 @pytest.fixture
 def megatron(tmp_path, monkeypatch):
-    """The fork's root package, importable; features and modules are taken away afterwards."""
-    root = fork.write(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
-    # The fork is too small for the platform's own redirections and for DSA.
-    monkeypatch.setattr(features, "built_in", lambda: ())
-    registered = []
-
-    def register(name="counting", impl="count", kind="wrap", **kwargs):
-        feature = Feature(
-            name=name,
-            summary="a test feature",
-            flags=kwargs.pop("flags", (Flag(f"--use-{name}", "switch"),)),
-            patches=(Patch("megatron.core.layers:scale", kind, f"{root}_impl:{impl}", "test"),),
-            **kwargs,
-        )
-        registered.append(mindspeed_dsa.register(feature))
-        return feature
-
-    yield register
-    mindspeed_dsa.disable()
-    for feature in registered:
-        mindspeed_dsa.unregister(feature.name)
-    for name in [name for name in sys.modules if name.partition(".")[0] in (root, f"{root}_impl")]:
-        del sys.modules[name]
+    with fork.features_in(tmp_path, monkeypatch) as register:
+        yield register
 
 
 def calls():
@@ -284,46 +260,6 @@ def test_a_switch_that_only_the_jobs_parser_has_heard_of_is_refused():
         mindspeed_dsa.validate(SimpleNamespace(experimental_attention_variant="dsa", use_fused_dsa=False))
     with mindspeed_dsa.enabled(experimental_attention_variant="dsa", use_fused_dsa=True):
         mindspeed_dsa.validate(heard)
-
-
-@pytest.fixture
-def mindspeed(monkeypatch):
-    """MindSpeed's engine as it is seen from outside: a module that knows what it has patched."""
-
-    def patches(*targets):
-        manager = SimpleNamespace(patches_info=dict.fromkeys(targets))
-        module = SimpleNamespace(MindSpeedPatchesManager=manager)
-        monkeypatch.setitem(sys.modules, "mindspeed.patch_utils", module)
-
-    return patches
-
-
-def test_mindspeed_that_came_first_is_refused_at_once(megatron, mindspeed):
-    megatron()
-    mindspeed("megatron.core.layers.scale", "megatron.training.arguments.parse_args")
-    with pytest.raises(SettingsError, match="MindSpeed has patched 2 functions of this process") as refused:
-        mindspeed_dsa.enable(use_counting=True)
-    assert "remove `import mindspeed.megatron_adaptor`" in str(refused.value)
-    assert "docs/migrate.md" in str(refused.value)
-    assert mindspeed_dsa.report() == []
-    mindspeed_dsa.enable()  # nothing of ours is on
-
-
-def test_mindspeed_that_comes_second_is_refused_before_the_first_model(megatron, mindspeed):
-    megatron()
-    mindspeed()  # imported, and idle
-    mindspeed_dsa.enable(use_counting=True)
-    import corp_megatron.core.consumer as consumer
-    from corp_megatron.core.models.common.language_module.language_module import LanguageModule
-
-    mindspeed("megatron.core.layers.scale")
-    for _ in range(2):
-        with pytest.raises(PatchError, match="MindSpeed has patched 1 functions of this process"):
-            LanguageModule()
-    assert consumer.use(3) == 6
-    assert calls() == [], "everything is undone"
-    mindspeed_dsa.disable()
-    assert LanguageModule("config").config == "config"
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchDeclarationError, PatchError, SettingsError
 from mindspeed_dsa.patches.manager import PatchManager
-from mindspeed_dsa.patches.site import SiteReport
+from mindspeed_dsa.patches.site import Covered, SiteReport
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 __all__ = [
     "Claim",
+    "Covered",
     "MindSpeedDSAError",
     "Patch",
     "PatchDeclarationError",

@@ -82,6 +82,7 @@ class PatchError(MindSpeedDSAError, RuntimeError):
     """One or more patches cannot be applied; the message lists all of them."""
 
     def __init__(self, problems: list[str] | str, headline: str = "patches cannot be applied") -> None:
+        self.headline = headline
         if isinstance(problems, str):  # Megatron raises it again
             self.problems = [problems]
             super().__init__(problems)

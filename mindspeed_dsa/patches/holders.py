@@ -118,7 +118,7 @@ def _in_function(path: Path, function: FunctionType) -> str | None:
     child, inner = path.end, path.chain[-2] if len(path.chain) > 1 else None
     if _is_part_of(function, path.original) or is_made_by_patch(function):
         return None
-    name, code = _function_name(function), function.__code__
+    name, code = function_name(function), function.__code__
     if function.__closure__ is not None and child is function.__closure__:
         index = next(i for i, cell in enumerate(function.__closure__) if cell is inner)
         return _written(path, f"the closure of {name} (variable {code.co_freevars[index]})", 2) + _alias(
@@ -167,7 +167,7 @@ def _in_instance(path: Path, holder: Any) -> str | None:
     return None if cls is path.end else f"a {name}"
 
 
-def _function_name(function: FunctionType) -> str:
+def function_name(function: FunctionType) -> str:
     """Name of the code: functools.wraps gives a wrapper the name of the original."""
     wraps = "__wrapped__" in function.__dict__
     here = function.__code__.co_name if wraps else function.__qualname__

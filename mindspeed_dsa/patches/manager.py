@@ -18,7 +18,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.patches import hooks, stale, versions
 from mindspeed_dsa.patches.conflicts import clash, contradictions, group, places_of
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchError
-from mindspeed_dsa.patches.site import Site, SiteReport, State, describe
+from mindspeed_dsa.patches.site import Covered, Site, SiteReport, State, describe
 from mindspeed_dsa.patches.spec import Claim, Patch
 
 _log = log.get()
@@ -345,6 +345,14 @@ class PatchManager:
         for site in sites:
             if site.state == "undone":
                 site.release()
+
+    def covered(self) -> list[Covered]:
+        """Return what applied patches have found in their places: Megatron's own, or other code's."""
+        with self._lock:
+            return [
+                Covered(site.label, site.raw, all(claim.patch.kind == "wrap" for claim in site.claims))
+                for site in self._in_state("applied")
+            ]
 
     def report(self) -> list[SiteReport]:
         """The state of every site, including foreign re-patches."""

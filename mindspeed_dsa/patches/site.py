@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
-from mindspeed_dsa.patches import compose, hooks, reach, signatures
+from mindspeed_dsa.patches import compose, holders, hooks, reach, signatures
 from mindspeed_dsa.patches.errors import PatchDeclarationError
 from mindspeed_dsa.patches.signatures import is_a
 from mindspeed_dsa.patches.spec import Claim, Patch
@@ -306,9 +306,13 @@ class Site:
         elif live is self.raw:
             self.reason = f"other code restored the original after {', '.join(self.features)}"
         else:
-            self.reason = f"other code re-patched it with {live!r} after {', '.join(self.features)}"
+            after = ", ".join(self.features)
+            self.reason = f"other code re-patched it with {_named(live)} after {after}"
             if self.lost:
-                self.reason += ", which does not call what it replaced"
+                self.reason += (
+                    ", which does not call what it replaced; switch one of the two off, or have that code "
+                    "run before mindspeed_dsa switches features on"
+                )
 
     def _live(self) -> Any:
         """The object that a lookup of the target by name finds."""
@@ -349,6 +353,12 @@ class Site:
         self.rebound, self.stale = [], []
 
 
+def _named(thing: Any) -> str:
+    """Return where a function was written, which its name and module need not say; else its ``repr``."""
+    function = compose.underlying(thing)
+    return holders.function_name(function) if is_a(function, FunctionType) else repr(thing)
+
+
 def _at_home(thing: Any, package: str) -> bool:
     """Return whether a callable was made in ``package``, or does not record where it was made."""
     says = is_a(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
@@ -358,6 +368,21 @@ def _at_home(thing: Any, package: str) -> bool:
     candidates = (getattr(thing, "__module__", None), getattr(owner, "__module__", None))
     home = next((name for name in candidates if isinstance(name, str)), None)
     return home is None or home.partition(".")[0] == package.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Object that a patch has found in its place.
+
+    Attributes:
+        name: of the target.
+        found: the object that was there.
+        is_called: whether the patch calls it, as a wrapper does and a replacement does not.
+    """
+
+    name: str
+    found: Any
+    is_called: bool
 
 
 @dataclass(frozen=True)

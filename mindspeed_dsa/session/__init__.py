@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_dsa import features, log, platforms, settings
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches import SettingsError
-from mindspeed_dsa.session import checks, forks, start_report
+from mindspeed_dsa.session import beside, checks, forks, start_report
 from mindspeed_dsa.session.session import Session, add_arguments, ask, listed, put
 from mindspeed_dsa.settings import Settings
 
@@ -174,7 +174,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -
     global _current, _api, _argv, _fork, _watch
     _fork = _fork or forks.imported()
     resolved, active = resolve(api, argv, complete)  # raises before the old session is changed
-    if active and (problem := checks.mindspeed()) is not None:
+    if (problem := beside.refusal(bool(active), resolved)) is not None:
         raise SettingsError(problem)
     previous = _current
     if previous is not None:

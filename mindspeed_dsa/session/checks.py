@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -18,22 +17,6 @@ from mindspeed_dsa.settings import GENERAL_FLAGS, Setting, Settings
 if TYPE_CHECKING:
     from mindspeed_dsa.patches.drift import Checker
     from mindspeed_dsa.patches.spec import Patch
-
-
-def mindspeed() -> str | None:
-    """Say what to do about patches that MindSpeed has put into this process; None where there are none.
-
-    Both libraries patch the same functions and know flags of the same names.
-    """
-    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
-    patched = getattr(manager, "patches_info", None)
-    if not patched:
-        return None
-    return (
-        f"mindspeed_dsa: MindSpeed has patched {len(patched)} functions of this process, and only one of the "
-        "two libraries can be in it: remove `import mindspeed.megatron_adaptor` (or that of mindspeed_llm) "
-        "from the training script, see docs/migrate.md, or train without mindspeed_dsa"
-    )
 
 
 def problems(active: Sequence[Feature], settings: Settings) -> list[str]:

@@ -23,7 +23,7 @@ from mindspeed_dsa.patches import (
     versions,
 )
 from mindspeed_dsa.patches.site import load
-from mindspeed_dsa.session import checks, environment, start_report
+from mindspeed_dsa.session import beside, checks, environment, start_report
 from mindspeed_dsa.settings import Settings
 
 
@@ -125,7 +125,7 @@ class Session:
             raise SettingsError(listed("no model can be built:", missing))
         try:
             self._require_alone()
-            self._manager.finalize()
+            self._verify_sites()
         except PatchError as error:
             self._stay_refused(error)
             raise
@@ -135,14 +135,27 @@ class Session:
         self._finalized = True
         folder = report_dir or self.settings.mindspeed_report_dir or self.log_folder
         found = environment.at_start(self.settings, self.features, self.arguments, self.checkpoint_size)
-        start_report.publish(self.settings, self.features, self.report(), folder, environment.records(found))
+        start_report.publish(
+            self.settings, self.features, self.report(), folder, environment.records(found), self.beside()
+        )
 
     def _require_alone(self) -> None:
         """MindSpeed may have come after us: its replacements drop ours, and flags of both act twice."""
-        problem = checks.mindspeed() if self.features else None
+        problem = beside.refusal(bool(self.features), self.settings)
         if problem is not None:
             self._manager.undo()
             raise PatchError([problem], "no model can be built, all patches were undone")
+
+    def _verify_sites(self, thorough: bool = False) -> None:
+        """Have the manager verify; of a site that a known library has taken, add what to do about it."""
+        try:
+            self._manager.finalize(thorough=thorough)
+        except PatchError as error:
+            lost = {site.target for site in self._manager.report() if site.state == "failed"}
+            others = [str(each) for each in self.beside() if not lost.isdisjoint(each.places)]
+            if not others:
+                raise
+            raise PatchError([*error.problems, *others], error.headline) from None
 
     def _stay_refused(self, error: PatchError) -> None:
         """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
@@ -176,7 +189,11 @@ class Session:
             PatchError: as :meth:`finalize` does.
         """
         self._require_alone()
-        self._manager.finalize(thorough=True)
+        self._verify_sites(thorough=True)
+
+    def beside(self) -> list[beside.Presence]:
+        """Other libraries that have changed Megatron in this process."""
+        return beside.present(self.settings.megatron_root, self._manager.covered())
 
     def report(self) -> list[SiteReport]:
         """The state of every patch site."""
@@ -217,6 +234,9 @@ class Session:
 
     def validate(self, args: Any) -> None:
         """Let every active feature change and check a job's arguments; see ``mindspeed_dsa.validate``."""
+        problem = beside.refusal(bool(self.features), self.settings)
+        if problem is not None:  # sooner than at the first model: before process groups start
+            raise SettingsError(problem)
         unheard = list(checks.unheard(args, self.settings, self._told))
         self.rewrite(args)
         self.arguments = args

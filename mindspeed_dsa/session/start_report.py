@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches import SiteReport, versions
+from mindspeed_dsa.session.beside import Presence
 from mindspeed_dsa.settings import Settings
 
 REPORT_FILE = "mindspeed_dsa.json"
@@ -53,6 +54,7 @@ def publish(
     sites: Sequence[SiteReport],
     folder: str | None,
     environment: Sequence[Mapping[str, str]],
+    beside: Sequence[Presence],
 ) -> None:
     """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one.
 
@@ -62,13 +64,16 @@ def publish(
         sites: of their patches.
         folder: of the JSON file.
         environment: what the checks of the job's surroundings have found, which is printed already.
+        beside: other libraries that have changed Megatron.
     """
     if not log.is_first_rank():
         return
-    print(table(settings, features, sites), file=sys.stderr, flush=True)
+    notes = [f"note: {each}" for each in beside]
+    print("\n".join([table(settings, features, sites), *notes]), file=sys.stderr, flush=True)
     if folder:
         path = Path(folder)
         record = {**as_dict(settings, features, sites), "environment": environment}
+        record["beside"] = [each.as_dict() for each in beside]
         text = json.dumps(record, indent=1)
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -304,6 +304,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "  - write docs/npu.md",
         "  - write docs/environment.md",
         "  - write docs/zh/translations.json",
+        "  - write docs/beside.md",
         "  - write docs/features/f.md for f",
     ]
     (tmp_path / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
@@ -312,6 +313,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         shutil.copy(pages.docs_folder() / name, tmp_path)
     shutil.copytree(pages.docs_folder() / "zh", tmp_path / "zh")
     (tmp_path / "environment.md").write_text("<!-- checks:begin -->\n<!-- checks:end -->\n")
+    shutil.copy(pages.docs_folder() / "beside.md", tmp_path)
     page = tmp_path / "features" / "f.md"
     page.parent.mkdir()
     page.write_text("# F\n\n<!-- patched:begin -->old<!-- patched:end -->\n\nLimits\n")

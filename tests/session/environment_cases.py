@@ -459,9 +459,39 @@ CASES = [
         "warning",
         "hides 0.16.1 in",
         [
-            {"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1"),) * 2}},
+            {"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1"),)}},
             {"machine": {"megatrons": ()}},
         ],
+    ),
+    (
+        "two-megatrons",
+        "cpu",
+        {
+            "machine": {
+                "megatrons": (
+                    Installation(Path("/wheel"), "0.16.1"),
+                    Installation(Path("/checkout"), "0.16.1"),
+                )
+            }
+        },
+        "note",
+        "hides 0.16.1 in /checkout, whose changes",
+        [{"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1"),)}}],
+    ),
+    (
+        "two-megatrons",
+        "cpu",
+        {
+            "machine": {
+                "megatrons": (
+                    Installation(Path("/wheel"), "0.16.1"),
+                    Installation(Path("/checkout"), "0.16.1", has_training=True),
+                )
+            }
+        },
+        "warning",
+        "hides 0.16.1 in /checkout, and megatron.training, which it lacks, comes from there",
+        [{"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1", has_training=True),)}}],
     ),
     (
         "torch-npu-release",

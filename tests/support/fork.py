@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import pytest
+
+import mindspeed_dsa
+from mindspeed_dsa import Feature, Flag, Patch, features
 
 FILES = {
     "core/package_info.py": 'MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ""\n',
@@ -96,3 +103,35 @@ def write(folder: Path, root: str = "corp_megatron", names: Sequence[str] = tupl
             (parent / "__init__.py").touch()
     (folder / f"{root}_impl.py").write_text(textwrap.dedent(IMPLEMENTATION), encoding="utf-8")
     return root
+
+
+@contextlib.contextmanager
+def features_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Write the fork, and make it the root package of sessions.
+
+    Yields:
+        What registers a feature on ``core.layers:scale``; features and modules are taken away at the end.
+    """
+    root = write(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", root)
+    # The fork is too small for the platform's own redirections and for DSA.
+    monkeypatch.setattr(features, "built_in", lambda: ())
+    registered = []
+
+    def register(name: str = "counting", impl: str = "count", kind: str = "wrap", **kwargs) -> None:
+        feature = Feature(
+            name=name,
+            summary="a test feature",
+            flags=kwargs.pop("flags", (Flag(f"--use-{name}", "switch"),)),
+            patches=(Patch("megatron.core.layers:scale", kind, f"{root}_impl:{impl}", "test"),),
+            **kwargs,
+        )
+        registered.append(mindspeed_dsa.register(feature))
+
+    yield register
+    mindspeed_dsa.disable()
+    for feature in registered:
+        mindspeed_dsa.unregister(feature.name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in (root, f"{root}_impl")]:
+        del sys.modules[name]

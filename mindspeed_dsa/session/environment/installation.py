@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.environment import EnvironmentCheck, Finding, Installation, Machine, Surroundings
+from mindspeed_dsa.environment import EnvironmentCheck, Finding, Installation, Level, Machine, Surroundings
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.platforms.host_pool import host_memory_free
@@ -23,19 +23,22 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def find_copies(about: Surroundings) -> Iterator[Finding]:
-    """Yield a Megatron-core that hides one of another release."""
-    if not about.machine.megatrons:
+    """Yield a Megatron-core that hides another one, or runs beneath the training loop of another one."""
+    if len(about.machine.megatrons) < 2:
         return
     used, *hidden = about.machine.megatrons
-    others = [each for each in hidden if each.version != used.version]
-    if others:
-        shown = " and ".join(f"{each.version or 'another'} in {each.folder}" for each in others)
-        yield Finding(
-            "warning",
-            f"megatron-core {used.version or 'of unknown release'} in {used.folder}",
-            f"it comes first on the path and hides {shown}",
-            "take the one that is not meant off PYTHONPATH, or pip uninstall megatron-core",
-        )
+    shown = " and ".join(map(str, hidden))
+    # megatron is a namespace package: each part of it comes from the first folder that has that part.
+    level: Level
+    training = next((each for each in about.machine.megatrons if each.has_training), used)
+    if training is not used:
+        level, what = "warning", f"it hides {shown}, and megatron.training, which it lacks, comes from there"
+    elif any(each.version != used.version for each in hidden):
+        level, what = "warning", f"it comes first on the path and hides {shown}"
+    else:
+        level, what = "note", f"it hides {shown}, whose changes, if there are any, are not run"
+    do = "take the one that is not meant off PYTHONPATH, or pip uninstall megatron-core"
+    yield Finding(level, f"megatron-core {used}", what, do)
 
 
 def find_torch_npu(about: Surroundings) -> Iterator[Finding]:
@@ -61,9 +64,10 @@ CHECKS = (
     EnvironmentCheck(
         "two-megatrons",
         "the search path of Python",
-        "two copies of Megatron-core of different releases lie on it",
+        "two copies of Megatron-core lie on it; a warning where their releases differ, or where the one that "
+        "is not used has `megatron.training`",
         "Python's import system",
-        ("warning",),
+        ("warning", "note"),
         find_copies,
     ),
     EnvironmentCheck(
@@ -90,7 +94,7 @@ def read(
         path: on which the job looks for Megatron; None: the one of this process.
     """
     local = int(variables.get("LOCAL_WORLD_SIZE", 0))
-    found = tuple(_copies(root, sys.path if path is None else path))
+    found = copies(root, path)
     return Machine(
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         local_ranks=local,
@@ -135,8 +139,21 @@ def _free(folder: Path) -> int | None:
     return None
 
 
+def copies(root: str, path: Sequence[str] | None = None) -> tuple[Installation, ...]:
+    """Return every copy of Megatron-core on a path, each folder once.
+
+    Args:
+        root: top-level package of Megatron.
+        path: to be searched; None: the one of this process, and where it has Megatron from, since an editable
+            installation is on no path.
+    """
+    if path is not None:
+        return tuple(_copies(root, path))
+    loaded = getattr(sys.modules.get(f"{root}.core"), "__path__", ())
+    return tuple(_copies(root, [*sys.path, *(str(Path(each).parent.parent) for each in loaded)]))
+
+
 def _copies(root: str, path: Sequence[str]) -> Iterator[Installation]:
-    """Yield every copy of Megatron-core on a path, each folder once."""
     seen = set()
     for entry in path:
         folder = Path(entry or ".").absolute()
@@ -144,7 +161,8 @@ def _copies(root: str, path: Sequence[str]) -> Iterator[Installation]:
         with contextlib.suppress(OSError, SyntaxError):
             if file.is_file() and (real := file.resolve()) not in seen:
                 seen.add(real)
-                yield Installation(folder, versions.version_in_source(file.read_text(encoding="utf-8")))
+                version = versions.version_in_source(file.read_text(encoding="utf-8"))
+                yield Installation(folder, version, (folder / root / "training").is_dir())
 
 
 def _architecture(platform: str) -> int | None:

@@ -17,7 +17,8 @@ from mindspeed_dsa import features, session, settings
 from mindspeed_dsa.megatron.pipeline_chunks import FIRST, LAST, LAYOUT
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, versions
-from mindspeed_dsa.session import environment, start_report
+from mindspeed_dsa.session import beside, environment, start_report
+from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 from mindspeed_dsa.tools.cli import doctor_job
 from mindspeed_dsa.tools.cli.doctor_job import Command
@@ -78,6 +79,7 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
     if command is not None:
         argv = ["--", command.script or "pretrain_gpt.py", *command.flags]
     problems = [plugin.message for plugin in features.broken_plugins()]
+    script = command.script if command is not None else _script(argv)
     argv, of_the_job = read_and_beside(list(argv))
     layers = ""
     try:
@@ -106,8 +108,13 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
     surroundings = doctor_job.examine(command, argv, running) if command is not None else []
+    root = running.settings.megatron_root if running else "megatron"
+    others, refused = _beside(running, script)
+    problems += refused
     findings = {
-        "versions": versions.installed(running.settings.megatron_root if running else "megatron"),
+        "versions": versions.installed(root),
+        "megatron": [str(each) for each in installation.copies(root)],
+        "beside": others,
         "platform": _platform(running),
         "layers": layers,
         "features": _features(running),
@@ -128,8 +135,13 @@ def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
         return argv, []
     cut = argv.index("--")
     before, after = argv[:cut], argv[cut + 1 :]
-    is_script = bool(after) and after[0].endswith(".py")
-    return before + after[1:] if is_script else before, after
+    return before + after[1:] if _script(argv) else before, after
+
+
+def _script(argv: Sequence[str]) -> str:
+    """Return the script right after ``--``; empty without one."""
+    after = argv[argv.index("--") + 1 :] if "--" in argv else ()
+    return after[0] if after and after[0].endswith(".py") else ""
 
 
 def _as_arguments(resolved: settings.Settings, argv: Sequence[str]) -> argparse.Namespace:
@@ -229,6 +241,27 @@ def _verify(running: session.Session) -> list[str]:
     return problems
 
 
+def _beside(running: session.Session | None, script: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what is known of other libraries that change Megatron, and problems of the script's imports."""
+    present = {each.patcher: each for each in running.beside()} if running else {}
+    installed, imports = beside.installed(), beside.imported_by(script)
+    rows = [
+        {
+            "library": each.name,
+            "release": installed.get(each, "not installed"),
+            "changes": each.changes,
+            "imports": [f"{script} {line}" for line in imports.get(each, ())],
+            "places": [*present[each].places] if each in present else [],
+            "dropped": [*present[each].dropped] if each in present else [],
+            "do": each.do,
+        }
+        for each in beside.PATCHERS
+        if each in installed or each in imports or each in present
+    ]
+    refused = beside.refused_imports(imports) if running and running.features else ()
+    return rows, [f"{script} {text}" for text in refused]
+
+
 def _platform(running: session.Session | None) -> dict[str, Any]:
     if running is None:
         return {"name": "unknown"}
@@ -256,6 +289,11 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     """The findings as text; sites of a platform's redirections only on request or with a problem."""
     lines = ["versions:"]
     lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
+    if len(findings["megatron"]) > 1:
+        used, *hidden = findings["megatron"]
+        lines += ["", f"megatron-core {used} is used, and hides {' and '.join(hidden)}"]
+    if findings["beside"]:
+        lines += ["", "beside, other libraries that change Megatron:", *map(_other, findings["beside"])]
     facts = findings["platform"]
     plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
     lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in plain.items())]
@@ -296,6 +334,14 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     if not findings["problems"]:
         lines.append("no problems found")
     return "\n".join(lines)
+
+
+def _other(each: dict[str, Any]) -> str:
+    said = [f"  {each['library']}, {each['release']}: changes {each['changes']}"]
+    said += [f"imported by {'; '.join(each['imports'][:3])}"] if each["imports"] else []
+    said += [f"has changed {', '.join(each['places'])}"] if each["places"] else []
+    said += [f"is no longer called in {', '.join(each['dropped'])}"] if each["dropped"] else []
+    return "; ".join([*said, each["do"]] if len(said) > 1 else said)
 
 
 def _finding(each: dict[str, str]) -> str:

@@ -21,6 +21,7 @@ from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
 from mindspeed_dsa.platforms.base import PlatformName
 from mindspeed_dsa.platforms.npu import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS, PRODUCTS, UNKNOWN
+from mindspeed_dsa.session.beside import PATCHERS
 from mindspeed_dsa.session.environment import checks_of
 from mindspeed_dsa.session.records import MAIN, ROOT, Records, load
 from mindspeed_dsa.tools.compat import trained
@@ -32,6 +33,7 @@ INDEX = "features/README.md"
 NPU = "npu.md"
 ENVIRONMENT = "environment.md"
 TRANSLATIONS = "zh/translations.json"
+BESIDE = "beside.md"
 _NOTHING_TRAINED = trained.Trained()
 
 _HEADER = """\
@@ -148,6 +150,7 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     _fill(pages, problems, docs / ENVIRONMENT, {"checks": environment_checks()})
     for page, chinese in translated(docs, problems).items():
         _fill(pages, problems, page, chinese)
+    _fill(pages, problems, docs / BESIDE, {"libraries": other_libraries()})
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:
@@ -270,6 +273,12 @@ def environment_checks() -> str:
             [f"`{each.name}`", f"{where}{node}", each.subject, each.when, ", ".join(each.levels), each.source]
         )
     return _table(["Check", "Platform", "Looks at", "Speaks when", "Level", "Source"], rows)
+
+
+def other_libraries() -> str:
+    """Libraries that change Megatron in place."""
+    rows = [[each.name, each.changes, "refused" if each.engine else "named", each.do] for each in PATCHERS]
+    return _table(["Library", "Changes", "Beside this one", "What to do"], rows)
 
 
 def _read(path: Path) -> str:

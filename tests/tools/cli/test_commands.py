@@ -69,7 +69,9 @@ def test_doctor_lists_every_feature_when_all_are_off(capsys):
     done = command("doctor", "--json")
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings["problems"]
-    assert set(findings) == {*"versions platform layers features sites environment problems".split()}
+    assert set(findings) == {
+        *"versions megatron beside platform layers features sites environment problems".split()
+    }
     assert [row["name"] for row in findings["features"]] == [f.name for f in all_features()]
     assert findings["versions"]["megatron-core"]
 
