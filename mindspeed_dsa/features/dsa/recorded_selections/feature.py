@@ -167,6 +167,11 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
             f"{flags}: --mtp-use-repeated-layer runs one layer several times, and it selects each time; add "
             "--dsa-indexer-share-for-mtp, or omit the flag"
         )
+    if argument(args, "allgather_cp") and (argument(args, "context_parallel_size") or 1) > 1:
+        yield (
+            f"{flags}: with slime's --allgather-cp a context parallel rank has a piece of the whole pack, "
+            "and not two chunks of each document, by which rows are found here; omit --allgather-cp"
+        )
     if uses_cuda_graphs(args):
         yield (
             f"{flags}: a CUDA graph attends to the keys of the step that it was captured in; omit the "

@@ -236,6 +236,10 @@ def job(**changes) -> SimpleNamespace:
         ({"mtp_use_repeated_layer": True, "mtp_num_layers": 2}, "runs one layer several times"),
         ({"dsa_record_selections": __file__}, "is a file; name a folder"),
         ({"dsa_replay_selections": "/nowhere"}, "holds no recorded selections"),
+        (
+            {"allgather_cp": True, "context_parallel_size": 2},
+            "has a piece of the whole pack, and not two chunks of each document",
+        ),
         ({"cuda_graph_impl": "local"}, "attends to the keys of the step that it was captured in"),
     ],
 )
@@ -243,6 +247,11 @@ def test_jobs_that_cannot(changes, words, tmp_path):
     args = job(**{"dsa_record_selections": str(tmp_path), **changes})
     problems = list(check_selections(args, None))
     assert [words in problem for problem in problems].count(True) == 1, problems
+
+
+def test_whole_packs_of_one_rank_can(tmp_path):
+    args = job(dsa_record_selections=str(tmp_path), allgather_cp=True, context_parallel_size=1)
+    assert not list(check_selections(args, None))
 
 
 def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
