@@ -31,6 +31,16 @@ EXIT_STATUS = 74
 """Status of a process whose recording is not whole, ``EX_IOERR`` of sysexits.h."""
 
 
+def exit_status() -> int | None:
+    """Return the status of a process whose recording is not whole; None: the one that the job ends with.
+
+    torchrun that has restarts left starts all ranks again when one ends with another status than 0, after the
+    last step too: the job would train once more.
+    """
+    most, done = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return None if int(most) > int(done) else EXIT_STATUS
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Selection of one layer, and where it belongs."""
@@ -137,9 +147,9 @@ class Recorder:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
 
     def finish(self) -> None:
-        """Write what is left, and end a process whose recording is not whole with :data:`EXIT_STATUS`."""
+        """Write what is left, and end a process whose recording is not whole with :func:`exit_status`."""
         self.close()
-        if self.failed:
+        if self.failed and exit_status() is not None:
             # Whoever registered later has run; who registered earlier, logging among them, is given its turn
             # here.
             logging.shutdown()
@@ -186,8 +196,8 @@ class Recorder:
     def _stop(self, where: str, error: Exception) -> None:
         self.failed = f"{RECORD} {self._folder}: {error}"
         self._log.error(
-            f"{self.failed}; recording ends at {where}, training goes on, and this process will "
-            f"end with status {EXIT_STATUS}"
+            f"{self.failed}; recording ends at {where}, training goes on, and this process will end with "
+            f"{'its own status' if exit_status() is None else f'status {EXIT_STATUS}'}"
         )
 
     def _write(self, piece: _Piece) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import textwrap
 from dataclasses import replace
@@ -26,6 +26,7 @@ from mindspeed_dsa.features.dsa.recorded_selections.recorder import EXIT_STATUS,
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, RowRun
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.selections import Header, Key, Recording
+from tests.support import warm
 
 TOPK, LENGTH = 3, 8
 HEADER = Header(TOPK, 2, 0, (1, 2))
@@ -115,7 +116,13 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     assert max(most) <= 4 * selection().nbytes
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path):
+@pytest.mark.parametrize(
+    ("max_restarts", "restarts", "raises", "status"),
+    [(0, 0, "", EXIT_STATUS), (3, 1, "", 0), (3, 3, "", EXIT_STATUS), (3, 1, "raise ValueError", 1)],
+)
+def test_a_full_disk_ends_the_recording_and_not_the_training(
+    max_restarts, restarts, raises, status, tmp_path
+):
     script = textwrap.dedent(f"""
         import resource
         from tests.features.dsa.recorded_selections.test_recorder import *
@@ -127,11 +134,17 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path):
             recorder.take(Key(step, 0, 1), rows(), [selection()], False)
         recorder.flush()
         print("trained", flush=True)
+        {raises}
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    launched = {"TORCHELASTIC_MAX_RESTARTS": str(max_restarts), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    done = warm.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **launched},
     )
-    assert done.returncode == EXIT_STATUS, done.stderr
+    assert done.returncode == status, done.stderr
     assert "trained" in done.stdout
     lines = [line for line in done.stderr.splitlines() if "recording ends at step" in line]
     assert len(lines) == 1
