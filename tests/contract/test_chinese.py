@@ -1,7 +1,6 @@
-"""Pages in Chinese say what the English ones say: the same commands in the same order, the same flags.
+"""Pages in Chinese say what the English ones say: the same commands in the same order, flags and messages.
 
-Generated tables are the generator's (`test_records.py` finds stale ones); what is compared is written by
-hand.
+Generated tables are the generator's (`test_records.py` finds stale ones); what is compared is written by hand.
 """
 
 from __future__ import annotations
@@ -55,6 +54,12 @@ def names(page: str) -> list[frozenset[str]]:
     ]
 
 
+def first_cells(page: str) -> list[list[str]]:
+    """Return what stands as code in the first cell of each row of a table: messages, names, commands."""
+    rows = re.findall(r"^\| ((?:`[^`]*`|[^|`])*) \|", BLOCK.sub("", page), flags=re.M)
+    return [re.findall(r"`([^`]*)`", row) for row in rows]
+
+
 def differences(english: str, chinese: str) -> list[str]:
     """Say what one page has and the other has not."""
     found = []
@@ -62,6 +67,8 @@ def differences(english: str, chinese: str) -> list[str]:
     found += [
         f"block {at}: {ours} and {theirs}" for at, (ours, theirs) in enumerate(blocks) if ours != theirs
     ]
+    rows = zip_longest(first_cells(english), first_cells(chinese))
+    found += [f"row {at}: {ours} and {theirs}" for at, (ours, theirs) in enumerate(rows) if ours != theirs]
     sections = zip_longest(names(english), names(chinese), fillvalue=frozenset({"(no section)"}))
     for at, (ours, theirs) in enumerate(sections):
         if ours != theirs:
@@ -79,6 +86,11 @@ def test_a_difference_is_named():
     assert not differences(english, english.replace("trains", "训练").replace("# A", "# 甲"))
     assert differences(english, english.replace("make test", "make")) == [
         "block 0: ('', ['make train', 'make test']) and ('', ['make train', 'make'])"
+    ]
+    row = "| `no such file` or `no file` | a cause |\n"
+    assert not differences(english + row, english + row.replace(" or ", "、"))
+    assert differences(english + row, english + row.replace("such ", "")) == [
+        "row 0: ['no such file', 'no file'] and ['no file', 'no file']"
     ]
     other = english.replace("--use-fused-dsa", "--use-fuse-dsa").replace("HCCL_X_Y=1", "`HCCL_X_Y=1`以及")
     assert differences(english, other) == ["section 1: ['--use-fused-dsa'] and ['--use-fuse-dsa']"]
