@@ -1,4 +1,4 @@
-"""Pages in Chinese say what the English ones say: the same commands in the same order, flags and messages.
+"""Pages in Chinese say what the English ones say: the same commands in the same order, flags, messages.
 
 Generated tables are the generator's (`test_records.py` finds stale ones); what is compared is written by hand.
 """
