@@ -1,0 +1,112 @@
+"""Frameworks that build Megatron's models, and libraries that change Megatron, with their real packages.
+
+``requirements.txt`` has them; what is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.support.ports import free_port
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+STEP = re.compile(r"iteration +(\d+)/ +4 .*?lm loss: (\S+) .*?grad norm: (\S+)")
+
+
+def needs(distribution):
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return pytest.mark.skip(reason=f"{distribution} is not installed")
+    return pytest.mark.timeout(600)
+
+
+def started(script, *arguments, **variables):
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    return out, err
+
+
+def trained(switches, ranks):
+    """Return loss and gradient norm of each step, and all that was printed."""
+    port = str(free_port())
+    jobs = [
+        started(
+            "bridge_job.py",
+            json.dumps(switches),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(ranks)
+    ]
+    said = "".join(text for job in jobs for text in ended(job))
+    steps = {int(step): (float(loss), float(norm)) for step, loss, norm in STEP.findall(said)}
+    assert sorted(steps) == [1, 2, 3, 4], said[-3000:]
+    return steps, said
+
+
+@needs("megatron-bridge")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_bridge_trains_with_and_without_fused_dsa(ranks):
+    stock, alone = trained({}, ranks)
+    fused, said = trained({"use_fused_dsa": True}, ranks)
+    assert "fused-dsa" not in alone
+    assert re.search(r"fused-dsa +API \(use_fused_dsa=True\).* 3 applied", said)
+    assert "sparse_flash_attention runs on the cpu backend" in said
+    for step, (loss, norm) in stock.items():
+        assert fused[step] == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-2))
+    assert stock[4][0] < stock[1][0]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("library", "name", "place"),
+    [
+        pytest.param(
+            "liger",
+            "Liger-Kernel",
+            "megatron.core.fusions.fused_bias_swiglu:SwiGLUFunction",
+            marks=needs("liger-kernel"),
+        ),
+        pytest.param(
+            "mcore_bridge",
+            "ms-swift (mcore-bridge)",
+            "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+            marks=needs("mcore-bridge"),
+        ),
+    ],
+)
+def test_a_library_is_named_and_drops_no_required_patch(library, name, place, order):
+    out, err = ended(started("beside_job.py", library, order))
+    found = json.loads(out.splitlines()[-1])
+    (row,) = found["beside"]
+    assert row["library"] == name
+    assert place in row["places"]
+    assert f"note: {name} has changed " in err
+    assert "failed" not in found["states"].values()
+    assert "applied" in found["states"].values()
