@@ -1,6 +1,6 @@
 """Pages in Chinese say what the English ones say: the same commands in the same order, flags, messages.
 
-Generated tables are the generator's (`test_records.py` finds stale ones); what is compared is written by hand.
+Generated tables are the generator's (`test_records.py` finds stale ones); the rest is written by hand.
 """
 
 from __future__ import annotations
