@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from itertools import groupby
+from math import inf
+from operator import attrgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import lists, megatron_order, recorded, report
-from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule
+from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule, Unit
 from mindspeed_dsa.schedule.report import Figures, figures
 from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
 
@@ -42,13 +46,13 @@ class Beside(NamedTuple):
 
 
 def compare(folder: Path, megatron: Megatron) -> Beside:
-    """Read a recorded step and simulate it with the median time of each kind of event in each stage.
+    """Read a recorded step and simulate it with the times that its events, messages and rests took.
 
     Raises:
         SettingsError: the files are missing or damaged.
     """
     layout, real = recorded.read(folder)
-    simulated = simulate(_schedule(layout, megatron), Costs(measured=_measured(real)))
+    simulated = simulate(schedule_of(layout, megatron), _costs(real))
     other = []
     for rank, (ours, theirs) in enumerate(zip(real.ranks, simulated.ranks, strict=True)):
         pairs = [(a.event == b.event) for a, b in zip(ours, theirs, strict=False)]
@@ -57,7 +61,7 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
     return Beside(real, simulated, other, _differences(real, simulated))
 
 
-def _schedule(layout: recorded.Layout, megatron: Megatron) -> Schedule:
+def schedule_of(layout: recorded.Layout, megatron: Megatron) -> Schedule:
     """Return the lists that a recorded step was to run."""
     if layout.v_shaped:
         return lists.dual_pipe_v(layout.ranks, layout.microbatches, layout.paired, layout.split)
@@ -71,6 +75,48 @@ def _schedule(layout: recorded.Layout, megatron: Megatron) -> Schedule:
         extra_warmup=layout.extra_warmup,
     )
     return lists.weights_later(schedule, layout.waiting) if layout.split else schedule
+
+
+def _costs(timeline: Timeline) -> Costs:
+    """Return what a recorded step's simulation is to cost.
+
+    That is the median time of each kind of event in each stage, the median time of a message that was waited
+    for, and, where nothing was, the mean time from one event of a rank to the next.
+    """
+    messages, rests = [], []
+    for start, free, sent in _starts(timeline):
+        if sent > free and start >= sent:
+            messages.append(start - sent)
+    p2p = median(messages) if messages else 0.0
+    for start, free, sent in _starts(timeline):
+        if free > -inf and sent + p2p <= free:
+            rests.append(max(start - free, 0.0))
+    return Costs(measured=_measured(timeline), p2p=p2p, between=fmean(rests) if rests else 0.0)
+
+
+def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
+    """Yield of each block its start, the end of the rank's block before, and of what it gets from others.
+
+    What there is not has ended long ago.
+    """
+    schedule = timeline.schedule
+    ends: dict[Unit | None, tuple[int, float]] = {
+        schedule.next_unit(rank, span.event): (rank, span.end)
+        for rank, spans in enumerate(timeline.ranks)
+        for span in spans
+        if span.event.kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    for rank, spans in enumerate(timeline.ranks):
+        free = -inf
+        for start, block in groupby(spans, key=attrgetter("start")):
+            sent = -inf
+            for span in block:
+                event = span.event
+                unit = (event.kind, schedule.stage(rank, event.chunk), event.microbatch)
+                sender, end = ends.get(unit, (rank, -inf))
+                sent, last = max(sent, end if sender != rank else -inf), span.end
+            yield start, free, sent
+            free = last
 
 
 def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:

@@ -105,6 +105,7 @@ class Costs:
         all_to_all_forward: dispatch and combine of a forward, alone on the link.
         all_to_all_backward: of a backward.
         p2p: from the end of an event to the start of the one that it feeds on another rank.
+        between: from the end of an event to the start of the rank's next one, where that waits for nothing.
         recompute: of a forward that is recomputed.
         hidden_in_pairs: share of the all-to-all that a pair of independent events hides.
         hidden_alone: share that an event by itself hides, behind its shared expert and its weight gradients.
@@ -121,6 +122,7 @@ class Costs:
     all_to_all_forward: float = 0.0
     all_to_all_backward: float = 0.0
     p2p: float = 0.0
+    between: float = 0.0
     recompute: float = 1.0
     hidden_in_pairs: float = 1.0
     hidden_alone: float = 0.0

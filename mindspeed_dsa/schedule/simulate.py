@@ -131,7 +131,7 @@ class _Simulation:
             part = hidden * own / sum(communication) if sum(communication) else 0.0
             self.spans[rank].append(Span(event, rank, start, end, own, part))
             self.end[self._unit(rank, event)] = end
-        self.free[rank] = end
+        self.free[rank] = end + self.costs.between
 
     def _arrival(self, rank: int, unit: Unit) -> float:
         return self.end[unit] + (self.costs.p2p if self.schedule.rank_of(unit[1]) != rank else 0.0)

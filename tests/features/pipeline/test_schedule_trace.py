@@ -123,6 +123,28 @@ def test_another_order_is_a_problem(folder, capsys):
     assert "rank 1 ran another order than the schedule says, from its event 1 on" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        recorded.Layout(2, 1, 6, 2, False, False),
+        recorded.Layout(4, 2, 8, 4, True, True),
+        recorded.Layout(4, 2, 9, 4, False, False, split=True, v_shaped=True),
+    ],
+    ids=["1F1B", "pairs", "DualPipeV"],
+)
+def test_a_recording_is_simulated_with_what_it_took(layout, tmp_path):
+    """Of events, messages and rests: if nothing else happens, the simulation is the recording again."""
+    took = Costs(forward=2.0, p2p=0.25, between=0.125)  # as long as a backward, so that pairs halve it
+    real = simulate(beside.schedule_of(layout, Megatron()), took)
+    for rank, spans in enumerate(real.ranks):
+        text = recorded.text(layout, {"pp": rank}, 3, list(spans))
+        (tmp_path / f"rank-{rank:05d}.json").write_text(text)
+    found, simulated = beside.compare(tmp_path, Megatron()).figures()
+    assert found.bubble_fraction > 0
+    assert simulated.step_time == pytest.approx(real.step_time, rel=1e-6)
+    assert simulated.bubble_fraction == pytest.approx(found.bubble_fraction, rel=1e-6)
+
+
 def test_where_durations_differ_most(folder):
     file = folder / "rank-00000.json"
     rows = json.loads(file.read_text())["spans"]
