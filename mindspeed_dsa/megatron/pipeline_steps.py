@@ -87,7 +87,7 @@ _followers: ContextVar[tuple[Follower, ...]] = ContextVar("followers of a step",
 
 @contextlib.contextmanager
 def noted(event: Event) -> Iterator[None]:
-    """Have all followers note an event that is no call of Megatron's, or the rest of one that was."""
+    """Have all followers note an event that is no call of Megatron's."""
     for follower in _followers.get():
         follower.before([event])
     yield

@@ -120,18 +120,12 @@ def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
 
 
 def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:
-    """Half of a pair's time counts for each of the two; of backwards those count that are split, if any."""
+    """Half of a pair's time counts for each of the two."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank, spans in enumerate(timeline.ranks):
-        later = [each.event for each in spans if each.event.kind is Kind.WEIGHT]
-        split = {(event.chunk, event.microbatch) for event in later}
         for span in spans:
-            chunk, microbatch = span.event.chunk, span.event.microbatch
-            some = any(event.chunk == chunk for event in later)
-            if span.event.kind is Kind.BACKWARD and some and (chunk, microbatch) not in split:
-                continue
             share = 1.0 if span.event.pair is None else 0.5
-            stage = timeline.schedule.stage(rank, chunk)
+            stage = timeline.schedule.stage(rank, span.event.chunk)
             durations[span.event.kind, stage].append(share * (span.end - span.start))
     return {key: median(times) for key, times in durations.items()}
 

@@ -7,7 +7,7 @@ DualPipe, cut in half so that each rank holds two stages and nothing twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from mindspeed_dsa.patches.errors import SettingsError
@@ -67,7 +67,8 @@ def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool 
         ranks: pipeline parallel size.
         microbatches: per step, at least twice the ranks.
         paired: such a forward and backward share a block.
-        split: weight gradients that would hold up another rank wait, and fill the end.
+        split: weight gradients that would hold up another rank wait, and fill the end. All others are
+            computed with their backward if it shares a block, else right after its input's gradient.
 
     Raises:
         SettingsError: there are too few microbatches.
@@ -77,11 +78,18 @@ def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool 
             f"DualPipeV needs at least {2 * ranks} microbatches on {ranks} pipeline ranks, not {microbatches}"
         )
     ranks_events = [_DualPipeV(ranks, rank, microbatches, split).events() for rank in range(ranks)]
-    lists = tuple(
-        tuple(event if paired else replace(event, pair=None) for event in events) for events in ranks_events
-    )
+    lists = tuple(tuple(events if paired else _unpaired(tuple(events), split)) for events in ranks_events)
     name = "DualPipeV" + ", split backward" * split
     return Schedule(name, lists, 2, microbatches, v_shaped=True)
+
+
+def _unpaired(events: Sequence[Event], split: bool) -> Iterator[Event]:
+    """Yield a rank's events, each alone; where backwards are split, each has its weight gradients apart."""
+    later = {(event.chunk, event.microbatch) for event in events if event.kind is Kind.WEIGHT}
+    for event in events:
+        yield replace(event, pair=None)
+        if split and event.kind is Kind.BACKWARD and (event.chunk, event.microbatch) not in later:
+            yield Event(Kind.WEIGHT, event.chunk, event.microbatch)
 
 
 def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:

@@ -90,21 +90,20 @@ class WaitingGradients:
         self.most_units = max(self.most_units, len(waiting))
         self.most_bytes = max(self.most_bytes, _bytes(each for queue in waiting for each in queue))
 
-    def run(self, chunk: int, microbatch: int, listed: bool = True) -> None:
+    def run(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients of one backward; nothing is done a second time.
 
         Args:
             chunk: of the backward.
             microbatch: of it.
-            listed: the schedule has them as an event of their own; else they belong to the backward.
         """
         queue = self._queues.pop((chunk, microbatch), None)
         if queue is None:
             return
         self._left[chunk] -= 1
         reduction, last = self._reductions[chunk], self._left[chunk] == 0
-        event = Event(Kind.WEIGHT if listed else Kind.BACKWARD, chunk, microbatch)
-        with pipeline_steps.noted(event), reduction.reducing(last):
+        event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
+        with event, reduction.reducing(last):
             _give(queue)
             gathered_weights.reduce_late_gradients(self._chunks[chunk])
         if last:

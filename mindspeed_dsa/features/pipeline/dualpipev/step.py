@@ -95,11 +95,6 @@ class _Step:
         self._pipeline = state.get_pipeline_model_parallel_group()
         self._context_ranks = state.get_context_parallel_world_size()
         self._list = self._schedule()
-        self._later = {
-            (event.chunk, event.microbatch)
-            for event in self._list.ranks[self._pipeline.rank()]
-            if event.kind is Kind.WEIGHT
-        }
         self._events: dict[Kind, Callable[[Event], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -189,8 +184,6 @@ class _Step:
             self._waiting.ran_backward(event.chunk)
         if gradient is not None:
             self._transfers.hand_on(event, gradient)
-        if self._waiting is not None and unit not in self._later:
-            self._waiting.run(*unit, listed=False)
         self._sync.after(event)
 
     def _give_weights(self, event: Event) -> None:

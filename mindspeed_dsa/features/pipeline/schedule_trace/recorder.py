@@ -49,11 +49,7 @@ class Recorder(pipeline_steps.Follower):
     def after(self, events: Sequence[Event]) -> None:
         """Mark where it ends."""
         end = _mark()
-        for event in events:
-            start = self._start
-            if self._marks and self._marks[-1][0] == event:  # its rest: weight gradients of a whole backward
-                start = self._marks.pop()[1]
-            self._marks.append((event, start, end))
+        self._marks += [(event, self._start, end) for event in events]
 
     def ends(self, step: dict[str, Any]) -> None:
         """Write this rank's file."""
