@@ -11,7 +11,9 @@ from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.schedule import beside, lists, recorded
 from mindspeed_dsa.schedule.events import Costs, Kind
+from mindspeed_dsa.schedule.report import figures
 from mindspeed_dsa.schedule.simulate import simulate
+from tests.features.pipeline.dualpipev import in_flight
 from tests.support import model
 from tests.support.model import losses_of, put_together
 
@@ -21,7 +23,7 @@ V = {"schedules_method": "dualpipev"}
 def trained(pool, folder, ranks, microbatches, layers, pp, only="router", **more):
     switches = {**V, "trace_schedule": str(folder), "trace_schedule_step": 1, **more.pop("switches", {})}
     return pool.run(
-        "tests.support.model:run",
+        "tests.features.pipeline.dualpipev.in_flight:run",
         ranks,
         switches=switches,
         overrides={"num_layers": layers, **more.pop("overrides", {})},
@@ -32,6 +34,16 @@ def trained(pool, folder, ranks, microbatches, layers, pp, only="router", **more
         vpp=2,
         **more,
     )
+
+
+def assert_as_many_alive_as_listed(ranks, schedule, pp):
+    """Forwards whose activations are alive, before each block and at most, of one pipeline's ranks."""
+    everything_waits = Costs(weight_activations=1.0)
+    kept = figures(simulate(schedule, everything_waits), everything_waits).peak_memory
+    for rank in range(pp):
+        own = ranks[rank * len(ranks) // pp]
+        assert own["counts"] == in_flight.listed(schedule, rank)
+        assert own["most"] == kept[rank]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +75,7 @@ def test_the_recorded_order_is_the_list(pool, tmp_path, pp, microbatches, layers
     assert layout.v_shaped
     listed = lists.dual_pipe_v(pp, microbatches, paired=False)
     assert found.schedule.ranks == listed.ranks
+    assert_as_many_alive_as_listed(ranks, listed, pp)
     assert beside.compare(tmp_path, Megatron()).other_order == []
     assert main(["schedule", "--beside", str(tmp_path)]) == 0
     assert "DualPipeV" in capsys.readouterr().out
@@ -80,7 +93,11 @@ def test_weight_gradients_wait_where_the_list_has_them(pool, tmp_path, pp, layer
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not ours[name].equal(theirs[name])] == []
     _, found = recorded.read(tmp_path)
-    assert found.schedule.ranks == lists.dual_pipe_v(pp, microbatches, paired=False, split=True).ranks
+    listed = lists.dual_pipe_v(pp, microbatches, paired=False, split=True)
+    assert found.schedule.ranks == listed.ranks
+    weights = [event for events in listed.ranks for event in events if event.kind is Kind.WEIGHT]
+    assert len(weights) == pp * 2 * microbatches
+    assert_as_many_alive_as_listed(ranks, listed, pp)
     assert beside.compare(tmp_path, Megatron()).other_order == []
 
 
@@ -90,7 +107,9 @@ def test_pairs_share_blocks(pool, tmp_path):
     assert [len(losses_of(rank)) for rank in ranks] == [0, 0, 5, 5]
     layout, found = recorded.read(tmp_path)
     assert layout.paired
-    assert found.schedule.ranks == lists.dual_pipe_v(2, 5).ranks
+    listed = lists.dual_pipe_v(2, 5)
+    assert found.schedule.ranks == listed.ranks
+    assert_as_many_alive_as_listed(ranks, listed, 2)
     assert any(event.pair is not None for event in found.schedule.ranks[0])
 
 

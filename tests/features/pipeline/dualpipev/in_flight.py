@@ -1,0 +1,134 @@
+"""Chunk forwards whose activations are alive, counted in a training step; runs in the pool's workers.
+
+A forward is alive as long as anything that it has made and saved for its backward is: in the graph, or with
+weight gradients that wait. Left out are what outlives the step, such as weights; a forward's input and
+indices, of which Megatron's modules keep the last; and the loss function's mask, which is the job's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from inspect import signature
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mindspeed_dsa.schedule.events import Kind, Schedule
+from tests.support import model
+
+Counts = list[tuple[str, int]]
+"""Of each block, except weight gradients that wait: kinds of its events, and forwards alive before it."""
+
+
+def run(**arguments: Any) -> dict[str, Any]:
+    """Run :func:`model.run`; ``counts`` are those of a rank, ``most`` is the largest number alive at once."""
+    live = _Live()
+    train_step = model.train_step
+
+    def watched(*args: Any) -> Any:
+        with live.watching():
+            return train_step(*args)
+
+    with mock.patch.object(model, "train_step", watched):
+        result = model.run(**arguments)
+    return {**result, "counts": live.counts(), "most": live.most()}
+
+
+def listed(schedule: Schedule, rank: int) -> Counts:
+    """Return what the counts of a rank should be, by its list."""
+    later = {(e.chunk, e.microbatch) for e in schedule.ranks[rank] if e.kind is Kind.WEIGHT}
+    now, found = 0, []
+    for block in schedule.blocks(rank):
+        if block[0].kind is not Kind.WEIGHT:
+            found.append(("".join(event.kind.value for event in block), now))
+        for event in block:
+            waits = event.kind is Kind.BACKWARD and (event.chunk, event.microbatch) in later
+            now += 1 if event.kind is Kind.FORWARD else 0 if waits else -1
+    return found
+
+
+class _Live:
+    """Storages that each forward has saved, in the order of forwards, and which of them are alive when."""
+
+    def __init__(self) -> None:
+        self._saved: list[list[StorageWeakRef]] = []
+        self._looks: list[tuple[str, list[set[int]]]] = []
+        self._block = ""
+        self._input: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what the forwards of a step save, and what is alive before each block."""
+        schedules, combined = (
+            import_module(f"megatron.core.pipeline_parallel.{name}")
+            for name in ("schedules", "combined_1f1b")
+        )
+        with (
+            saved_tensors_hooks(self._pack, lambda kept: kept),
+            self._noted(schedules, "forward_step", lambda **_: "F"),
+            self._noted(schedules, "backward_step", lambda **_: "B"),
+            self._noted(combined, "combined_forward_backward_step", _kinds),
+            mock.patch.object(model, "loss_of", self._apart(model.loss_of)),
+        ):
+            yield
+        outlive = self._alive()
+        for _, alive in self._looks:
+            for forward, persisting in zip(alive, outlive, strict=False):
+                forward -= persisting
+
+    def _noted(self, module: Any, name: str, kinds: Callable[..., str]) -> Any:
+        original = getattr(module, name)
+        parameters = signature(original)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._block:  # which calls it
+                return original(*args, **kwargs)
+            given = parameters.bind(*args, **kwargs).arguments
+            self._block, entered = kinds(**given), given.get("input_tensor")
+            self._input = None if entered is None else entered.untyped_storage()._cdata
+            self._looks.append((self._block, self._alive()))
+            if "F" in self._block:
+                self._saved.append([])
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._block = ""
+
+        return mock.patch.object(module, name, call)
+
+    def _apart(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
+        def loss_of(*args: Any) -> Any:
+            with saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+                return loss_function(*args)
+
+        return loss_of
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if "F" in self._block and tensor.is_floating_point() and storage._cdata != self._input:
+            self._saved[-1].append(StorageWeakRef(storage))
+            if len(self._saved[-1]) == 1:
+                self._looks.append(("", self._alive()))
+        return tensor
+
+    def _alive(self) -> list[set[int]]:
+        return [{index for index, each in enumerate(refs) if not each.expired()} for refs in self._saved]
+
+    def counts(self) -> Counts:
+        """Return how many forwards were alive before each block."""
+        return [(events, sum(map(bool, alive))) for events, alive in self._looks if events]
+
+    def most(self) -> int:
+        """Return how many were alive at once."""
+        return max(sum(map(bool, alive)) for _, alive in self._looks)
+
+
+def _kinds(f_model: Any, b_model: Any, **_: Any) -> str:
+    return "F" * (f_model is not None) + "B" * (b_model is not None)
