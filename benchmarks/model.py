@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 
@@ -45,3 +46,15 @@ def latent_layers(**sizes: Any) -> dict[str, Any]:
     return deterministic_layers(
         **{"multi_latent_attention": True, "rope_type": "rope", "qk_layernorm": True, **sizes}
     )
+
+
+def global_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return a chunk's parameters by the names that they have in a model on one rank."""
+    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    named = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + offset)
+        named[".".join(parts)] = parameter
+    return named

@@ -11,6 +11,7 @@ CELLS = {
     "halves": "benchmarks.pipeline.halves",
     "recompute": "benchmarks.pipeline.recompute",
     "split": "benchmarks.pipeline.split",
+    "dualpipev": "benchmarks.pipeline.dualpipev",
 }
 """By the name that ``--only`` takes: a module."""
 

@@ -1,8 +1,9 @@
-"""Training steps of a dense model on real pipeline ranks, with and without a feature."""
+"""Training steps of a model on real pipeline ranks, with and without a feature, under any schedule."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.linkbed import LinkBed
-from benchmarks.model import deterministic_layers
+from benchmarks.model import deterministic_layers, global_names
 
 VOCABULARY = 256
+Step = Callable[[AbstractContextManager[Any]], dict[str, Tensor]]
+"""Runs a step inside of the context that it is given; returns this rank's losses and gradients by name."""
 
 
 @dataclass(frozen=True)
@@ -53,39 +56,51 @@ def on_ranks(measure: str, ranks: int, chunks: int, sizes: Sizes) -> tuple[list[
 
 def dense_step(
     chunks: int, sizes: Sizes, switches: Mapping[str, Any], config: Mapping[str, Any] | None = None
-) -> Callable[[AbstractContextManager[Any]], dict[str, Tensor]]:
-    """Return a training step without the optimizer's, which returns this rank's losses and gradients.
+) -> Step:
+    """Return a training step of a dense model, on as many pipeline ranks as there are processes.
 
     Args:
-        chunks: of a rank; there are as many pipeline ranks as processes.
+        chunks: of a rank.
         sizes: of the model and the batch.
         switches: for ``mindspeed_dsa.enable``.
         config: more of Megatron's configuration.
-
-    Returns:
-        What runs a step inside of the context that it is given.
     """
     import mindspeed_dsa
 
     mindspeed_dsa.enable(**switches)
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=dist.get_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    cfg = _configuration(chunks, sizes, config or {})
+    return pipeline_step(chunks, sizes, config or {})
+
+
+def pipeline_step(chunks: int, sizes: Sizes, config: Mapping[str, Any]) -> Step:
+    """Return a training step without the optimizer's, where features are on and process groups exist.
+
+    Weights depend on their names alone, and the batch on the data parallel rank: a step gives the same
+    losses and gradients wherever layers lie.
+
+    Args:
+        chunks: of a rank.
+        sizes: of the model and the batch.
+        config: more of Megatron's configuration.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    cfg = _configuration(chunks, sizes, config)
     models = []
     for stage in range(chunks):
         place = {"ignore_virtual": False, "vp_stage": stage if chunks > 1 else None}
         chunk = GPTModel(
             config=cfg,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
+            transformer_layer_spec=get_gpt_layer_local_spec(cfg.num_moe_experts, moe_grouped_gemm=False),
             vocab_size=VOCABULARY,
             max_sequence_length=sizes.tokens,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -93,17 +108,20 @@ def dense_step(
             position_embedding_type="rope",
             vp_stage=place["vp_stage"],
         )
+        _fill(chunk)
         models.append(DistributedDataParallel(cfg, DistributedDataParallelConfig(), chunk))
-    batch = torch.randint(
-        0, VOCABULARY, (sizes.microbatches, 1, sizes.tokens + 1), generator=torch.Generator().manual_seed(0)
-    )
+    noise = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    batch = torch.randint(0, VOCABULARY, (sizes.microbatches, 1, sizes.tokens + 1), generator=noise)
 
     def step(variant: AbstractContextManager[Any]) -> dict[str, Tensor]:
+        # Looked up now: other features may be on than when the model was built.
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
         for model in models:
             model.zero_grad_buffer()
         with variant:
             losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=[iter(batch) for _ in models] if chunks > 1 else iter(batch),
                 model=models if chunks > 1 else models[0],
                 num_microbatches=sizes.microbatches,
@@ -112,16 +130,25 @@ def dense_step(
                 forward_only=False,
             )
         gradients = {
-            f"{index} {name}": weight.main_grad.clone()
-            for index, model in enumerate(models)
-            for name, weight in model.named_parameters()
+            name: weight.main_grad.clone()
+            for model in models
+            for name, weight in global_names(model.module).items()
         }
         return gradients | {f"loss {index}": each["loss"] for index, each in enumerate(losses)}
 
     return step
 
 
+@torch.no_grad()
+def _fill(chunk: torch.nn.Module) -> None:
+    """Fill matrices by their names in the whole model; all others are ones."""
+    for name, weight in global_names(chunk).items():
+        if weight.dim() > 1:
+            weight.normal_(std=0.02, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
 def _configuration(chunks: int, sizes: Sizes, more: Mapping[str, Any]) -> Any:
+    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -130,7 +157,7 @@ def _configuration(chunks: int, sizes: Sizes, more: Mapping[str, Any]) -> Any:
             hidden_size=sizes.hidden,
             num_attention_heads=8,
             masked_softmax_fusion=False,
-            pipeline_model_parallel_size=dist.get_world_size(),
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
             pipeline_dtype=torch.float32,
             overlap_p2p_comm=chunks > 1,
@@ -141,10 +168,12 @@ def _configuration(chunks: int, sizes: Sizes, more: Mapping[str, Any]) -> Any:
     )
 
 
-def _forward_step(iterator: Iterator[Tensor], model: Any) -> Any:
+def forward_step(iterator: Iterator[Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
+    """Run one microbatch's forward, or return its plan, as Megatron's schedules ask for it."""
     tokens = next(iterator)
-    places = torch.arange(tokens.size(1) - 1).unsqueeze(0)
-    return model(tokens[:, :-1], places, None, labels=tokens[:, 1:]), _loss
+    places = torch.arange(tokens.size(1) - 1).expand(tokens.size(0), -1)
+    call = model.build_schedule_plan if return_schedule_plan else model
+    return call(tokens[:, :-1], places, None, labels=tokens[:, 1:]), _loss
 
 
 def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

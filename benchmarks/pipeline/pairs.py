@@ -21,11 +21,11 @@ from benchmarks.model import deterministic_layers
 from benchmarks.moe import problem
 from benchmarks.moe.overlap import copy_rows
 from benchmarks.moe.problem import deviation, minima, start
+from benchmarks.pipeline.dense_steps import VOCABULARY, forward_step
 from benchmarks.registry import Metrics
 
 SWITCH = {"moe_fb_overlap": True}
 OTHER = {"moe_alltoall_overlap_comm": True}
-VOCABULARY = 256
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ def step_of(
     def step(name: str, microbatches: int = sizes.microbatches) -> dict[str, Tensor]:
         cfg.overlap_moe_expert_parallel_comm = name.startswith("pairs")
         model.zero_grad_buffer()
-        with _copies() if name == "no transfers" else contextlib.nullcontext():
+        with copies() if name == "no transfers" else contextlib.nullcontext():
             losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=iter(batch[:microbatches]),
                 model=model,
                 num_microbatches=microbatches,
@@ -204,19 +204,8 @@ def _configuration(sizes: Sizes, **overrides: Any) -> Any:
     )
 
 
-def _forward_step(iterator: Iterator[Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
-    tokens = next(iterator)
-    places = torch.arange(tokens.size(1) - 1).expand(tokens.size(0), -1)
-    call = model.build_schedule_plan if return_schedule_plan else model
-    return call(tokens[:, :-1], places, None, labels=tokens[:, 1:]), _loss
-
-
-def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}
-
-
 @contextlib.contextmanager
-def _copies() -> Iterator[None]:
+def copies() -> Iterator[None]:
+    """Copy in place of every all-to-all, whose rows are then wrong."""
     with mock.patch.object(dist, "all_to_all_single", copy_rows):
         yield

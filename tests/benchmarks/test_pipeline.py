@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from benchmarks.moe.problem import Timing
-from benchmarks.pipeline import CELLS, recompute, recomputed_pairs, run, split
+from benchmarks.pipeline import CELLS, dualpipev, recompute, recomputed_pairs, run, split
 from benchmarks.pipeline.pairs import metrics
 from benchmarks.pipeline.simulated import run as simulated
 
@@ -99,3 +101,21 @@ def test_ratios_of_split_steps():
     assert found["split_backward_removed"] == pytest.approx(0.2 / (2 * 0.05))
     assert (found["step_ratio"], found["step_ratio_least"]) == (pytest.approx(1 / 1.2), pytest.approx(0.9))
     assert found["step_ratio_simulated"] == pytest.approx(13 / 15)
+
+
+def test_ratios_of_schedules_in_turns():
+    """Simulated with what a stock step loses to all-to-alls: here a third, as on the page of schedules."""
+    place = dataclasses.replace(dualpipev.places(64)["PP2 x EP2"], ranks=4)
+    steps = {"1F1B": 1.2, "interleaved": 1.5, "interleaved, pairs": 1.1, "DualPipeV, pairs": 1.21}
+    times = {name: Timing(value, 0.1, value) for name, value in {**steps, "no transfers": 1.0}.items()}
+    found = dualpipev.metrics(
+        place, 16, {"times": times, "deviation": 0.0}, {"1F1B": [(0.1, 0.1), (0.2, 0.1)]}
+    )
+    assert found["dualpipe_over_interleaved"] == pytest.approx(1.1)
+    simulated = found["step_over_stock_simulated"]
+    assert simulated["interleaved, pairs"] == pytest.approx(117 / 157.5)
+    assert found["dualpipe_over_interleaved_simulated"] == pytest.approx(125 / 117)
+    assert found["step_over_stock"]["no transfers"] == pytest.approx(1 / 1.5)
+    compared = found["bubbles"]["1F1B"]
+    assert compared["recorded_over_simulated"] == pytest.approx(1.5)
+    assert not compared["is_within_bound"]

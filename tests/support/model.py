@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.model import deterministic_layers
+from benchmarks.model import deterministic_layers, global_names
 
 VOCABULARY = 64
 SEQUENCE = 20  # no other dimension of the model has this size
@@ -161,18 +161,6 @@ def freeze(chunk: torch.nn.Module, name: str) -> torch.nn.Module:
         for parameter in module.parameters():
             parameter.main_grad = parameter.detach()  # data parallelism gives it none
     return chunk
-
-
-def global_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters by the name they have in a model on one rank."""
-    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
-    named = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(int(parts[2]) + offset)
-        named[".".join(parts)] = parameter
-    return named
 
 
 @torch.no_grad()
