@@ -46,7 +46,7 @@ class Follower:
         """Note that a forward, a backward, both in one block, or a backward's weight gradients come next."""
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
-        """Surround a forward."""
+        """Surround a forward; in a pair the backward beside it, too."""
         return contextlib.nullcontext()
 
     def after(self, events: Sequence[Event]) -> None:
@@ -182,8 +182,10 @@ def follow_pairs(original: _Function, follower: Follower) -> _Function:
         if bound["b_model"] is not None:
             events.append(follower.backward_of(bound["b_output_tensor"], pair))
         follower.before(events)
-        result = original(*args, **kwargs)
-        if bound["f_model"] is not None:
+        forward = bound["f_model"] is not None
+        with follower.during(events[0]) if forward else contextlib.nullcontext():
+            result = original(*args, **kwargs)
+        if forward:
             follower.remember(result[0], events[0])
         follower.after(events)
         return result

@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -155,6 +156,10 @@ class DeferredGradient:
         self._gradients.append(gradient)
         return self.weight.new_empty(0)
 
+    def is_in(self, queue: MutableSequence[Queued] | None) -> bool:
+        """Return whether the gradient is left in that queue."""
+        return False
+
 
 class Queued(NamedTuple):
     """A gradient that backward has left uncomputed."""
@@ -181,6 +186,10 @@ class QueuedGradient(DeferredGradient):
         """Leave it in the queue."""
         self._queue.append(Queued(self.weight, gradient, tuple(operands)))
         return self.weight.new_empty(0)
+
+    def is_in(self, queue: MutableSequence[Queued] | None) -> bool:
+        """Return whether it is this one."""
+        return self._queue is queue
 
 
 class _Deferral(torch.autograd.Function):
@@ -252,15 +261,43 @@ def also_queued(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
     return defer_gradients(weights, lambda weight: QueuedGradient(weight, queue))
 
 
-def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, whose calls leave gradients in the queue of now; for what is run again later."""
+def are_queued() -> bool:
+    """Return whether functions that are called now leave gradients in a queue."""
+    return _queue.get() is not None
+
+
+def queueing_of_now() -> Callable[[], AbstractContextManager[None]]:
+    """Return what has functions leave gradients in the queue of now, or in none; for what is run again later.
+
+    At that time another forward's queue may be in use.
+    """
     queue = _queue.get()
     if queue is None:
-        return function
+        return _nothing_queued
     weights = [each.weight for each in _deferred.get().values() if isinstance(each, QueuedGradient)]
+    return partial(queue_gradients, weights, queue)
+
+
+@contextlib.contextmanager
+def _nothing_queued() -> Iterator[None]:
+    deferred, queue = _deferred.get(), _queue.get()
+    tokens = (
+        _queue.set(None),
+        _deferred.set({key: each for key, each in deferred.items() if not each.is_in(queue)}),
+    )
+    try:
+        yield
+    finally:
+        _queue.reset(tokens[0])
+        _deferred.reset(tokens[1])
+
+
+def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose calls leave gradients where they do now; for what is run again later."""
+    as_now = queueing_of_now()
 
     def queueing(*args: Any, **kwargs: Any) -> Any:
-        with queue_gradients(weights, queue):
+        with as_now():
             return function(*args, **kwargs)
 
     return queueing

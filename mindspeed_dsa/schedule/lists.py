@@ -39,7 +39,7 @@ def weights_later(schedule: Schedule, most: int | None = None) -> Schedule:
     On each rank as many wait as its number, which fills the waits at the end; more fill nothing.
 
     Args:
-        schedule: without pairs, whose backwards are whole.
+        schedule: whose backwards are whole, in pairs or alone.
         most: that may wait on any rank, of one chunk and microbatch each.
     """
     lists = (
@@ -68,7 +68,7 @@ def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool 
         microbatches: per step, at least twice the ranks.
         paired: such a forward and backward share a block.
         split: weight gradients that would hold up another rank wait, and fill the end. All others are
-            computed with their backward if it shares a block, else right after its input's gradient.
+            computed right after their input's gradient, or, where some backwards share blocks, with it.
 
     Raises:
         SettingsError: there are too few microbatches.

@@ -7,6 +7,7 @@ from functools import partial
 from tests.distributed.flags import (
     BF16,
     EP2,
+    ETP1,
     FOUR_MICROBATCHES,
     FSDP2,
     FULL_RECOMPUTE,
@@ -15,6 +16,7 @@ from tests.distributed.flags import (
     GROUP,
     ON_HOST,
     OVERLAP,
+    PAIRS,
     PP2,
     PP4,
     RECOMPUTED,
@@ -38,6 +40,7 @@ sharded = partial(split, both=FSDP2, watched=(events.WAITED, events.GATHERED))
 overlapped = partial(
     split, both={**FUSED, "moe_alltoall_overlap_comm": True}, watched=(events.WAITED, events.STARTED)
 )
+paired = partial(split, both={**FUSED, **PAIRS}, watched=(events.WAITED, events.STARTED))
 
 PIPELINES = (
     split("PP2", 2, PP2, SHALLOW),
@@ -68,6 +71,48 @@ PIPELINES = (
         4,
         f"{PP2} {FULLY_SHARDED} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}",
         SHALLOW,
+    ),
+    paired("PP2 x VPP2 x EP2, pairs", 4, f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES}", SHALLOW),
+    paired(
+        "PP2 x VPP2 x EP2, pairs, distributed optimizer, overlap",
+        4,
+        f"{PP2} {VPP2} {EP2} {REPLICAS}",
+        SHALLOW,
+    ),
+    paired(
+        "PP2 x VPP2 x EP2, pairs, layers recomputed, MTP",
+        4,
+        f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}",
+        SHALLOW_MTP,
+    ),
+    paired(
+        "PP2 x VPP2 x EP2, pairs, grouped experts recomputed in bubbles",
+        4,
+        f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {STACKED} {FULL_RECOMPUTE}",
+        SHALLOW,
+        both={**FUSED, **PAIRS, **GROUP, "recompute_in_bubble": True},
+    ),
+    paired(
+        "PP2 x VPP2 x TP2+SP x EP2, pairs",
+        4,
+        f"{PP2} {VPP2} {TP2} {EP2} {ETP1} {FOUR_MICROBATCHES}",
+        SHALLOW,
+    ),
+    paired(
+        "PP2 x VPP2 x EP2, pairs, FSDP2",
+        4,
+        f"{PP2} {VPP2} {EP2} {FULLY_SHARDED} {FOUR_MICROBATCHES}",
+        SHALLOW,
+        both={**FSDP2, **PAIRS},
+        watched=(events.WAITED, events.GATHERED, events.STARTED),
+    ),
+    paired(
+        "PP2 x VPP2 x EP2, pairs, FSDP2, layers recomputed",
+        4,
+        f"{PP2} {VPP2} {EP2} {FULLY_SHARDED} {FOUR_MICROBATCHES} {FULL_RECOMPUTE}",
+        SHALLOW,
+        both={**FSDP2, **PAIRS},
+        watched=(events.WAITED, events.GATHERED, events.STARTED),
     ),
     overlapped("PP2 x EP2, all-to-alls overlapped", 4, f"{PP2} {EP2}", SHALLOW),
 )

@@ -77,7 +77,7 @@ USED = {
         4,
         (
             f"--schedules-method dualpipev --moe-fb-overlap --overlap-moe-expert-parallel-comm {EP} {PP} "
-            "--bf16 --num-layers 4 --global-batch-size 8"
+            "--delay-wgrad-compute --bf16 --num-layers 4 --global-batch-size 8"
         ),
     ),
     "host profile": (1, "--host-profile {folder}/profile.json --host-profile-step 2 --train-iters 9"),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mindspeed_dsa.features.data_parallel.fsdp2.pairs import Late
-from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, QueuedGradient
+from mindspeed_dsa.parallel.weight_gradients import (
+    DeferredGradient,
+    QueuedGradient,
+    are_queued,
+    deferred_gradient_of,
+    queue_gradients,
+    queued_as_now,
+)
 
 ORDERS = [(1.0, 2.0), (1.0, None, 2.0), (1.0, None), (None, 1.0), (None, None)]
 
@@ -34,6 +42,20 @@ def test_one_that_is_in_main_grad_already_drops_no_other(values):
     leave(deferred, values)
     deferred.edge.backward(torch.empty(0))
     assert same(weight.grad, expected(values))
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_runs_again_leaves_gradients_where_it_did(queued):
+    """Beside a forward whose gradients go elsewhere, as in a pair."""
+    weight, own, others = torch.zeros(3, requires_grad=True), [], []
+    with queue_gradients([weight], own) if queued else contextlib.nullcontext():
+        again = queued_as_now(lambda: deferred_gradient_of(weight))
+    with queue_gradients([weight], others):
+        found = again()
+        assert deferred_gradient_of(weight).is_in(others)
+        assert are_queued()
+    assert found.is_in(own) if queued else found is None
+    assert not are_queued()
 
 
 @pytest.mark.parametrize("values", ORDERS, ids=str)

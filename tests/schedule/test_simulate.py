@@ -201,7 +201,7 @@ PLACES = ("place", "bubbles", "advance")
                 "1F1B, split",
                 "zero bubble (ZB-H1)",
             ],
-            ["paired", "paired-extra", "dualpipev", "dualpipev-dw-detach"],
+            ["paired", "paired-extra", "paired-split", "dualpipev", "dualpipev-dw-detach"],
         ),
     ],
 )

@@ -100,14 +100,22 @@ class WaitingGradients:
         queue = self._queues.pop((chunk, microbatch), None)
         if queue is None:
             return
-        self._left[chunk] -= 1
-        reduction, last = self._reductions[chunk], self._left[chunk] == 0
+        reduction, last = self._reductions[chunk], self._is_last(chunk)
         event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
         with event, reduction.reducing(last):
             _give(queue)
             gathered_weights.reduce_late_gradients(self._chunks[chunk])
         if last:
             reduction.all_there()
+
+    def left_nothing(self, chunk: int) -> None:
+        """Note that one of a chunk's backwards, whose forward was not :meth:`deferring`, has computed all."""
+        if self._is_last(chunk):
+            self._reductions[chunk].all_there()
+
+    def _is_last(self, chunk: int) -> bool:
+        self._left[chunk] -= 1
+        return self._left[chunk] == 0
 
     def run_all(self) -> None:
         """Compute all weight gradients that wait, in the order of their forwards."""

@@ -35,7 +35,7 @@ _RECOMPUTED: dict[str, Recompute] = {
     "recompute-in-bubble": "in bubbles",
     "recompute-in-advance": "in advance",
 }
-_LISTED = ("split", "zero-bubble", "dualpipev", "dualpipev-dw-detach")
+_LISTED = ("split", "paired-split", "zero-bubble", "dualpipev", "dualpipev-dw-detach")
 NAMES = (*_PLAIN, *_RECOMPUTED, *_LISTED)
 _SHOWN = 8
 
@@ -112,6 +112,9 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
         "paired-extra": lambda: ordered(paired=True, extra_warmup=True),
         **{name: partial(ordered, recompute=where) for name, where in _RECOMPUTED.items()},
         "split": lambda: trained(lambda *_: lists.weights_later(ordered(), options.waiting)),
+        "paired-split": lambda: trained(
+            lambda *_: lists.weights_later(ordered(paired=True, extra_warmup=True), options.waiting)
+        ),
         "zero-bubble": lambda: trained(lists.zero_bubble),
         "dualpipev": lambda: trained(lists.dual_pipe_v),
         "dualpipev-dw-detach": lambda: trained(partial(lists.dual_pipe_v, split=True)),
@@ -149,7 +152,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         dest="waiting",
         type=int,
         metavar="N",
-        help="most weight gradients that wait on a rank in split; default: the rank's number",
+        help="most weight gradients that wait on a rank in (paired-)split; default: the rank's number",
     )
     layout.add_argument("--forward-only", action="store_true", help="evaluation")
     layout.add_argument(

@@ -22,6 +22,7 @@ from mindspeed_dsa.schedule import beside, lists, megatron_order
 from mindspeed_dsa.schedule.events import Costs, Kind
 from mindspeed_dsa.schedule.report import figures
 from mindspeed_dsa.schedule.simulate import simulate
+from tests.features.pipeline.fb_overlap.paired_steps import with_prediction
 from tests.support import model
 from tests.support.contexts import running
 from tests.support.model import losses_of
@@ -58,7 +59,7 @@ def run(
         chunks.append(model.freeze(original(*args, **kwargs), frozen))
         return chunks[-1]
 
-    original = model.gpt_model
+    original = with_prediction(model.gpt_model)
     with (
         mock.patch.object(model, "gpt_model", build),
         mock.patch.object(waiting_gradients, "_taken_out", taken),
@@ -186,8 +187,9 @@ def test_no_more_memory_than_is_counted(pool, bound):
         ({}, ()),
         ({"pipeline_model_parallel_size": 1}, ("there is none",)),
         ({"transformer_impl": "transformer_engine"}, ("--transformer-impl local",)),
-        ({"overlap_moe_expert_parallel_comm": True}, ("--overlap-moe-expert-parallel-comm",)),
-        ({"moe_fb_overlap": True, "delay_wgrad_compute": True}, ("in pairs", "--delay-wgrad-compute")),
+        ({"overlap_moe_expert_parallel_comm": True}, ("use --moe-fb-overlap",)),
+        ({"moe_fb_overlap": True, "overlap_moe_expert_parallel_comm": True}, ()),
+        ({"delay_wgrad_compute": True}, ("--delay-wgrad-compute",)),
         ({"defer_embedding_wgrad_compute": True}, ("--defer-embedding-wgrad-compute",)),
         ({"use_megatron_fsdp": True}, ("--use-megatron-fsdp",)),
         ({"fp8": "hybrid"}, ("--fp8-format",)),
@@ -215,8 +217,9 @@ def test_a_bound_that_bounds_nothing_is_refused(given, says):
         Options.of(argparse.Namespace(**{"split_backward": False, **given}))
 
 
-def test_megatrons_flag_is_served_for_its_own_layers():
-    args = argparse.Namespace(delay_wgrad_compute=True, transformer_impl="local")
+@pytest.mark.parametrize("other", [{}, {"moe_fb_overlap": True, "overlap_moe_expert_parallel_comm": True}])
+def test_megatrons_flag_is_served_for_its_own_layers(other):
+    args = argparse.Namespace(delay_wgrad_compute=True, transformer_impl="local", **other)
     assert split_wanted(argparse.Namespace(split_backward=False, split_backward_waiting=None, **vars(args)))
     assert len(serve_without_transformer_engine(args)) == 1
     assert not args.delay_wgrad_compute

@@ -40,6 +40,7 @@ from mindspeed_dsa.parallel.weight_gradients import (
     Queued,
     QueuedGradient,
     also_queued,
+    are_queued,
     defer_gradients,
 )
 from mindspeed_dsa.patches.errors import SettingsError
@@ -364,7 +365,12 @@ class Late:
         self._queue: list[Queued] = []
 
     def deferred(self) -> AbstractContextManager[Collection[DeferredGradient]]:
-        """Have functions that are called in the block leave them here; the weights are gathered."""
+        """Have functions that are called in the block leave them here; the weights are gathered.
+
+        A schedule that collects gradients gets all of them, as of units that are called.
+        """
+        if are_queued():
+            return also_queued(_matrices(self._groups))
         weights = [each.unsharded_param for each in self._weights]
         return defer_gradients(weights, lambda weight: QueuedGradient(weight, self._queue))
 
@@ -415,8 +421,7 @@ def leave_gradients(unit: Any) -> None:
     entered: list[AbstractContextManager[Any]] = []
 
     def enter(module: Any, *_: Any) -> None:
-        weights = (each.unsharded_param for group in groups_of(module) for each in group.fsdp_params)
-        queued = also_queued(weight for weight in weights if weight.dim() > 1)
+        queued = also_queued(_matrices(groups_of(module)))
         queued.__enter__()
         entered.append(queued)
 
@@ -426,6 +431,11 @@ def leave_gradients(unit: Any) -> None:
 
     unit.register_forward_pre_hook(enter)
     unit.register_forward_hook(leave, always_call=True)
+
+
+def _matrices(groups: Iterable[Any]) -> Iterator[Tensor]:
+    weights = (each.unsharded_param for group in groups for each in group.fsdp_params)
+    return (weight for weight in weights if weight.dim() > 1)
 
 
 def reduce_left(root: ref[Any]) -> None:

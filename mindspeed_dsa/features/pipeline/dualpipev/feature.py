@@ -9,7 +9,13 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
-from mindspeed_dsa.features.pipeline.split_backward.feature import RECOMPUTED_LATER, conflicts_of_waiting
+from mindspeed_dsa.features.pipeline.split_backward.feature import (
+    DELAY,
+    RECOMPUTED_LATER,
+    conflicts_of_waiting,
+    detaches_gradients,
+    serve_without_transformer_engine,
+)
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
@@ -44,7 +50,7 @@ class Options:
         return cls(
             places_prediction=release is None or Version(release) >= Version("0.16.0"),
             paired=bool(getattr(settings, "moe_fb_overlap", False)),
-            split=bool(getattr(settings, "dualpipev_dw_detach", False)),
+            split=detaches_gradients(settings),
         )
 
 
@@ -84,12 +90,17 @@ def even_layout(args: Any) -> str | None:
 
 
 def deal_out(args: Any) -> list[str]:
-    """Give a job the layout of equal chunks, unless it has one; for ``Feature.rewrite``."""
+    """Give a job the layout of equal chunks, unless it has one."""
     layout = even_layout(args)
     if layout is None or not hasattr(args, "pipeline_model_parallel_layout"):
         return []
     args.pipeline_model_parallel_layout = layout
     return [f"{FLAG} deals layers out as {LAYOUT} '{layout}', the last of them on the first rank again"]
+
+
+def rewrite_arguments(args: Any) -> list[str]:
+    """Do what is done to a job's arguments; for ``Feature.rewrite``."""
+    return [*deal_out(args), *serve_without_transformer_engine(args, DETACH)]
 
 
 def check_chunks_of_v(args: Any) -> Iterator[str]:
@@ -155,8 +166,10 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
     if argument(args, "schedules_method") != "dualpipev" and hasattr(args, "schedules_method"):
         yield f"{DETACH} is about a schedule that is not chosen; add {FLAG}, or omit it"
         return
-    if argument(args, "dualpipev_dw_detach"):
-        yield from _check_split(args)
+    if argument(args, "dualpipev_dw_detach") and argument(args, "transformer_impl") not in (None, "local"):
+        yield (
+            f"{DETACH} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
+        )
     yield from check_chunks_of_v(args)
     yield from _check_microbatches(args)
     yield from check_refused(args, FLAG, _REFUSED)
@@ -193,18 +206,6 @@ def _saves_slices(args: Any) -> bool:
     saves = argument(args, "save") and not argument(args, "no_save_optim")
     loads = argument(args, "load") and not argument(args, "no_load_optim")
     return bool(saves or loads)
-
-
-def _check_split(args: Any) -> Iterator[str]:
-    if argument(args, "moe_fb_overlap"):
-        yield (
-            f"{DETACH}: with --moe-fb-overlap the parts of a pair have an order of their own; omit one of "
-            f"them (of {FLAG})"
-        )
-    if argument(args, "transformer_impl") not in (None, "local"):
-        yield (
-            f"{DETACH} of {FLAG} needs Megatron's own linear layers; use --transformer-impl local or omit it"
-        )
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
@@ -320,7 +321,7 @@ FEATURE = Feature(
             "runs forwards and backwards in the order of DualPipeV's list",
             priority=-1,
         ),
-        *RECOMPUTED_LATER,
+        RECOMPUTED_LATER,
         DEFERRED_GRADIENTS,
         *across_layouts.ROWS,
     ),
@@ -337,10 +338,11 @@ FEATURE = Feature(
         ),
         Conflict("fsdp2", "FSDP2 gathers weights in the order of Megatron's schedules; omit one of them"),
         *conflicts_of_waiting(DETACH, "dualpipev_dw_detach"),
+        *conflicts_of_waiting(DELAY, "delay_wgrad_compute"),
     ),
     active=dualpipev_wanted,
     options=Options.of,
-    rewrite=deal_out,
+    rewrite=rewrite_arguments,
     check=check_dualpipev,
     doc="dualpipev.md",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
 
@@ -95,6 +96,11 @@ class _Step:
         self._pipeline = state.get_pipeline_model_parallel_group()
         self._context_ranks = state.get_context_parallel_world_size()
         self._list = self._schedule()
+        self._apart = {
+            (event.chunk, event.microbatch)
+            for event in self._list.ranks[self._pipeline.rank()]
+            if event.kind is Kind.WEIGHT
+        }
         self._events: dict[Kind, Callable[[Event], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -138,7 +144,7 @@ class _Step:
         self._transfers.expect(blocks[0])
         for block, following in zip(blocks, [*blocks[1:], ()], strict=True):
             self._transfers.expect(following)
-            if self._plans:
+            if self._plans and block[0].kind is not Kind.WEIGHT:
                 self._run_plans(block)
             else:
                 for event in block:
@@ -153,8 +159,8 @@ class _Step:
         return reports
 
     def _forward(self, event: Event) -> None:
-        entered, unit = self._enter(event), (event.chunk, event.microbatch)
-        with contextlib.nullcontext() if self._waiting is None else self._waiting.deferring(*unit):
+        entered = self._enter(event)
+        with self._deferring(event):
             output, tokens = self._schedules.forward_step(
                 self._forward_step_func,
                 self._data[event.chunk],
@@ -180,10 +186,26 @@ class _Step:
         if "model_type" in signature(step).parameters:  # before 0.18
             options.insert(0, self._megatron("core.utils").get_model_type(self._model[0]))
         gradient = step(self._inputs.pop(unit), self._outputs.pop(unit), gradient, *options)
+        self._finish_backward(event, gradient)
+
+    def _deferring(self, forward: Event | None) -> AbstractContextManager[Any]:
+        """Have a forward leave its weights' gradients, if the list has them apart."""
+        if self._waiting is None or forward is None or not self._is_split(forward):
+            return contextlib.nullcontext()
+        return self._waiting.deferring(forward.chunk, forward.microbatch)
+
+    def _is_split(self, event: Event) -> bool:
+        """Return whether a forward's, or backward's, weight gradients are an event of their own."""
+        return (event.chunk, event.microbatch) in self._apart
+
+    def _finish_backward(self, event: Event, gradient: Tensor | None) -> None:
+        """Send the gradient of a backward's input, and note whether those of weights are left."""
         if self._waiting is not None:
             self._waiting.ran_backward(event.chunk)
         if gradient is not None:
             self._transfers.hand_on(event, gradient)
+        if self._waiting is not None and not self._is_split(event):
+            self._waiting.left_nothing(event.chunk)
         self._sync.after(event)
 
     def _give_weights(self, event: Event) -> None:
@@ -205,28 +227,26 @@ class _Step:
             unit = (backward.chunk, backward.microbatch)
             gradient = self._transfers.take(backward)
             back = [self._model[backward.chunk], self._inputs.pop(unit), self._outputs.pop(unit), gradient]
-        output, tokens, gradient = self._megatron(
-            "core.pipeline_parallel.combined_1f1b"
-        ).combined_forward_backward_step(
-            self._forward_step_func,
-            data,
-            model,
-            self._count,
-            inputs,
-            self._reports,
-            *back,
-            self._config,
-            f_model_chunk_id=None if forward is None else forward.chunk,
-            collect_non_loss_data=self._collect,
-            is_first_microbatch=forward is not None and self._is_first(forward),
-            current_microbatch=None if forward is None else forward.microbatch,
-        )
+        run = self._megatron("core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
+        with self._deferring(forward):
+            output, tokens, gradient = run(
+                self._forward_step_func,
+                data,
+                model,
+                self._count,
+                inputs,
+                self._reports,
+                *back,
+                self._config,
+                f_model_chunk_id=None if forward is None else forward.chunk,
+                collect_non_loss_data=self._collect,
+                is_first_microbatch=forward is not None and self._is_first(forward),
+                current_microbatch=None if forward is None else forward.microbatch,
+            )
         if forward is not None:
             self._leave(forward, output, tokens)
         if backward is not None:
-            if gradient is not None:
-                self._transfers.hand_on(backward, gradient)
-            self._sync.after(backward)
+            self._finish_backward(backward, gradient)
 
     # -- values --------------------------------------------------------------------------------------
 

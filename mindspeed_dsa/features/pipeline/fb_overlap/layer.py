@@ -46,7 +46,7 @@ from mindspeed_dsa.megatron.split_layers import (
 )
 from mindspeed_dsa.parallel.all_to_all import arriving, departed, departing
 from mindspeed_dsa.parallel.names import named
-from mindspeed_dsa.parallel.weight_gradients import defer_gradients
+from mindspeed_dsa.parallel.weight_gradients import are_queued, defer_gradients
 
 # -- the order of two layers' pieces ----------------------------------------------------------------
 
@@ -200,9 +200,8 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
             companion.enter_experts()
         # The shared expert is a node of its own, and reads the norm's output when the experts have run:
         # neither may Megatron's step run the one nor free the other.
-        with defer_gradients(
-            moe.experts.parameters()
-        ):  # before the arrivals: their gradients under the way back
+        # Before the arrivals: their gradients come under the way back, unless a schedule has them wait.
+        with contextlib.nullcontext() if are_queued() else defer_gradients(moe.experts.parameters()):
             tokens, probs = handover.dispatch
             handover.dispatch.clear()
             state.dispatched_probs = probs.arrive(state.dispatched_probs)

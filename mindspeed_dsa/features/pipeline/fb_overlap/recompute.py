@@ -38,6 +38,7 @@ from mindspeed_dsa.features.pipeline.recomputation import (
 )
 from mindspeed_dsa.megatron.shared_selections import Carrying
 from mindspeed_dsa.megatron.split_layers import Companion, companion_of, transformer_layer
+from mindspeed_dsa.parallel.weight_gradients import queueing_of_now
 
 
 class Part(Enum):
@@ -102,7 +103,7 @@ class Recomputed:
 
     def forward_before(self, hidden: Tensor) -> Tensor:
         """Run :meth:`Pieces.forward_before` without a graph, or with that of attention alone."""
-        self._chunk = dict(vars(self._plan.chunk_state))
+        self._chunk, self._queueing = dict(vars(self._plan.chunk_state)), queueing_of_now()
         self._hidden = hidden.detach().requires_grad_(hidden.requires_grad)
         self._random.append(random_states(self._megatron))
         if self._part is Part.EXPERTS:
@@ -240,6 +241,7 @@ class Recomputed:
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._queueing())
             stack.enter_context(precision_of(self._plan))
             stack.enter_context(as_in_forward(self._megatron, self._random.pop(0)))
             stack.enter_context(_with_attributes(self._plan.chunk_state, self._chunk))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag
-from mindspeed_dsa.features.pipeline.split_backward.feature import splits_backward
+from mindspeed_dsa.features.pipeline.split_backward.feature import detaches_gradients, splits_backward
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
@@ -48,7 +48,7 @@ class Options:
         return cls(
             folder=Path(folder),
             step=STEP if step is None else step,
-            split=splits_backward(settings) or bool(getattr(settings, "dualpipev_dw_detach", False)),
+            split=splits_backward(settings) or detaches_gradients(settings),
             waiting=getattr(settings, "split_backward_waiting", None),
         )
 

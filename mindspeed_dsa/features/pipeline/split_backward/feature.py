@@ -46,17 +46,38 @@ class Options:
 
 def splits_backward(settings: Any) -> bool:
     """Return whether weight gradients are computed apart."""
-    return bool(getattr(settings, "split_backward", False)) or _served(settings)
+    return bool(getattr(settings, "split_backward", False)) or (
+        delays_gradients(settings) and not argument(settings, "schedules_method")
+    )
 
 
-def _served(values: Any) -> bool:
-    """Return whether Megatron's flag is given, for its own layers in a pipeline without pairs."""
+def delays_gradients(values: Any) -> bool:
+    """Return whether Megatron's flag is given, for its own layers and in a schedule that is served."""
     return bool(
         argument(values, "delay_wgrad_compute")
         and argument(values, "transformer_impl") in (None, "local")
-        and not argument(values, "overlap_moe_expert_parallel_comm")
-        and not argument(values, "moe_fb_overlap")
+        and not _in_other_pairs(values)
     )
+
+
+def _in_other_pairs(values: Any) -> bool:
+    """Return whether forwards and backwards share blocks as Megatron has it alone, on streams."""
+    return bool(
+        argument(values, "overlap_moe_expert_parallel_comm") and not argument(values, "moe_fb_overlap")
+    )
+
+
+def detaches_gradients(settings: Any) -> bool:
+    """Return whether those of DualPipeV wait, by its own flag or by Megatron's for its own layers."""
+    return argument(settings, "schedules_method") == "dualpipev" and bool(
+        argument(settings, "dualpipev_dw_detach") or delays_gradients(settings)
+    )
+
+
+def recomputes_later(settings: Any) -> bool:
+    """Return whether gradients wait and Megatron recomputes in place; the library's own way knows of it."""
+    waits = splits_backward(settings) or detaches_gradients(settings)
+    return waits and "recompute-outputs" not in settings.features_on
 
 
 def split_wanted(settings: Any) -> bool:
@@ -64,18 +85,20 @@ def split_wanted(settings: Any) -> bool:
     return splits_backward(settings) or settings.split_backward_waiting is not None
 
 
-def serve_without_transformer_engine(args: Any) -> list[str]:
-    """Take Megatron's flag away, before it asks for Transformer Engine's layers; for ``Feature.rewrite``."""
-    if not _served(args):
+def serve_without_transformer_engine(args: Any, flag: str = FLAG) -> list[str]:
+    """Take Megatron's flag away, before it asks for Transformer Engine's layers; for ``Feature.rewrite``.
+
+    Args:
+        args: a job's arguments.
+        flag: what is done in its place.
+    """
+    if not delays_gradients(args):
         return []
     args.delay_wgrad_compute = False
-    return [f"weight gradients wait as with {FLAG}, which needs no Transformer Engine, for {DELAY}"]
+    return [f"weight gradients wait as with {flag}, which needs no Transformer Engine, for {DELAY}"]
 
 
 _REFUSED = {
-    "overlap_moe_expert_parallel_comm": "runs forwards and backwards in pairs, whose parts have an order of "
-    "their own",
-    "moe_fb_overlap": "runs forwards and backwards in pairs, whose parts have an order of their own",
     "delay_wgrad_compute": "has Transformer Engine's layers keep their weight gradients",
     "defer_embedding_wgrad_compute": "moves the output layer's weight gradients elsewhere",
     "overlap_dispatch_backward_with_experts_wgrad": "places the experts' weight gradients elsewhere",
@@ -109,6 +132,8 @@ def check_split(args: Any, options: Any) -> Iterator[str]:
             f"{FLAG} splits backwards of 1F1B and interleaved pipelines; with --schedules-method "
             f"{argument(args, 'schedules_method')} use --dualpipev-dw-detach, or omit one of them"
         )
+    if _in_other_pairs(args):
+        yield f"{FLAG}: use --moe-fb-overlap in place of --overlap-moe-expert-parallel-comm"
     if argument(args, "num_microbatches_with_partial_activation_checkpoints"):
         yield f"{FLAG} knows one way to recompute in all microbatches; omit partial activation checkpoints"
     yield from check_refused(args, FLAG, _REFUSED)
@@ -144,25 +169,35 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _OUTERMOST = 20
 """Outside of what replaces Megatron's recomputation."""
 _HERE = "mindspeed_dsa.features.pipeline.split_backward.playing"
-RECOMPUTED_LATER = (
-    Patch(
-        f"{_RANDOM}:checkpoint",
-        "wrap",
-        f"{_HERE}:defer_in_recomputation",
-        "has recomputed layers leave their weights' gradients for later as well",
-        params=("function", "distribute_saved_activations"),
-        priority=_OUTERMOST,
-    ),
-    Patch(
-        f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
-        "wrap",
-        f"{_HERE}:defer_where_outputs_are_discarded",
-        "has recomputed projections leave their weights' gradients for later as well",
-        params=("run_function",),
-        priority=_OUTERMOST,
-    ),
+RECOMPUTED_LATER = Patch(
+    f"{_RANDOM}:checkpoint",
+    "wrap",
+    f"{_HERE}:defer_in_recomputation",
+    "has recomputed layers leave their weights' gradients for later as well",
+    params=("function", "distribute_saved_activations"),
+    priority=_OUTERMOST,
 )
-"""Rows of whatever leaves weight gradients for later: in what runs forward again, too."""
+"""Row of whatever leaves weight gradients for later: in what runs forward again, too."""
+
+OUTPUTS = Feature(
+    name="split-backward-outputs",
+    summary="Has what Megatron's own modules recompute in place leave weight gradients for later, too; "
+    "with split-backward and dualpipev.",
+    flags=(),
+    patches=(
+        Patch(
+            f"{_RANDOM}:CheckpointWithoutOutput.checkpoint",
+            "wrap",
+            f"{_HERE}:defer_where_outputs_are_discarded",
+            "has recomputed projections leave their weights' gradients for later as well",
+            params=("run_function",),
+            priority=_OUTERMOST,
+        ),
+    ),
+    requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),
+    active=recomputes_later,
+    doc="split-backward.md",
+)
 
 FEATURE = Feature(
     name="split-backward",
@@ -207,6 +242,14 @@ FEATURE = Feature(
             params=("output_tensor",),
         ),
         Patch(
+            "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+            "wrap",
+            f"{_HERE}:defer_in_pairs",
+            "has a pair's forward leave its weights' gradients, and advances to those after its backward",
+            params=("f_model", "b_model", "b_output_tensor"),
+            versions=">=0.14",
+        ),
+        Patch(
             f"{_P2P}:_p2p_ops",
             "wrap",
             f"{_HERE}:compute_while_sending",
@@ -220,7 +263,7 @@ FEATURE = Feature(
             "computes weight gradients while batched transfers are on their way",
             params=("tensor_send_prev",),
         ),
-        *RECOMPUTED_LATER,
+        RECOMPUTED_LATER,
         DEFERRED_GRADIENTS,
     ),
     requires=Requires(versions={"megatron-core": ">=0.12.1,<0.21"}),

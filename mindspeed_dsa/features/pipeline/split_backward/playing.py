@@ -37,7 +37,7 @@ class Player(pipeline_steps.Follower):
         self.most = (0, 0)
         self._after: dict[Unit, list[Unit]] = {}
         self._due: deque[Unit] = deque()
-        self._is_first = False
+        self._is_first = self._sent = False
 
     def begins(self, step: dict[str, Any]) -> bool:
         """Make this rank's list."""
@@ -50,7 +50,10 @@ class Player(pipeline_steps.Follower):
         )
         microbatches = step["num_microbatches"]
         group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
-        whole = megatron_order.schedule(self.megatron, ranks, len(chunks), microbatches, group)
+        pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+        whole = megatron_order.schedule(
+            self.megatron, ranks, len(chunks), microbatches, group, paired=pairs, extra_warmup=pairs
+        )
         self._after = _after_backwards(lists.weights_later(whole, self._most).ranks[rank])
         self._is_first = rank == 0
         self.waiting = WaitingGradients(chunks, microbatches, self.megatron)
@@ -86,9 +89,9 @@ class Player(pipeline_steps.Follower):
 
     def before(self, events: Sequence[Event]) -> None:
         """Catch up, if no transfer has come in between."""
-        (event,) = events
-        if event.kind is not Kind.WEIGHT:
+        if events[0].kind is not Kind.WEIGHT:
             self.play()
+            self._sent = False
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
         """Have a forward's linear layers leave their weights' gradients for later."""
@@ -98,13 +101,18 @@ class Player(pipeline_steps.Follower):
 
     def after(self, events: Sequence[Event]) -> None:
         """Note what is due after a backward; the first stage sends no gradient to compute it under."""
-        (event,) = events
-        if event.kind is not Kind.BACKWARD or self.waiting is None:
+        event = next((event for event in events if event.kind is Kind.BACKWARD), None)
+        if event is None or self.waiting is None:
             return
         self.waiting.ran_backward(event.chunk)
         self._due += self._after[event.chunk, event.microbatch]
-        if self._is_first and event.chunk == 0:
+        if self._sent or (self._is_first and event.chunk == 0):
             self.play()
+
+    def sent(self) -> None:
+        """Compute what is due, as a gradient has been sent; that of a pair may be before the pair is done."""
+        self._sent = True
+        self.play()
 
     def play(self) -> None:
         """Compute what is due."""
@@ -128,6 +136,11 @@ def _after_backwards(events: Sequence[Event]) -> dict[Unit, list[Unit]]:
 play_steps, defer_in_forwards, follow_backwards = pipeline_steps.decorators(Player)
 
 
+def defer_in_pairs(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``combined_forward_backward_step``."""
+    return pipeline_steps.follow_pairs(original, context.state(Player))
+
+
 def compute_while_sending(original: _Function, context: Context[Options]) -> _Function:
     """Decorate ``_p2p_ops`` and ``_batched_p2p_ops``: who has sent a gradient has time."""
     player = context.state(Player)
@@ -135,7 +148,7 @@ def compute_while_sending(original: _Function, context: Context[Options]) -> _Fu
     def p2p_ops(*, tensor_send_prev: Any, **kwargs: Any) -> Any:
         works = original(tensor_send_prev=tensor_send_prev, **kwargs)
         if tensor_send_prev is not None and player.following:
-            player.play()
+            player.sent()
         return works
 
     return p2p_ops

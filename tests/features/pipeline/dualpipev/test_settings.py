@@ -8,7 +8,14 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa.features import all_features
-from mindspeed_dsa.features.pipeline.dualpipev.feature import FEATURE, Options, check_dualpipev, deal_out
+from mindspeed_dsa.features.pipeline.dualpipev.feature import (
+    FEATURE,
+    Options,
+    check_dualpipev,
+    deal_out,
+    rewrite_arguments,
+)
+from mindspeed_dsa.features.pipeline.split_backward.feature import splits_backward
 from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import checks
@@ -40,6 +47,7 @@ def test_what_is_served():
     assert problems() == []
     assert problems(num_layers=5, pipeline_model_parallel_layout="Et|tt|t|tmL") == []
     assert problems(rampup_batch_size=["16", "16", "320"], global_batch_size=64) == []
+    assert problems(dualpipev_dw_detach=True, moe_fb_overlap=True, use_torch_fsdp2=True) == []
 
 
 @pytest.mark.parametrize(
@@ -66,10 +74,6 @@ def test_what_is_served():
         (
             {"rampup_batch_size": ["4", "4", "64"]},
             "has 1 microbatch, and 2 pipeline ranks need at least 4; use --ramp",
-        ),
-        (
-            {"dualpipev_dw_detach": True, "moe_fb_overlap": True},
-            "--dualpipev-dw-detach: with --moe-fb-overlap",
         ),
         (
             {"dualpipev_dw_detach": True, "transformer_impl": "transformer_engine"},
@@ -111,6 +115,16 @@ def test_layers_are_dealt_out_once():
     assert split.mtp_rank == 0
 
 
+def test_megatrons_flag_has_weight_gradients_wait_as_well():
+    args = Namespace(**SERVED, delay_wgrad_compute=True, transformer_impl="local", moe_fb_overlap=True)
+    assert Options.of(args).split
+    assert not splits_backward(args)
+    _, sentence = rewrite_arguments(args)
+    assert "--dualpipev-dw-detach" in sentence
+    assert not args.delay_wgrad_compute
+    assert rewrite_arguments(args) == []
+
+
 def test_a_release_without_layouts_is_refused():
     assert FEATURE.requires.versions == {"megatron-core": ">=0.14,<0.21"}
 
@@ -118,7 +132,7 @@ def test_a_release_without_layouts_is_refused():
 def test_what_follows_the_order_of_another_schedule_is_named():
     known = {feature.name: feature for feature in all_features()}
     settings = Namespace(platform="cpu", megatron_root="megatron", chosen=dict)
-    for name in ("recompute-ahead", "fsdp2", "split-backward"):
+    for name in ("recompute-ahead", "split-backward"):
         said = "; ".join(checks.problems([known[name], FEATURE], settings))
         assert name in said
         assert "order of Megatron's schedules" in said

@@ -23,13 +23,13 @@ def trained(**arguments: Any) -> dict[str, Any]:
     with (
         moe.transfers() as events,
         memory_events.counted() as counts,
-        mock.patch.object(model, "gpt_model", _with_prediction(model.gpt_model)),
+        mock.patch.object(model, "gpt_model", with_prediction(model.gpt_model)),
     ):
         result = model.run(**arguments)
     return {**result, "events": list(events), "counts": dict(counts)}
 
 
-def _with_prediction(build: Callable[..., Any]) -> Callable[..., Any]:
+def with_prediction(build: Callable[..., Any]) -> Callable[..., Any]:
     """Multi-token prediction lies in the last chunk, if the configuration has it."""
 
     def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
