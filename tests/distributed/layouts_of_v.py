@@ -1,6 +1,6 @@
 """Rows of the registry about DualPipeV, ten steps each; ``layouts.py`` has the others.
 
-Each is compared with one process, or with Megatron's 1F1B of as many microbatches.
+Each is compared with one process, or with the same V without a feature of the row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from tests.distributed.flags import (
     DENSE,
     DUALPIPEV,
     EP2,
+    EXPERTS_CUT,
+    FSDP2,
     FULL_RECOMPUTE,
+    FULLY_SHARDED,
     FUSED,
+    GROUP,
     MTP,
     MTP_PER_TOKEN,
     NO_EXPERTS,
@@ -26,20 +30,40 @@ from tests.distributed.flags import (
     RECOMPUTED,
     SHALLOW,
     SHARING,
+    STACKED,
     TIED,
     TP2,
     ZERO,
     V,
 )
 from tests.distributed.parity import Layout
-from tests.distributed.rows import ROUNDED, Row, row
+from tests.distributed.rows import AS_DDP, ROUNDED, Row, row
 from tests.support import memory_events as events
 
 OVERLAP_GRADIENTS = "--overlap-grad-reduce --ddp-bucket-size 20000"
 LATER = {"watched": (events.HANDED_ON, events.WAITED), "dualpipev_dw_detach": True}
 EIGHT = "--micro-batch-size 1"
+V_OF_PAIRS = f"{PP2} {EP2} {EIGHT} {DUALPIPEV}"
+SIXTEEN = "--global-batch-size 16"
 TEN = f"{EIGHT} --global-batch-size 10"
 dualpipev = partial(row, "dualpipev", own=DUALPIPEV, watched=(events.HANDED_ON,), steps=10, **V)
+
+in_v = partial(row, "dualpipev", steps=10)
+later_in_pairs = partial(
+    in_v,
+    both={**V, **FUSED, **PAIRS},
+    bounds=None,
+    watched=(events.HANDED_ON, events.STARTED, events.WAITED),
+    dualpipev_dw_detach=True,
+)
+sharded = partial(
+    in_v,
+    own=FULLY_SHARDED,
+    both={**V, **FUSED},
+    bounds=AS_DDP,
+    watched=(events.HANDED_ON, events.GATHERED),
+    use_torch_fsdp2=True,
+)
 
 
 def beside_one_process(
@@ -100,6 +124,55 @@ IN_V = (
         f"{SHALLOW} {MTP}",
         **PAIRS,
         **FUSED,
+    ),
+    later_in_pairs("PP2 x EP2, pairs, weight gradients later", 4, V_OF_PAIRS, SHALLOW),
+    later_in_pairs(
+        "PP2 x EP2, pairs, overlap, weight gradients later", 4, f"{V_OF_PAIRS} {ZERO} {OVERLAP}", SHALLOW
+    ),
+    later_in_pairs(
+        "PP2 x EP2, pairs, recomputed, MTP, weight gradients later",
+        4,
+        f"{V_OF_PAIRS} {FULL_RECOMPUTE}",
+        f"{SHALLOW} {MTP}",
+    ),
+    later_in_pairs(
+        "PP2 x EP2, pairs, grouped experts, weight gradients later",
+        4,
+        f"{V_OF_PAIRS} {STACKED}",
+        SHALLOW,
+        both={**V, **FUSED, **PAIRS, **GROUP},
+    ),
+    sharded(
+        "PP2 x DP2, FSDP2, MTP, loss per token", 4, f"{PP2} {EIGHT} {DUALPIPEV}", f"{SHALLOW} {MTP_PER_TOKEN}"
+    ),
+    sharded("PP2 x EP2, FSDP2, pairs", 4, V_OF_PAIRS, SHALLOW, both={**V, **FUSED, **PAIRS}),
+    sharded(
+        "PP2 x EP2 x EDP2, FSDP2, sharded experts, grouped, pairs",
+        8,
+        f"{V_OF_PAIRS} {STACKED} {SIXTEEN}",
+        SHALLOW,
+        own=f"{FULLY_SHARDED} --fsdp2-shard-experts",
+        both={**V, **FUSED, **PAIRS, **GROUP},
+        watched=(events.HANDED_ON, events.EXPERTS_GATHERED, events.STARTED),
+        **EXPERTS_CUT,
+    ),
+    in_v(
+        "PP2 x DP2, FSDP2, weight gradients later",
+        4,
+        f"{PP2} {EIGHT} {DUALPIPEV} {FULLY_SHARDED}",
+        SHALLOW,
+        both={**V, **FSDP2},
+        bounds=None,
+        watched=(events.HANDED_ON, events.GATHERED, events.WAITED),
+        dualpipev_dw_detach=True,
+    ),
+    later_in_pairs(
+        "PP2 x EP2, pairs, FSDP2, recomputed, weight gradients later",
+        4,
+        f"{V_OF_PAIRS} {FULLY_SHARDED} {FULL_RECOMPUTE}",
+        SHALLOW,
+        both={**V, **FSDP2, **PAIRS},
+        watched=(events.HANDED_ON, events.GATHERED, events.STARTED, events.WAITED),
     ),
     dualpipev(
         "PP2, dropout, recomputed",

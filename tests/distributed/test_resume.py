@@ -57,11 +57,17 @@ LAYOUTS = {
         Layout("PP2 x VPP2", 2, f"{PP2} {VPP2}"),
         Layout("DualPipeV", 2, f"{PP2} {DUALPIPEV}", switches=V),
         Layout("DualPipeV x EP2", 4, f"{PP2} {EP2} {DUALPIPEV} {FOUR_MICROBATCHES}", switches=V),
+        Layout(
+            "DualPipeV x EP2, FSDP2",
+            4,
+            f"{PP2} {EP2} {DUALPIPEV} {FOUR_MICROBATCHES} {FULLY_SHARDED}",
+            switches={**V, "use_torch_fsdp2": True},
+        ),
         Layout("FSDP2, EP2", 2, f"{EP2} {FULLY_SHARDED}", switches={"use_torch_fsdp2": True}),
     )
 }
 SHARDED, PP2_EP2, GROUPED = "FSDP2, EP2", "PP2 x EP2", "EP2, stacked"
-ELSEWHERE = {PP2_EP2, GROUPED, "PP2 x VPP2", "DualPipeV", "DualPipeV x EP2"}
+ELSEWHERE = {PP2_EP2, GROUPED, "PP2 x VPP2", "DualPipeV", "DualPipeV x EP2", "DualPipeV x EP2, FSDP2"}
 """Layouts with cases of their own below."""
 PLAIN = ""
 LATE_EXPERTS = "--moe-layer-freq [0,0,1,1]"
@@ -190,6 +196,14 @@ def test_dualpipev_goes_along(go: Go, other: str, model: str, optimizer: str) ->
 # -- weights that FSDP2 shards -----------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["", MTP], ids=["", "MTP"])
+@pytest.mark.parametrize("other", ["one process", "DualPipeV x EP2"])
+def test_shards_of_dualpipev_go_along(go: Go, other: str, model: str) -> None:
+    go("DualPipeV x EP2, FSDP2", PLAIN, other, PLAIN, model)
+    go(other, PLAIN, "DualPipeV x EP2, FSDP2", PLAIN, model)
+
+
 def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: Any) -> Layout:
     flags, model = f"{flags} {FULLY_SHARDED}", f"{SHALLOW} {model}"
     return Layout(f"FSDP2: {name}", ranks, flags, model, switches={**FSDP2, **switches})
@@ -204,6 +218,16 @@ def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: A
             marks=pytest.mark.full,
         ),
         pytest.param(with_fsdp2("TP2+SP x DP2", 4, TP2, BF16), marks=pytest.mark.full),
+        pytest.param(
+            with_fsdp2(
+                "DualPipeV x EP2, pairs, weight gradients later",
+                4,
+                f"{PP2} {EP2} {DUALPIPEV} {FOUR_MICROBATCHES}",
+                BF16,
+                **{**V, "moe_fb_overlap": True, "dualpipev_dw_detach": True},
+            ),
+            marks=pytest.mark.full,
+        ),
         pytest.param(with_fsdp2("EP2 x EDP2, MTP", 4, EP2, f"{BF16} {MTP}"), marks=pytest.mark.full),
         pytest.param(
             with_fsdp2(

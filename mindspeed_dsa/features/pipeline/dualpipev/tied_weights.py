@@ -12,9 +12,11 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.dualpipev.feature import Options
+from mindspeed_dsa.parallel.local_shards import local_of
 
 
 def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
@@ -60,9 +62,14 @@ def add_gradients(original: Callable[..., None], context: Context[Options]) -> C
         chunks = [unwrap(chunk, "pre_process", return_model_obj=True) for chunk in model]
         weights = [chunk.shared_embedding_or_output_weight() for chunk in chunks]
         shared = [weight for weight in weights if getattr(weight, "shared_embedding", False)]
-        both = [weight.main_grad for weight in shared if weight.requires_grad]
+        both = [_gradient_of(weight) for weight in shared if weight.requires_grad]
         if len(both) == 2:
             both[0].add_(both[1])
             both[1].copy_(both[0])
 
     return _allreduce_word_embedding_grads
+
+
+def _gradient_of(weight: Any) -> Tensor:
+    """Return where the optimizer finds a weight's gradient; of a shard, this rank's piece."""
+    return local_of(weight.main_grad if hasattr(weight, "main_grad") else weight.grad)

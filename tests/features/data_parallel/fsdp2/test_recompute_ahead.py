@@ -40,6 +40,7 @@ def step(
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from mindspeed_dsa.features.pipeline import waiting_gradients
     from mindspeed_dsa.features.pipeline.recompute_ahead.ahead import Ahead
 
     cfg = model.config(
@@ -62,8 +63,17 @@ def step(
         return gather(parameters, group)
 
     most: list[int] = []
+    take, waited = waiting_gradients._taken_out, []
+
+    def taken(queue: Any) -> Any:
+        waited.append(queue[0].weight)
+        return take(queue)
+
     batch = list(model.samples(MICROBATCHES).view(MICROBATCHES, 1, -1))
-    with mock.patch.object(direct, "gather", gathered):
+    with (
+        mock.patch.object(direct, "gather", gathered),
+        mock.patch.object(waiting_gradients, "_taken_out", taken),
+    ):
         losses = get_forward_backward_func()(
             forward_step_func=lambda *args, **kwargs: model._forward_step_of(cfg, *args, **kwargs),
             data_iterator=[iter(batch) for _ in wrapped] if vpp else iter(batch),
@@ -79,6 +89,7 @@ def step(
         "gradients": [each for chunk in wrapped for each in shards.sharded_gradients(chunk.module)],
         "gathers": sum(gathers.values()),
         "gathered at once": max(most),
+        "waited": len(waited),
         "recomputed": context.state(Ahead).recomputed if context else None,
     }
 
