@@ -13,6 +13,11 @@ NPU_VENV ?= .venv-npu
 NPU_BIN := $(NPU_VENV)/bin
 NPU_STAMP := $(NPU_VENV)/.installed
 
+# Hosts other than Megatron bring packages that a job of Megatron has no use for.
+HOSTS_VENV ?= .venv-hosts
+HOSTS_BIN := $(HOSTS_VENV)/bin
+HOSTS_STAMP := $(HOSTS_VENV)/.installed
+
 # The bounds on compiled kernels hold for it. PyTorch's CUDA builds ask for another release, exactly, so it is
 # installed over that one instead of being in constraints.txt, with which pip would find no solution. Python 3.10
 # has no such release: it keeps an older one, and its tests skip the bounds.
@@ -33,8 +38,8 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train soak test test-full test-npu test-matrix test-pythons next lint format bench gpu npu compat docs site \
-	dist test-wheel
+.PHONY: help venv train soak test test-full test-npu test-hosts test-matrix test-pythons next lint format bench gpu npu compat docs \
+	site dist test-wheel
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -77,6 +82,16 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 	stubs=$$($(NPU_BIN)/python tests/npu/stubs.py) && \
 		LD_LIBRARY_PATH="$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 		$(NPU_BIN)/python -m pytest $(XDIST) tests/npu $(ARGS)
+
+$(HOSTS_STAMP): setup.py constraints.txt
+	@$(HOSTS_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(HOSTS_VENV)
+	@echo "setting up $(HOSTS_VENV): once, a few minutes at most"
+	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[megatron,transformers,test]'
+	@touch $@
+
+test-hosts: $(HOSTS_STAMP)  ## programs other than Megatron on the operators, with their real packages
+	$(HOSTS_BIN)/python -m pytest $(XDIST) $(SLOWEST) tests/hosts $(ARGS)
 
 # Releases of Megatron-core, each with what Megatron-LM imports beside what it declares. All of them run one case
 # for each feature and layout, which is what the compatibility page calls trained; a few are tested closely.

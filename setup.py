@@ -21,6 +21,8 @@ EXTRAS = {
     "checkpoints": ["isal>=1.7"],
     # Reading shell scripts, in `python -m mindspeed_dsa migrate`.
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
+    # Hugging Face's DeepSeek-V3.2 and GLM-5 on these operators, and what trains them.
+    "transformers": ["torch>=2.7,<2.15", "transformers>=5.20,<6", "accelerate>=1.10", "peft>=0.17"],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
     # The pages as a site, with a reference of the public interface.
     "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],

@@ -178,6 +178,13 @@ CASES: dict[str, Case] = {
             options={"only": "names of parts with commas between"},
         ),
         Case(
+            "transformers",
+            "Hugging Face's DeepSeek-V3.2: time and memory with eager and sdpa attention, and on operators",
+            "benchmarks.transformers_models",
+            on_device=False,
+            has_quick=True,
+        ),
+        Case(
             "small-operators",
             "operators and host time of a layer: fused and compiled, beside stock Megatron",
             "benchmarks.small_operators",

@@ -18,7 +18,6 @@ SMALLEST, LARGEST = 60, 500
 SMALL = {
     "megatron_adaptor": "the one line in a training script",
     "tools.compat.__main__": "the command behind `make compat` and `make docs`",
-    "ops.dsa": "the names that programs without Megatron import",
     "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",
 }
 """Files below :data:`SMALLEST` lines that only their own folder imports, and why they stand alone."""

@@ -30,6 +30,7 @@ ORDER = (
     {"ops"},
     {"parallel", "runs", "schedule"},
     {"context_parallel"},
+    {"integrations"},
     {"megatron"},
     {"features"},
     {"session"},

@@ -260,8 +260,10 @@ def attend_to_visible(
         assert value_dim is not None, "checked by the caller"
         if query.device.type != "cpu":
             return _attend_to_listed(query, key, None, softmax_scale, ranges, value_dim, backend)
-        key = key[:, :, None].expand(-1, -1, query.shape[2], -1)
-        value = key[..., :value_dim]
+        # The whole key as value: a narrower one would be copied, for every head, to be as wide as the key.
+        heads = key[:, :, None].expand(-1, -1, query.shape[2], -1)
+        out = attend_to_visible(query, heads, heads, softmax_scale, ranges, backend=backend)
+        return out[..., :value_dim]
     if ranges.plain_causal:
         # The kernels require values as wide as keys.
         padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))

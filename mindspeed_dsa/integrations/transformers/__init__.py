@@ -1,0 +1,187 @@
+"""Hugging Face's transformers as host: attention and indexer of its DSA models on these operators.
+
+:func:`use` serves models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers' registry of
+attention functions. The page is docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mindspeed_dsa.integrations.transformers.checks import Family, check, family_of
+from mindspeed_dsa.integrations.transformers.layers import (
+    ATTRIBUTE,
+    NAME,
+    Layer,
+    Losses,
+    attend,
+    count_rows,
+    expand_kv,
+    select_keys,
+)
+from mindspeed_dsa.integrations.transformers.masks import ranges_mask
+from mindspeed_dsa.ops.dsa import Stage
+
+__all__ = ["NAME", "InUse", "Stage", "use"]
+
+
+def use(
+    model: nn.Module, *, stage: Stage = "sparse", loss_coefficient: float = 0.0, backend: str = "auto"
+) -> InUse:
+    """Have a model of transformers select keys, attend and, when it trains, compute its indexers' loss here.
+
+    Weights, configuration, caches and everything outside of the attention layers stay as they are.
+
+    Args:
+        model: of transformers, of type ``deepseek_v32`` or ``glm_moe_dsa``; also inside of other modules, as
+            PEFT's. Before FSDP2's ``fully_shard`` or after it.
+        stage: of the training: in ``"warm-up"`` rows attend to every key that they see, in ``"sparse"`` to
+            those that the indexer selects. In evaluation, too.
+        loss_coefficient: of the indexers' loss, the sum over layers of the mean over tokens. If it is not 0,
+            layers in training mode whose indexer has a parameter that requires a gradient compute it, and it
+            is added to the ``loss`` that the model returns for ``labels``.
+        backend: of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        What has the losses, and undoes it.
+
+    Raises:
+        ImportError: transformers is missing or of another release.
+        ValueError: an option does not fit, or the model cannot be served; the message has what can.
+        BackendUnavailable: there is no such backend for the model's device.
+    """
+    if stage not in get_args(Stage):
+        raise ValueError(f"use(model, stage={stage!r}): choose one of {', '.join(get_args(Stage))}")
+    if not loss_coefficient >= 0:
+        raise ValueError(f"use(model, loss_coefficient={loss_coefficient}): it is 0 or positive")
+    theirs, family = family_of(model)
+    kind = family.named(f"{family.prefix}Attention")
+    attentions = {name: module for name, module in theirs.named_modules() if isinstance(module, kind)}
+    check(theirs, attentions, backend, with_loss=loss_coefficient > 0)
+    return InUse(theirs, family, list(attentions.values()), Losses(stage, float(loss_coefficient), backend))
+
+
+class InUse:
+    """The operators in use by a model, until :meth:`undo`."""
+
+    def __init__(self, model: Any, family: Family, attentions: list[Any], losses: Losses) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, ranges_mask)
+        self._model, self._losses, self._before = model, losses, model.config._attn_implementation
+        self._attentions = attentions
+        rotate, indexer = family.named(family.rotate), family.named(f"{family.prefix}Indexer")
+        self._hooks: list[Any] = []
+        for attention in attentions:
+            layer = Layer(losses, model.config.index_topk, rotate)
+            setattr(attention, ATTRIBUTE, layer)
+            attention.expand_kv = MethodType(expand_kv, attention)
+            self._hooks.append(attention.register_forward_pre_hook(count_rows, with_kwargs=True))
+            for module in attention.modules():
+                if isinstance(module, indexer):
+                    setattr(module, ATTRIBUTE, layer)
+                    setattr(module, _slot(module), MethodType(select_keys, module))
+        base = family.named(f"{family.prefix}Model")
+        (decoder,) = [module for module in model.modules() if isinstance(module, base)]
+        self._hooks.append(decoder.register_forward_pre_hook(self._begin))
+        self._hooks.append(decoder.register_forward_hook(self._end))
+        if decoder is not model:
+            self._hooks.append(model.register_forward_hook(self._add_loss, with_kwargs=True))
+        model.set_attn_implementation(NAME)
+
+    @property
+    def stage(self) -> Stage:
+        """Stage of the training; may be changed between a backward pass and the next forward pass."""
+        return self._losses.stage
+
+    @stage.setter
+    def stage(self, stage: Stage) -> None:
+        self._losses.stage = stage
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """Loss of each layer of the last forward pass, by its number; scalars, fp32, with a graph.
+
+        A mean over the tokens that are not padding. Empty where none was computed; layers that share another
+        one's selection have none.
+        """
+        return self._losses.found
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Sum of :attr:`losses`, without the coefficient; None where none was computed."""
+        values = list(self._losses.found.values())
+        return torch.stack([value.to(values[0].device) for value in values]).sum() if values else None
+
+    def undo(self) -> None:
+        """Give the model back what it had; nothing happens the second time."""
+        for hook in self._hooks:
+            hook.remove()
+        for indexer in self._indexers():
+            delattr(indexer, ATTRIBUTE)
+            slot = _slot(indexer)
+            delattr(indexer, slot)
+            if slot != "forward":
+                setattr(indexer, slot, MethodType(type(indexer).forward, indexer))
+        for attention in self._attentions:
+            del attention.expand_kv
+            delattr(attention, ATTRIBUTE)
+        if self._attentions and self._model.config._attn_implementation == NAME:
+            self._model.set_attn_implementation(self._before)
+        self._hooks, self._attentions, self._losses.found = [], [], {}
+
+    def _indexers(self) -> list[Any]:
+        """Return all indexers; PEFT has a copy of one that it trains as a whole."""
+        return [
+            module
+            for attention in self._attentions
+            for module in attention.modules()
+            if module is not attention and ATTRIBUTE in vars(module)
+        ]
+
+    def _begin(self, decoder: nn.Module, args: Any) -> None:
+        losses = self._losses
+        losses.found, losses.collecting, losses.with_gradients = {}, True, torch.is_grad_enabled()
+        if (
+            losses.coefficient > 0
+            and decoder.training
+            and losses.with_gradients
+            and not any(
+                parameter.requires_grad for indexer in self._indexers() for parameter in indexer.parameters()
+            )
+        ):
+            raise ValueError(
+                f"mindspeed_dsa: use() was given loss_coefficient={losses.coefficient}, and no parameter of "
+                "an indexer requires a gradient; let them (with PEFT name 'wq_b', 'wk' and 'weights_proj' in "
+                "target_modules, or 'indexer' in modules_to_save), or take loss_coefficient=0"
+            )
+
+    def _end(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        self._losses.collecting = False
+
+    def _add_loss(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Add the indexers' loss to that of the model, as transformers' models do with their routers'."""
+        loss = self.loss
+        theirs = output[0] if isinstance(output, tuple) else output.loss
+        labels = kwargs.get("labels")
+        if loss is None or labels is None or theirs is None:
+            return None
+        share = self._losses.coefficient
+        if (total := kwargs.get("num_items_in_batch")) is not None:
+            # The model's loss is divided by the tokens of all microbatches; this one weighs as its tokens do.
+            share = share * ((labels[..., 1:] != -100).sum() / total).to(theirs.device)
+        theirs = theirs + share * loss.to(theirs.device)
+        if isinstance(output, tuple):
+            return (theirs, *output[1:])
+        output.loss = theirs
+        return output
+
+
+def _slot(indexer: nn.Module) -> str:
+    """Return where the function lies that an indexer's call ends in: behind accelerate's, if it has one."""
+    return "_old_forward" if "_old_forward" in vars(indexer) else "forward"

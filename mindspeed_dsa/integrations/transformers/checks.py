@@ -1,0 +1,172 @@
+"""Checks of what :func:`use` is given: releases of transformers, models, devices; one message for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+from mindspeed_dsa.integrations.transformers.layers import ATTRIBUTE, NAME
+from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, check_name, choose
+from mindspeed_dsa.ops.lightning_indexer import OPERATOR
+
+RELEASES = SpecifierSet(">=5.20,<6")
+"""Of transformers, whose layers are called as :mod:`.layers` has it."""
+_WHO = "mindspeed_dsa.integrations.transformers.use(model)"
+_LOADED_WITH = ("eager", "sdpa")
+_DEVICES = ("cpu", "cuda", "npu")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one ``model_type``.
+
+    Attributes:
+        module: of transformers, where its classes are.
+        prefix: of their names.
+        rotate: function of that module, the rotary embedding of its indexer.
+    """
+
+    module: str
+    prefix: str
+    rotate: str
+
+    def named(self, name: str) -> Any:
+        """Return a class or a function of the module."""
+        return getattr(import_module(self.module), name)
+
+
+FAMILIES = {
+    "deepseek_v32": Family(
+        "transformers.models.deepseek_v32.modeling_deepseek_v32", "DeepseekV32", "apply_rotary_pos_emb"
+    ),
+    "glm_moe_dsa": Family(
+        "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
+        "GlmMoeDsa",
+        "apply_rotary_pos_emb_interleave",
+    ),
+}
+"""By ``model_type``."""
+
+
+def family_of(model: nn.Module) -> tuple[Any, Family]:
+    """Return transformers' model in ``model``, which may be wrapped, and its family.
+
+    Raises:
+        ImportError: transformers is missing or of another release.
+        ValueError: there is no model that is served.
+    """
+    _check_release()
+    from transformers import PreTrainedModel
+
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    served = " and ".join(FAMILIES)
+    if not found:
+        raise ValueError(
+            f"{_WHO}: {type(model).__name__} has no model of transformers in it; give it one of {served}"
+        )
+    kind = found[0].config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{_WHO}: {type(found[0]).__name__} is of type {kind!r}, whose attention these operators do not "
+            f"know; they serve {served}. The operators themselves are functions of tensors: docs/operators.md"
+        )
+    return found[0], FAMILIES[kind]
+
+
+def _check_release() -> None:
+    try:
+        release = version("transformers")
+    except PackageNotFoundError:
+        raise ImportError(
+            f"{_WHO}: transformers is not installed; pip install 'mindspeed_dsa[transformers]'"
+        ) from None
+    if not RELEASES.contains(release, prereleases=True):
+        raise ImportError(
+            f"{_WHO}: transformers {release} is not one of {RELEASES}, whose deepseek_v32 and glm_moe_dsa "
+            f"this serves; pip install 'transformers{RELEASES}'"
+        )
+
+
+def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool) -> None:
+    """Raise unless the model can be served as it is.
+
+    Args:
+        model: transformers'.
+        attentions: its attention layers by name.
+        backend: asked for.
+        with_loss: whether the indexer's loss is asked for.
+
+    Raises:
+        ValueError: with every problem, and what to do.
+        BackendUnavailable: the backend asked for cannot run on the model's device.
+    """
+    check_name(OPERATOR, backend)
+    problems = list(_problems(model, attentions, with_loss))
+    if problems:
+        raise ValueError("\n".join(f"{_WHO}: {problem}" for problem in problems))
+    for attention in attentions.values():
+        for name, parameter in attention.named_parameters():
+            device = parameter.device.type
+            if device == "meta":  # Materialised later, by FSDP or by accelerate's hooks.
+                continue
+            if device not in _DEVICES and backend == "auto":
+                raise BackendUnavailable(
+                    f"{_WHO}: {name} is on {device!r}, for which there is no backend; move the model to one "
+                    f"of {', '.join(_DEVICES)}, or take the slow and exact use(model, backend='reference')"
+                )
+            if backend != "auto":
+                config = model.config
+                sizes = (
+                    ("heads", config.index_n_heads),
+                    ("head_dim", config.index_head_dim),
+                    ("topk", config.index_topk),
+                )
+                choose(OPERATOR, backend, ShapeClass.of(parameter, *sizes))
+            return
+
+
+def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterator[str]:
+    """Yield every problem of a model."""
+    config = model.config
+    implementation = config._attn_implementation
+    if any(hasattr(attention, ATTRIBUTE) for attention in attentions.values()):
+        yield "the operators are in use already; call undo() of what the first use() returned"
+        return
+    if implementation not in _LOADED_WITH:
+        yield (
+            f"the model was loaded with attention {implementation!r}, which was asked for; load it with "
+            f"attn_implementation='sdpa' or 'eager', which {NAME!r} then takes the place of"
+        )
+    if not attentions:
+        yield f"{type(model).__name__} has no attention layer with an indexer that this release is known for"
+    for name, attention in attentions.items():
+        if attention.attention_dropout:
+            yield (
+                f"{name} has attention_dropout {attention.attention_dropout}, and the operators have no "
+                "dropout; load the model with attention_dropout=0.0"
+            )
+            break
+    quantised = [
+        f"{name}.{part}"
+        for name, attention in attentions.items()
+        for part, parameter in attention.named_parameters()
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2
+    ]
+    if quantised or getattr(model, "is_quantized", False):
+        what = f"{quantised[0]} and {len(quantised) - 1} more weights are" if quantised else "the model is"
+        yield (
+            f"{what} quantised; the operators, and the indexer's training, want bf16, fp16 or fp32. Load it "
+            "dequantised (for FP8: quantization_config=FineGrainedFP8Config(dequantize=True)), or without "
+            "use() for inference"
+        )
+    if with_loss and (getattr(model, "tp_size", None) or 1) > 1:
+        yield (
+            "its heads are on several tensor parallel ranks, and the indexer's loss is of all heads; load it "
+            "without tp_plan, for example for FSDP2, or take loss_coefficient=0"
+        )

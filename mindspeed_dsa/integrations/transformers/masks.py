@@ -1,0 +1,142 @@
+"""Masks of transformers as ranges of keys: what a row sees, without a buffer of rows times keys.
+
+transformers asks the function that is registered for an attention implementation for a mask, once in a
+forward pass of a model, and hands it to every layer as it is. Ours is int32, ``[batch, 1, rows, width]``: the
+last axis holds, for each row, its first visible key, the one past its last, and 1 if the row is a token
+rather than padding; of width 0 where every row is a token and causal up to the last key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.ops.dsa import RowForm
+
+_CHUNK = 1 << 24
+"""Entries of a mask that are evaluated at once."""
+
+
+class Rows(NamedTuple):
+    """Keys that rows see, as :func:`mindspeed_dsa.ops.dsa.deepseek_sparse_attention` takes it."""
+
+    starts: Tensor | None = None
+    """``[batch, rows]`` int32, or None with a form."""
+    ends: Tensor | None = None
+    """Likewise."""
+    form: RowForm | None = None
+    """Of rows that are causal up to the last key; else None."""
+    row_mask: Tensor | None = None
+    """``[batch, rows]`` bool, true for tokens; None where every row is one."""
+
+
+def rows_of(mask: Tensor) -> Rows:
+    """Return what a mask says.
+
+    Args:
+        mask: ``[batch, 1, rows, width]`` as :func:`ranges_mask` made it, or of the user: ``[batch, 1, rows,
+            keys]``, bool with true for visible keys, or floating point and added to scores.
+    """
+    if mask.dtype != torch.int32:
+        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+        mask = _ranges(visible)
+    if mask.shape[-1] == 0:
+        return Rows(form=RowForm())
+    starts, ends, counts = (part[:, 0] for part in mask.unbind(-1))
+    return Rows(starts, ends, row_mask=counts.bool())
+
+
+def ranges_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """Return the ranges of a forward pass, in the place of ``transformers.masking_utils.sdpa_mask``.
+
+    Args:
+        batch_size: sequences.
+        q_length: rows of each.
+        kv_length: keys of each, those of a cache included.
+        q_offset: position of the first row, an int or a tensor.
+        kv_offset: position of the first key.
+        mask_function: which positions see which, of indices that broadcast; default causal.
+        attention_mask: ``[batch, kv_length]`` bool, false for padding.
+        device: where the result lives.
+        **kwargs: what other implementations take.
+
+    Raises:
+        ValueError: a row sees keys that are not one behind the other.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    tokens = attention_mask
+    if tokens is not None and bool(tokens.all()):
+        tokens = None
+    if mask_function in (None, causal_mask_function):
+        if tokens is None and isinstance(q_offset, int) and kv_length - kv_offset == q_offset + q_length:
+            return torch.empty(batch_size, 1, q_length, 0, dtype=torch.int32, device=device)
+        ends = torch.arange(q_length, device=device) + (q_offset - kv_offset + 1)
+        found = torch.stack([torch.zeros_like(ends), ends.clamp(0, kv_length), torch.ones_like(ends)], dim=-1)
+        found = found.to(torch.int32).expand(batch_size, -1, -1)
+        if tokens is None:
+            return found[:, None]
+        padded = _ranges(tokens[:, None, :kv_length])[:, 0]  # [batch, 1, 3]
+        starts = torch.maximum(found[..., 0], padded[..., 0])
+        ends = torch.minimum(found[..., 1], padded[..., 1])
+        return torch.stack([starts, ends, _are_tokens(tokens, q_length, q_offset)], dim=-1)[:, None]
+    rows = max(_CHUNK // max(batch_size * kv_length, 1), 1)
+    parts = []
+    for at in range(0, q_length, rows):
+        visible = sdpa_mask(
+            batch_size,
+            min(rows, q_length - at),
+            kv_length,
+            q_offset + at,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=kwargs.get("use_vmap", False),
+            device=device,
+        )
+        assert visible is not None, "it skips causal masks alone, when allowed to"
+        parts.append(_ranges(visible[:, 0]))
+    found = torch.cat(parts, dim=2)
+    if tokens is not None:
+        found[:, 0, :, 2] = _are_tokens(tokens, q_length, q_offset)
+    return found
+
+
+def _are_tokens(tokens: Tensor, rows: int, first: Any) -> Tensor:
+    """Return ``[batch, rows]`` int32: 1 for tokens, of a mask over all positions so far."""
+    position = torch.arange(rows, device=tokens.device) + first
+    return tokens.index_select(1, position.clamp_max(tokens.shape[1] - 1)).to(torch.int32)
+
+
+def _ranges(visible: Tensor) -> Tensor:
+    """Return ``[batch, 1, rows, 3]`` int32 of ``[batch, rows, keys]`` bool; every row counts.
+
+    Raises:
+        ValueError: a row sees keys that are not one behind the other.
+    """
+    counts = visible.sum(-1)
+    starts = visible.int().argmax(-1)
+    last = visible.shape[-1] - 1 - visible.flip(-1).int().argmax(-1)
+    gaps = (counts > 0) & (last - starts + 1 != counts)
+    if gaps.any():
+        batch, row = gaps.nonzero()[0].tolist()
+        raise ValueError(
+            f"mindspeed_dsa: row {row} of sequence {batch} sees {int(counts[batch, row])} keys that are not "
+            "one behind the other; the operators take one range for each row, such as causal rows, padding "
+            "at either end and packed documents. Put padding at an end, or undo() what use() did"
+        )
+    return torch.stack([starts, starts + counts, torch.ones_like(counts)], dim=-1).to(torch.int32)[:, None]

@@ -1,0 +1,155 @@
+"""What :func:`use` does not serve is one message with what serves; undo leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_dsa.integrations.transformers import NAME, checks, use
+from mindspeed_dsa.ops.backend import BackendUnavailable
+from tests.hosts.transformers.models import build, close, tokens
+
+pytestmark = pytest.mark.full
+
+
+def other_model():
+    import transformers
+
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=9,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def quantised():
+    model = build("deepseek_v32")
+    projection = model.model.layers[1].self_attn.kv_b_proj
+    projection.weight = nn.Parameter(projection.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+def asked_for_another():
+    model = build("deepseek_v32")
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+def in_use():
+    model = build("deepseek_v32")
+    use(model)
+    return model
+
+
+WRONG = {
+    "no transformers model": (lambda: nn.Linear(2, 2), {}, "give it one of deepseek_v32 and glm_moe_dsa"),
+    "unknown model": (other_model, {}, "'llama'.* they serve deepseek_v32 and glm_moe_dsa"),
+    "attention": (asked_for_another, {}, "attn_implementation='sdpa' or 'eager'"),
+    "quantised": (quantised, {}, "layers.1.self_attn.kv_b_proj.weight .* quantised.*dequantize=True"),
+    "dropout": (lambda: build("deepseek_v32", attention_dropout=0.1), {}, "attention_dropout=0.0"),
+    "twice": (in_use, {}, r"call undo\(\)"),
+    "stage": (lambda: build("deepseek_v32"), {"stage": "dense"}, "choose one of sparse, warm-up"),
+    "coefficient": (lambda: build("deepseek_v32"), {"loss_coefficient": -1.0}, "0 or positive"),
+    "backend's name": (lambda: build("deepseek_v32"), {"backend": "cudnn"}, "choose one of"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_one_message_and_changes_nothing(name):
+    make, options, message = WRONG[name]
+    model = make()
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        use(model, **options)
+    assert getattr(getattr(model, "config", None), "_attn_implementation", None) == before
+
+
+def test_a_backend_that_cannot_run_here_is_named_with_the_reason():
+    model = build("deepseek_v32")
+    with pytest.raises(BackendUnavailable, match="'npu' cannot run"):
+        use(model, backend="npu")
+    layer = model.model.layers[0].self_attn
+    weight = SimpleNamespace(
+        device=SimpleNamespace(type="mps"), is_floating_point=lambda: True, dtype=torch.float32
+    )
+    elsewhere = SimpleNamespace(attention_dropout=0.0, named_parameters=lambda: [("q_a_proj.weight", weight)])
+    with pytest.raises(BackendUnavailable, match=r"'mps'.*cpu, cuda, npu.*backend='reference'"):
+        checks.check(model, {"layer": elsewhere}, "auto", False)
+    use(model)  # nothing of that was applied
+    assert layer.config._attn_implementation == NAME
+
+
+def test_releases_without_these_models_are_named(monkeypatch):
+    monkeypatch.setattr(checks, "version", lambda _: "4.57.6")
+    with pytest.raises(ImportError, match=r"transformers 4\.57\.6 .*pip install 'transformers.*5\.20"):
+        use(build("deepseek_v32"))
+
+    def missing(_):
+        raise checks.PackageNotFoundError
+
+    monkeypatch.setattr(checks, "version", missing)
+    with pytest.raises(ImportError, match=r"pip install 'mindspeed_dsa\[transformers\]'"):
+        use(build("deepseek_v32"))
+
+
+def test_another_attention_set_later_is_refused():
+    model = build("deepseek_v32")
+    use(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attention 'sdpa' was set .*undo\(\)"):
+        model(tokens())
+    model.set_attn_implementation(NAME)
+    model(tokens())
+
+
+def attributes(model):
+    return {name: {key: id(x) for key, x in vars(module).items()} for name, module in model.named_modules()}
+
+
+def test_undo_leaves_nothing_behind():
+    model = build("glm_moe_dsa sharing", attn_implementation="sdpa")
+    before, hooks = attributes(model), [len(module._forward_hooks) for module in model.modules()]
+    in_use = use(model, loss_coefficient=0.5)
+    model(tokens(), labels=tokens())
+    in_use.undo()
+    in_use.undo()
+    assert attributes(model) == before
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert model.config._attn_implementation == "sdpa"
+    use(model).undo()
+
+
+def test_files_are_the_model_s_own(tmp_path):
+    import transformers
+
+    model = build("deepseek_v32").eval()
+    expected = model(tokens()).logits
+    keys = set(model.state_dict())
+    use(model, loss_coefficient=0.5)
+    assert set(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert close(loaded(tokens()).logits, expected)
+
+
+def test_a_copy_computes_as_the_model_does():
+    model = build("deepseek_v32").eval()
+    expected = model(tokens()).logits
+    in_use = use(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert close(model(tokens()).logits, expected)
+    assert not other(tokens()).logits.any()
+    in_use.undo()
+    assert not other(tokens()).logits.any()

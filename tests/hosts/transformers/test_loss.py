@@ -1,0 +1,179 @@
+"""The indexer's loss in transformers' models: its value and gradients by transformers' own tensors, its ways.
+
+Index scores are those that transformers' indexers compute, with a graph where their ``no_grad`` is left out;
+probabilities those that eager attention returns; the divergence is a formula in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mindspeed_dsa.integrations.transformers import use
+from tests.hosts.transformers.models import INPUTS, TOPK, build, close, tokens
+from tests.ops import oracle
+
+pytestmark = pytest.mark.full
+
+
+class Scores(TorchFunctionMode):
+    """Index scores of every call of an indexer, which it hands to ``Tensor.topk``."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "topk" and args[0].dim() == 3:
+            self.found.append(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def expected_losses(model, stage, inputs, monkeypatch):
+    """Losses of the layers with an indexer, each of its own operands: from transformers' tensors."""
+    if stage == "warm-up":
+        model = copy.deepcopy(model)
+        for layer in model.model.layers:
+            if layer.self_attn.indexer is not None:
+                layer.self_attn.indexer.index_topk = 10**6
+    indexers = [x.self_attn.indexer for x in model.model.layers if x.self_attn.indexer is not None]
+    kind = type(indexers[0])
+    with_graph = inspect.unwrap(kind.forward)
+    monkeypatch.setattr(
+        kind,
+        "forward",
+        lambda self, hidden, latent, *args, **kwargs: with_graph(
+            self, hidden.detach(), latent.detach(), *args, **kwargs
+        ),
+    )
+    with Scores() as scores:
+        output = model(**inputs, use_cache=False, output_attentions=True)
+    monkeypatch.undo()
+    having = [i for i, x in enumerate(model.model.layers) if x.self_attn.indexer is not None]
+    losses, counted = {}, inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    routed = [found for found in scores.found if found.shape[1] == found.shape[2]]
+    for layer, found in zip(having, routed, strict=True):
+        probabilities = (
+            output.attentions[layer].detach().double().transpose(1, 2)
+        )  # [batch, rows, heads, keys]
+        mask = found > torch.finfo(found.dtype).min / 2
+        if stage == "sparse":
+            chosen = found.topk(min(TOPK, found.shape[-1]), dim=-1).indices
+            mask = mask & torch.zeros_like(mask).scatter(-1, chosen, True)
+        rows = oracle.divergence(
+            found.double().masked_fill(~mask, 0.0), probabilities * mask[:, :, None], mask
+        )
+        losses[layer] = rows[counted].mean()
+    return losses, {layer: model.model.layers[layer].self_attn.indexer for layer in having}
+
+
+@pytest.mark.parametrize("kind", ["causal", "left padding", "right padding", "packed"])
+@pytest.mark.parametrize("stage", ["sparse", "warm-up"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
+def test_losses_and_their_gradients_are_the_formula_s(name, stage, kind, monkeypatch):
+    model = build(name)
+    losses, indexers = expected_losses(model, stage, INPUTS[kind], monkeypatch)
+    in_use = use(model, stage=stage, loss_coefficient=1.0)
+    model(**INPUTS[kind], use_cache=False)
+    assert in_use.losses.keys() == losses.keys()
+    for layer, expected in losses.items():
+        assert close(in_use.losses[layer].double(), expected)
+        theirs = torch.autograd.grad(expected, list(indexers[layer].parameters()))
+        own = list(model.model.layers[layer].self_attn.indexer.parameters())
+        ours = torch.autograd.grad(in_use.losses[layer], own)
+        assert [x.shape for x, y in zip(ours, theirs, strict=True) if not close(x, y, 1e-4)] == []
+
+
+def gradients(model, **options):
+    model.zero_grad()
+    output = model(tokens(), labels=tokens(), use_cache=False, **options)
+    output.loss.backward()
+    return output, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
+    model = build("deepseek_v32")
+    plain, without = gradients(model)
+    in_use = use(model, loss_coefficient=0.25)
+    output, found = gradients(model)
+    assert close(output.loss, plain.loss + 0.25 * in_use.loss.detach())
+    assert {name for name in found if name not in without} == {
+        name for name, _ in model.named_parameters() if ".indexer." in name
+    }
+    assert [name for name in without if not close(found[name], without[name])] == []
+    as_tuple = model(tokens(), labels=tokens(), use_cache=False, return_dict=False)
+    assert torch.equal(as_tuple[0], output.loss)
+
+
+def test_microbatches_weigh_as_their_tokens_do():
+    model = build("deepseek_v32")
+    in_use = use(model, loss_coefficient=0.5)
+    labels = tokens().clone()
+    labels[:, :20] = -100
+    plain = model(tokens(), labels=labels, num_items_in_batch=100).loss - 0.5 * in_use.loss * (2 * 20 / 100)
+    in_use.undo()
+    assert close(plain, model(tokens(), labels=labels, num_items_in_batch=100).loss)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
+def test_layers_that_are_recomputed_give_the_same_losses_and_gradients(name):
+    model = build(name)
+    in_use = use(model, loss_coefficient=0.5)
+    output, expected = gradients(model)
+    losses = dict(in_use.losses)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, found = gradients(model)
+    assert torch.equal(again.loss, output.loss)
+    assert {layer: float(x) for layer, x in in_use.losses.items()} == {
+        layer: float(x) for layer, x in losses.items()
+    }
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="'use_reentrant': False"):
+        gradients(model)
+
+
+def test_there_is_no_loss_in_evaluation_without_gradients_or_with_frozen_indexers():
+    model = build("glm_moe_dsa")
+    in_use = use(model, loss_coefficient=0.5)
+    plain = build("glm_moe_dsa")(tokens(), labels=tokens()).loss
+    with torch.no_grad():
+        assert close(model(tokens(), labels=tokens()).loss, plain)
+    assert close(model.eval()(tokens(), labels=tokens()).loss, plain)
+    assert in_use.loss is None
+    model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." not in name)
+    with pytest.raises(ValueError, match="no parameter of an indexer requires a gradient"):
+        model(tokens(), labels=tokens())
+
+
+def test_warm_up_trains_indexers_alone_and_then_the_sparse_stage_both():
+    """As the page has it: attention is dense and the model frozen, until indexers know where it looks."""
+    model = build("deepseek_v32")
+    dense = build("deepseek_v32", index_topk=1000)(tokens()).logits.detach()
+    in_use = use(model, stage="warm-up", loss_coefficient=1.0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." in name)
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-2)
+    found = []
+    for _ in range(40):
+        output = model(tokens(), labels=tokens(), use_cache=False)
+        assert close(output.logits, dense)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(in_use.loss))
+    assert found[-1] < 0.5 * found[0]
+    moved = {name for name, x in model.named_parameters() if not torch.equal(x, before[name])}
+    assert moved == {name for name in before if ".indexer." in name}
+    in_use.stage = "sparse"
+    model.requires_grad_(True)
+    output, of = gradients(model)
+    assert not close(output.logits, dense)
+    assert len(of) > len(moved)

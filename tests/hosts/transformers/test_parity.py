@@ -1,0 +1,153 @@
+"""Logits, gradients and generated tokens of transformers' models are those of transformers' own attention.
+
+Compared with the installed transformers in fp32, ``eager`` and ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mindspeed_dsa.integrations.transformers import NAME, use
+from tests.hosts.transformers.models import INPUTS, KINDS, build, close, tokens
+
+pytestmark = pytest.mark.full
+
+
+def step(model, inputs):
+    """Logits of tokens, and gradients of the loss of what they predict, which rows of padding do not."""
+    model.zero_grad()
+    counts = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    predicted = counts * torch.cat([counts[:, :1], counts[:, :-1]], dim=1)
+    labels = inputs["input_ids"].masked_fill(predicted == 0, -100)
+    output = model(**inputs, labels=labels, use_cache=False)
+    output.loss.backward()
+    logits = output.logits[counts.bool()]
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return logits.detach(), gradients
+
+
+def compare(name, kind, **options):
+    model = build(name, **options)
+    logits, gradients = step(model, INPUTS[kind])
+    gradients = {key: x.clone() for key, x in gradients.items()}
+    calls = []
+    in_use = use(model)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(
+            lambda module, *_: calls.append(module.config._attn_implementation)
+        )
+    ours, of_ours = step(model, INPUTS[kind])
+    assert calls == [NAME] * len(model.model.layers)
+    assert close(ours, logits)
+    assert of_ours.keys() == gradients.keys()
+    assert [key for key in gradients if not close(of_ours[key], gradients[key])] == []
+    in_use.undo()
+    again, _ = step(model, INPUTS[kind])
+    assert torch.equal(again, logits)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_gradients_are_eager_s(name, kind):
+    compare(name, kind)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_gradients_are_sdpa_s(name):
+    compare(name, "causal", attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_keys_stay_latent_where_that_is_faster(name, monkeypatch):
+    """Absorbed attention has its own sums: the same logits and gradients, that of the up-projection too."""
+    from mindspeed_dsa.integrations.transformers import layers
+
+    seen = []
+    monkeypatch.setattr(layers, "is_faster_by_head", lambda *args: seen.append(args) or False)
+    compare(name, "causal")
+    assert seen
+
+
+def test_masks_of_the_user_are_read():
+    model = build("deepseek_v32")
+    ids = tokens(1, 24)
+    window = (torch.arange(24)[:, None] - torch.arange(24)).clamp(-1, 15)
+    visible = ((window >= 0) & (window < 15))[None, None]
+    masks = {"bool": visible, "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)}
+    with torch.no_grad():
+        expected = model(ids, attention_mask=masks["float"]).logits
+        use(model)
+        for mask in masks.values():
+            assert close(model(ids, attention_mask=mask).logits, expected)
+        with pytest.raises(ValueError, match="not one behind the other"):
+            model(ids, attention_mask=visible & (torch.arange(24) != 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_16_bits_run_near_those_in_32(dtype):
+    """Selections of 16-bit operands are others here and there, on both sides."""
+    model = build("deepseek_v32").eval()
+    exact = model(tokens()).logits.detach()
+    model.to(dtype)
+    theirs = model(tokens()).logits.float().detach()
+    use(model)
+    ours = model(tokens()).logits.float().detach()
+    assert ours.dtype == torch.float32
+    assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
+
+
+def test_autocast_computes_in_its_dtype():
+    model = build("glm_moe_dsa").eval()
+    exact = model(tokens()).logits.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = model(tokens()).logits.float().detach()
+        use(model)
+        ours = model(tokens()).logits.float().detach()
+    assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
+
+
+# -- generation --------------------------------------------------------------------------------
+
+WAYS = {
+    "dynamic cache": {},
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "no cache": {"use_cache": False},
+    "prefill in chunks": {"prefill_chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
+def test_generated_tokens_are_eager_s(name, way):
+    """With left padding; rows behind a cache, whose keys are more than a row selects."""
+    model = build(name).eval()
+    model.generation_config.pad_token_id = 0
+    options = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        **INPUTS["left padding"],
+        **WAYS[way],
+    }
+    expected = model.generate(**copy.deepcopy(options))
+    use(model)
+    found = model.generate(**copy.deepcopy(options))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(close(ours, theirs) for ours, theirs in zip(found.logits, expected.logits, strict=True))
+
+
+def test_a_row_behind_a_cache_expands_no_key(monkeypatch):
+    """Keys that do not stay latent would be expanded anew, all of them, for every new token."""
+    model = build("deepseek_v32").eval()
+    use(model)
+    rows = []
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    forward = projection.forward
+    monkeypatch.setattr(projection, "forward", lambda x: rows.append(x.shape) or forward(x))
+    model.generate(tokens(1, 20), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert [shape[2] for shape in rows] in ([], [20])
