@@ -1,8 +1,9 @@
 """All that needs a GPU, in one go of at most eight minutes, and one report of it.
 
-Tests of the kernels on the device, the operators beside the model's bounds, whole training steps with and
-without fused DSA and other features, a trace, and attention beside other projects'. Every part is a process
-of its own: one that fails, or leaves the device in a bad state, costs its own figures only.
+Tests of the kernels on the device, ways of the selection and of the backward beside each other, the operators
+beside the model's bounds, whole training steps with and without fused DSA and other features, a trace,
+compute-sanitizer, and attention beside other projects'. Every part is a process of its own: one that fails,
+or leaves the device in a bad state, costs its own figures only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from benchmarks import parts
 from benchmarks.gpu import beside, bounds, words
 from benchmarks.registry import Metrics
 
-PARTS = {"parity": 180, "operators": 65, "layer": 100, "streams": 15, "features": 80, "rivals": 30}
+PARTS = {
+    "parity": 160,
+    "selection": 35,
+    "pairs": 20,
+    "operators": 55,
+    "layer": 75,
+    "streams": 10,
+    "features": 60,
+    "compiled": 15,
+    "ranks": 10,
+    "sanitizer": 20,
+    "rivals": 10,
+}
 """Seconds that each has for certain. What others leave, or did not ask for, is added.
 
 Other projects' kernels come last: what they may do to the device costs none of our figures.
@@ -88,7 +101,9 @@ def failures(found: dict[str, Any]) -> dict[str, str]:
     """By part, or by part and name within it: what went wrong."""
     failed = {name: found[name]["error"] for name in PARTS if "error" in found.get(name, {})}
     failed |= {f"parity, {test}": why for test, why in found.get("parity", {}).get("failures", {}).items()}
-    for name in ("layer", "features", "streams"):
+    if "refused" in found.get("sanitizer", {}):
+        failed["sanitizer"] = found["sanitizer"]["refused"]
+    for name in ("selection", "pairs", "layer", "features", "streams", "compiled", "ranks"):
         for case, row in found.get(name, {}).items():
             if isinstance(row, dict) and "refused" in row:
                 failed[f"{name}, {case}"] = row["refused"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.layer import BF16, TINY, apart, measure
 
-_MODEL = """
+MODEL = """
     --bf16 --num-layers 3 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 16 --seq-length 512
     --q-lora-rank 256 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128
@@ -54,6 +54,8 @@ CASES = {
         "--two-streams --two-streams-min-tokens 0",
         f"{_FUSED} --swap-attention --swap-attention-min-bytes 65536",
     ),
+    "fused-operators": Case("--fused-operators all", bounds=BF16),
+    "fsdp2": Case("--use-torch-fsdp2", bounds=BF16),
     "moe-grouped-gemm": Case("--moe-grouped-gemm", bounds=BF16),
     "moe-permute-fusion": Case("--moe-permute-fusion", bounds=BF16),
     "dsa-fuse-kl-in-backward": Case("--dsa-fuse-kl-in-backward", bounds=BF16),
@@ -63,6 +65,8 @@ CASES = {
     "fused-dsa, packs": Case("", f"{_FUSED} --pack-documents --micro-batch-size 1", _PLAIN, BF16),
 }
 QUICK = ("fused-dsa",)
+COMPILED = {"compile-regions": Case("--compile-regions", bounds=BF16)}
+"""What is compiled, and so cannot be compared where compilation is off."""
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 
 
@@ -81,7 +85,7 @@ def run(
         cases: instead of a GPU's.
     """
     if model is None:
-        model = f"{TINY} --bf16" if quick else _MODEL
+        model = f"{TINY} --bf16" if quick else MODEL
     if cases is None:
         cases = {name: CASES[name] for name in (QUICK if quick else CASES)}
     train = cache(partial(measure, deterministic=True))

@@ -17,6 +17,12 @@ _DEEPSEEK = """
     --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048
     --micro-batch-size 1 --global-batch-size 1 --bf16 --lr 1e-5 --min-lr 1e-5
 """
+_GLM = """
+    --num-layers 1 --hidden-size 6144 --ffn-hidden-size 12288 --num-experts 0
+    --q-lora-rank 2048 --kv-lora-rank 512 --qk-head-dim 192 --qk-pos-emb-head-dim 64 --v-head-dim 256
+    --dsa-indexer-n-heads 32 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048
+    --micro-batch-size 1 --global-batch-size 1 --bf16 --lr 1e-5 --min-lr 1e-5
+"""
 TINY = """
     --num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 2 --num-experts 0
     --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
@@ -45,6 +51,7 @@ BF16 = {"lm_loss": 2e-3, "indexer_loss": 5e-2, "grad_norm": 5e-2}
 SHAPES = {
     "example, fp32": Shape(_EXAMPLE, FP32),
     "example, bf16": Shape(f"{_EXAMPLE} --bf16", BF16),
+    "GLM-5.2, 64 heads, 4096 tokens": Shape(f"{_GLM} --num-attention-heads 64 --seq-length 4096", BF16),
     "DeepSeek-V3.2, 64 heads, 4096 tokens": Shape(
         f"{_DEEPSEEK} --num-attention-heads 64 --seq-length 4096", BF16
     ),

@@ -24,6 +24,20 @@ def parity(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return tests.run(folder, quick, seconds)
 
 
+def selection(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Scores and the selection from them, in one launch and in slabs, in bf16 and FP8."""
+    from benchmarks.gpu import selection as ways
+
+    return ways.run(quick, tell)
+
+
+def pairs(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """The attention's backward by rows and by pairs of rows."""
+    from benchmarks.gpu import pairs as ways
+
+    return ways.run(quick, tell)
+
+
 def layer(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     """Training steps, fused and stock, and a trace."""
     from benchmarks.gpu import layer as steps
@@ -40,11 +54,33 @@ def features(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return steps.run(quick, tell)
 
 
+def compiled(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Training steps without and with regions that are compiled."""
+    from benchmarks.gpu import features as steps
+
+    return steps.run(quick, tell, cases=steps.COMPILED)
+
+
+def ranks(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Training steps of two context parallel ranks on one GPU, and of one rank."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from benchmarks.gpu import ranks as steps
+
+    return steps.run(quick, seconds, tell)
+
+
 def streams(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     """Work of a layer on one stream and on two."""
     from benchmarks.gpu import streams as beside
 
     return beside.run(quick, tell)
+
+
+def sanitizer(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Kernels under compute-sanitizer."""
+    from benchmarks.gpu import sanitizer as checked
+
+    return checked.run(folder, seconds)
 
 
 def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
@@ -55,4 +91,8 @@ def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 
 if __name__ == "__main__":
-    parts.serve({part.__name__: part for part in (operators, parity, layer, features, streams, rivals)})
+    all_parts = (
+        *(parity, selection, pairs, operators, layer, streams, features),
+        *(compiled, ranks, sanitizer, rivals),
+    )
+    parts.serve({part.__name__: part for part in all_parts})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.gpu import beside
+from benchmarks.gpu import beside, pairs, selection
 from benchmarks.gpu.streams import least_tokens
 from benchmarks.parts import rows_of, table
 
@@ -17,7 +17,10 @@ def report(found: Mapping[str, Any], device: str) -> str:
         found: metrics of the case ``gpu``.
         device: the GPU's name.
     """
-    parts = (_summary, _model, _operators, beside.words, layers, features, streams, _trace)
+    parts = (
+        *(_summary, _model, selection.words, pairs.words, _operators, beside.words),
+        *(layers, features, streams, _trace),
+    )
     lines = [f"# {device}", ""]
     for part in parts:
         lines += [*part(found), ""]
@@ -29,6 +32,11 @@ def _summary(found: Mapping[str, Any]) -> Iterator[str]:
     if "passed" in tests:
         failures = len(tests["failures"])
         yield f"Tests of the kernels on the device: {tests['passed']} passed, {failures} failed."
+    checked = found.get("sanitizer", {})
+    if "absent" in checked:
+        yield f"Accesses: {checked['absent']}."
+    elif checked.get("errors") == 0:
+        yield f"Accesses, by compute-sanitizer: none wrong in {len(checked['calls'])} calls."
     for what, why in found["failed"].items():
         yield f"* **{what}**: {why}"
 

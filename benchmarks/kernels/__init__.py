@@ -7,6 +7,7 @@ see :mod:`benchmarks.kernels.model`; it is no measurement.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -42,7 +43,8 @@ def run(device: str, quick: bool = False) -> Metrics:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("kernels-static compiles the kernels: unset TRITON_INTERPRET")
     targets, heads = (TARGETS[:1], HEADS[-1:]) if quick else (TARGETS, HEADS)
-    tables = {f"sm_{target}": _counts(target, heads, quick) for target in targets}
+    selecting: dict[str, Any] = {}
+    tables = {f"sm_{target}": _counts(target, heads, quick, selecting) for target in targets}
     kernels = [kernel for table in tables.values() for kernel in table.values()]
     spilled: dict[str, int] = {}
     for kernel in kernels:
@@ -52,19 +54,32 @@ def run(device: str, quick: bool = False) -> Metrics:
         "over_limit": sum(kernel["over_limit"] for kernel in kernels),
         "spill_bytes": spilled,
         "model_fraction_of_peak": _model(tables),
+        "selection_ms": _selection(selecting),
         "kernels": tables,
     }
 
 
-def _counts(target: int, heads: tuple[int, ...], quick: bool) -> dict[str, dict[str, Any]]:
-    """Figures of each kernel, by its name, the words of the call and the flags of its source."""
+def _counts(
+    target: int, heads: tuple[int, ...], quick: bool, selecting: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Figures of each kernel, by its name, the words of the call and the flags of its source.
+
+    Args:
+        target: ten times the compute capability.
+        heads: of the attention.
+        quick: the attention's kernels alone.
+        selecting: gets Hopper's kernels that form scores to select from, by the words of their call.
+    """
     from benchmarks.kernels.compiled import SHARED_MEMORY, compiled
+    from benchmarks.kernels.selection import AT_ONCE, SLABS
 
     found: dict[str, dict[str, Any]] = {}
     for words, kernel in compiled(target, _calls(heads, quick), each=True):
         flags = [f"{name}={kernel.constants[name]}" for name in _FLAGS if name in kernel.constants]
         name = ", ".join([kernel.name, words, *flags])
         print(f"sm_{target}: {name}", file=sys.stderr, flush=True)
+        if target == TARGETS[0] and kernel.name in (SLABS, AT_ONCE):
+            selecting[words] = kernel
         found[name] = {
             "kernel": kernel.name,
             **{name: getattr(kernel, name) for name in _COUNTED},
@@ -76,7 +91,7 @@ def _counts(target: int, heads: tuple[int, ...], quick: bool) -> dict[str, dict[
 
 
 def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
-    from benchmarks.kernels import cases
+    from benchmarks.kernels import cases, selection
 
     for count in heads:
         yield f"{count} heads", partial(cases.run_attention, torch.bfloat16, count)
@@ -84,10 +99,21 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
         return
     for words, sizes in INDEXERS.items():
         yield words, partial(cases.run_indexer, torch.bfloat16, *sizes)
+    for words, (count, dim, fp8, once) in selection.calls(INDEXERS):
+        run_one = cases.run_quantised_indexer if fp8 else cases.run_selection
+        yield words, partial(run_one, torch.bfloat16, count, dim, once)
     for count, dim, shared, index_heads in DENSE:
         words = f"dense, {count} heads of {dim}"
         yield words, partial(cases.run_loss, torch.bfloat16, count, dim, shared, index_heads=index_heads)
     yield "one head of 256 + 256", partial(cases.run_head, torch.bfloat16, cases.GLM)
+
+
+def _selection(kernels: dict[str, Any]) -> dict[str, Any]:
+    """By GPU of Hopper and problem the bounds of two launches for each slab, and of one."""
+    from benchmarks.kernels import model, selection
+
+    hopper = {name: gpu for name, gpu in model.GPUS.items() if gpu.target == TARGETS[0]}
+    return {name: selection.bounds(kernels, INDEXERS, gpu) for name, gpu in hopper.items()} if kernels else {}
 
 
 def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
@@ -108,7 +134,7 @@ def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
     for name, gpu in model.GPUS.items():
         if gpu.target == target:
             found[name] = round(work.useful / model.seconds(kernel, work, gpu) / gpu.flops, 3)
-            if kernel.name == model.SHARING:
+            if kernel.name in (model.SHARING, model.PAIRS):
                 shared = model.attention(kernel, int(words.split()[0]), cases.TOPK, sharers=model.SHARERS)
                 share = shared.useful / model.seconds(kernel, shared, gpu) / gpu.flops
                 found[f"{name}{SHARED}"] = round(share, 3)
@@ -138,11 +164,13 @@ def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
         for heads in HEADS:
+            kernels = r"\w+_keys_kernel", r"backward_query_\w*kernel"
             both = [
                 row
                 for words, row in table.items()
-                if f"_keys_kernel, {heads} heads, WITH_SUM=False" in words
-                or f"backward_query_kernel, {heads} heads" in words
+                if re.fullmatch(
+                    rf"{kernels[0]}, {heads} heads, WITH_SUM=False|{kernels[1]}, {heads} heads", words
+                )
             ]
             flops = sum(row["useful_flop"] for row in both)
             for kind in ("", SHARED) if any(f"{name}{SHARED}" in row for row in both) else ("",):

@@ -37,22 +37,26 @@ GPUS = {
     "B200": Gpu(100, 2250e12, 10e12, 8.0e12, 148, 1.85e9, 0.25),
 }
 # Per cycle and multiprocessor: bytes that products read from shared memory, exponentials, other operations.
-_SHARED_BYTES, _EXPONENTIALS, _OPERATIONS = 128, 16, 128
+_SHARED_BYTES, _EXPONENTIALS, OPERATIONS = 128, 16, 128
 # Multiply-adds of bf16 per cycle and multiprocessor of Hopper.
 _MULTIPLY_ADDS = 2048
+# Of a row or a column of a warp group's product.
+_INNER_BYTES = 32
 # Of a multiprocessor.
 _REGISTERS = 65536
 # Heads of a program of the attention's forward, for kernels that only know one number of them; in these one
 # group of warps works between products while another one multiplies.
 _HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel": 16}
 _HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel")
-SHARING = "hopper_backward_keys_kernel"
+SHARING, PAIRS = "hopper_backward_keys_kernel", "backward_query_pairs_kernel"
 # Rows that have a tile in common, as measured on selections of a small model trained on text: of 256 keys two
 # neighbours share 0.70, four 0.46, so that 4 rows take 0.46 + 2 x 0.24 + 4 x 0.30 = 2.14 times a row's keys.
 SHARERS = 1.87
+# And of two neighbours' entries the part that is in tiles of both, by the same selections.
+SHARED_BY_TWO = 0.70
 ATTENTION = (
     *("forward_kernel", "attention_sum_kernel", "backward_keys_kernel", "backward_query_kernel"),
-    *(*_HOPPER, SHARING),
+    *(*_HOPPER, SHARING, PAIRS),
 )
 INDEXER = ("score_slab_kernel", "scores_at_kernel", "score_gradients_kernel")
 DENSE = ("dense_lse_kernel", "dense_sum_kernel")
@@ -79,7 +83,7 @@ class Work:
 def seconds(kernel: Kernel, work: Work, gpu: Gpu) -> float:
     """Of this work on the whole GPU, busy with nothing else."""
     products = work.flops / gpu.flops / product_rate(kernel, gpu)
-    cycles = work.exponentials / _EXPONENTIALS + work.operations / _OPERATIONS
+    cycles = work.exponentials / _EXPONENTIALS + work.operations / OPERATIONS
     between = cycles / gpu.multiprocessors / gpu.clock
     # One block of warps in lockstep: what lies between the products of a tile hides behind none of them,
     # unless another program has room beside it.
@@ -101,15 +105,16 @@ def product_rate(kernel: Kernel, gpu: Gpu) -> float:
 def operand_rate(products: dict[str, int]) -> float:
     """How busy products of warp groups keep the tensor cores while shared memory feeds them.
 
-    ``m64n32k16`` takes 16 cycles and reads 3 KiB, for which shared memory takes 24.
+    ``m64n32k16`` takes 16 cycles and reads 3 KiB, for which shared memory takes 24. Its inner numbers are 32
+    bytes whatever they are: of FP8 there are 32, which take as long.
     """
     busy = taken = 0.0
     for shape, count in products.items():
-        found = re.match(r"n(\d+)k(\d+) from (\w+)", shape)
+        found = re.match(r"n(\d+)k\d+ from (\w+)", shape)
         assert found is not None, shape
-        columns, inner = int(found[1]), int(found[2])
-        compute = 64 * columns * inner / _MULTIPLY_ADDS
-        read = 2 * inner * (columns + (64 if found[3] == "memory" else 0)) / _SHARED_BYTES
+        columns = int(found[1])
+        compute = 64 * columns * _INNER_BYTES / 2 / _MULTIPLY_ADDS
+        read = _INNER_BYTES * (columns + (64 if found[2] == "memory" else 0)) / _SHARED_BYTES
         busy += count * compute
         taken += count * max(compute, read)
     return busy / taken if taken else 1.0
@@ -127,7 +132,8 @@ def attention(
         value_dim: numbers of a value.
         dim: numbers of a key.
         sharers: rows that have a tile of keys in common, in the mean; the backward's kernel for Hopper
-            gathers it, and adds its gradient, once for all of them.
+            gathers it, and adds its gradient, once for all of them, and the one of the queries' gradient once
+            for two.
     """
     constants = kernel.constants
     block = _HOPPER_HEADS.get(kernel.name) or constants.get("BLOCK_H") or constants["HEADS"]
@@ -145,6 +151,11 @@ def attention(
             )
         moved = heads * (topk * constants.get("PARTS", 1) + dim) * 2
         return Work(programs, 2 * scores * dim, 2 * wanted * dim, programs * keys + moved, moved)
+    if kernel.name == PAIRS:
+        if sharers > 1:
+            keys *= 1 - SHARED_BY_TWO / 2
+        moved = heads * (topk * constants["PARTS"] + dim) * 2
+        return Work(1, 2 * scores * dim, 2 * wanted * dim, keys + moved, moved)
     programs = -(-topk // constants.get("BLOCK_N", 64))
     if kernel.name == "hopper_attention_sum_kernel":
         programs = 1

@@ -20,7 +20,8 @@ def tables(metrics: Mapping[str, Any]) -> str:
     Args:
         metrics: of the case ``kernels-static``.
     """
-    return "\n".join("\n".join(_table(target, metrics)) + "\n" for target in metrics["kernels"])
+    targets = ["\n".join(_table(target, metrics)) + "\n" for target in metrics["kernels"]]
+    return "\n".join(["\n".join(_selection(metrics)) + "\n", *targets])
 
 
 def page(text: str, metrics: Mapping[str, Any]) -> str:
@@ -28,6 +29,21 @@ def page(text: str, metrics: Mapping[str, Any]) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables(metrics)}\n{END}{after}"
+
+
+def _selection(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """The table of scores and selection, on the first of Hopper's GPUs."""
+    gpu, problems = next(iter(metrics["selection_ms"].items()))
+    yield "### Scores and selection"
+    yield ""
+    yield f"Bounds in ms, {gpu}, causal rows, topk 2048 ([what they say](gpu.md#one-launch-or-two))."
+    yield ""
+    names = ("scores", "selection", "two launches", "one launch")
+    yield f"| problem | {' | '.join(names)} | one / two |"
+    yield f"| {' | '.join(['---'] + ['---:'] * 5)} |"
+    for problem, ms in problems.items():
+        ratio = ms["one launch"] / ms["two launches"]
+        yield f"| {problem} | {' | '.join(f'{ms[name]:.3g}' for name in names)} | {ratio:.2f} |"
 
 
 def _table(target: str, metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from benchmarks import __main__ as cli
 from benchmarks import gpu, parts
 from benchmarks.dsa.floor import needed_flops
 from benchmarks.dsa.problem import Sizes
-from benchmarks.gpu import bounds, features, layer, parity, streams, words
+from benchmarks.gpu import bounds, features, layer, parity, ranks, streams, words
 from benchmarks.registry import CASES
 
 FRACTIONS = {
@@ -74,7 +74,10 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
     answers = {
         "parity": (0, [{"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}], ""),
         "operators": (1, [{"matmul_tflops": 700.0}], "Traceback\nRuntimeError: an illegal memory access"),
-        "streams": (0, [{}], ""),
+        **{
+            name: (0, [{}], "")
+            for name in ("streams", "selection", "pairs", "sanitizer", "compiled", "ranks")
+        },
         "layer": (0, [{}, {"a": {"stock": SIDE, "fused": FAST}, "b": {**NO_FUSED, "refused": "w"}}], ""),
     }
 
@@ -232,6 +235,26 @@ def test_a_step_on_both_sides(tmp_path):
     assert found["fused"]["kernels"] == {}
     assert found["fused"]["calls"].keys() > found["stock"]["calls"].keys()
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.full
+def test_two_context_parallel_ranks_beside_one():
+    """Over gloo on the CPU; what NCCL may say to two ranks of one device is no failure."""
+    pytest.importorskip("megatron.core")
+    (row,) = ranks.run(True, 200.0, lambda _: None, cases={"rows in halves": ""}).values()
+    assert "refused" not in row, row
+    assert row["apart"]["lm_loss"] <= layer.BF16["lm_loss"]
+    cut = ranks.run(True, 200.0, lambda _: None, cases={"wrong": "--cp-keep-gathered --num-layers 0"})
+    assert gpu.failures({"ranks": cut}).keys() == {"ranks, wrong"}
+
+
+def test_what_ranks_of_one_device_are_told():
+    told = "ncclInvalidUsage: Duplicate GPU detected"
+    assert ranks._compared(SIDE, told) == {"absent": f"2 ranks: {told}"}
+    assert ranks._compared(SIDE, "ValueError: x") == {"refused": "2 ranks: ValueError: x"}
+    found = ranks._compared(SIDE, {**FAST, "lm_loss": [7.0, 6.8]})
+    assert found["refused"] == "lm_loss is 1.4e-02 apart"
+    assert "refused" not in ranks._compared(SIDE, FAST)
 
 
 def test_the_report_in_words():

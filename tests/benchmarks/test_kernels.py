@@ -13,7 +13,7 @@ import pytest
 # First, so that kernels are interpreted in this process, whoever else imports them.
 pytest.importorskip("tests.ops.triton_backend")
 
-from benchmarks.kernels import model, page
+from benchmarks.kernels import model, page, selection
 from tests.ops.test_triton_compile import GOOD
 from tests.support import warm
 
@@ -31,6 +31,8 @@ def test_products_are_fed_from_shared_memory():
     assert model.operand_rate({"n32k16 from memory": 4}) == pytest.approx(2 / 3)
     assert model.operand_rate({"n64k16 from memory": 1}) == 1
     assert model.operand_rate({"n32k16 from registers": 1}) == 1
+    # Of FP8 twice as many inner numbers, of half the size, at twice the rate.
+    assert model.operand_rate({"n32k32 from memory": 4}) == pytest.approx(2 / 3)
     mixed = model.operand_rate({"n32k16 from memory": 8, "n256k16 from registers": 1})
     assert mixed == pytest.approx((8 * 16 + 128) / (8 * 24 + 128))
 
@@ -47,6 +49,32 @@ def test_traffic_of_the_attention():
     assert 60 < work.useful / work.l2 < 75
     padded = model.attention(FORWARD, 16, 2048)
     assert padded.flops == 4 * padded.useful
+
+
+def test_two_rows_gather_a_tile_of_both_once():
+    pairs = replace(GOOD, name=model.PAIRS, constants={"BLOCK_H": 64, "PARTS": 2})
+    keys, moved = 2048 * 576 * 2, 64 * (2 * 2048 + 576) * 2
+    assert model.attention(pairs, 64, 2048).l2 == keys + moved
+    shared = model.attention(pairs, 64, 2048, sharers=model.SHARERS)
+    # Of ten tiles of either row seven are in both: 13 are gathered for two rows.
+    assert shared.l2 == pytest.approx(keys * 13 / 20 + moved)
+    assert shared.flops == shared.useful == 2 * 64 * 2048 * 576
+
+
+def test_one_launch_is_bound_by_what_is_short_and_two_by_one_after_the_other():
+    sizes = {"": (64, 128)}
+    tiles = {"HEADS": 64, "DIM": 128, "BLOCK_N": 256, "BLOCK_Q": 32}
+    beside = replace(GOOD, shared=115712, registers=107, constants=tiles, products={"n64k16 from memory": 16})
+    kernels = {words: beside for words, _ in selection.calls(sizes)}
+    found = selection.bounds(kernels, sizes, H200)
+    assert len(found) == 2 * len(selection.LENGTHS)
+    for problem, ms in found.items():
+        assert ms["two launches"] == pytest.approx(ms["scores"] + ms["selection"], abs=2e-3)
+        assert ms["scores"] <= ms["one launch"] < ms["two launches"], problem
+    pairs = 8192 * 8193 / 2
+    assert found["S8192, 64 x 128, bf16"]["scores"] == pytest.approx(pairs * 16384 / 989e12 * 1e3, abs=1e-3)
+    half = found["S8192, 64 x 128, fp8"]["scores"] / found["S8192, 64 x 128, bf16"]["scores"]
+    assert half == pytest.approx(0.5, abs=0.01)
 
 
 def test_kernels_for_hopper_alone():

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 HOPPER_KERNELS = {
     *("hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"),
     *("hopper_backward_keys_kernel", "find_shared_kernel", "reorder_kernel", "list_tasks_kernel"),
+    "backward_query_pairs_kernel",
 }
 KERNELS = {
     *("row_lengths_kernel", "add_rows_by_key_kernel"),
@@ -31,6 +32,7 @@ KERNELS = {
     *HOPPER_KERNELS,
     *("backward_keys_kernel", "backward_query_kernel"),
     *("score_slab_kernel", "select_kernel", "scores_at_kernel", "score_gradients_kernel"),
+    *("score_and_select_kernel", "quantise_kernel"),
     *("divergence_kernel", "dense_lse_kernel", "dense_sum_kernel", "dense_key_gradient_kernel"),
     *("list_rows_kernel", "gather_kernel", "add_up_kernel", "weighted_gather_kernel", "scatter_probs_kernel"),
     *("multiply_kernel", "weight_gradient_kernel"),

@@ -25,7 +25,7 @@ def on_device(tensors):
 @pytest.fixture
 def small_slabs(monkeypatch):
     """Five rows at a time, so that every case crosses seams."""
-    monkeypatch.setattr(indexer, "_SLAB_ROWS", 5)
+    monkeypatch.setattr(indexer, "SLAB_ROWS", 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -122,7 +122,7 @@ def test_selection_lists_what_it_needs_or_counts(case):
 
 def test_packed_rows_in_slabs_and_megatron_layout(monkeypatch):
     """Rows see their range only, an empty one nothing; slabs cut the rows anywhere; any strides."""
-    monkeypatch.setattr(indexer, "_SELECTED_ROWS", 7)
+    monkeypatch.setattr(indexer, "SELECTED_ROWS", 7)
     inputs = indexer_inputs(2, 20)
     starts, ends = packed_ranges(6, 1, 13)
     ends[9] = starts[9]

@@ -26,6 +26,7 @@ def operands(request, monkeypatch):
         monkeypatch.setattr(quantised, "operand_dtype", lambda *_: dtype)
     elif quantised.operand_dtype(torch.device(DEVICE), 128) != dtype:
         pytest.skip("this GPU does not multiply e4m3")
+    return request.param
 
 
 @pytest.mark.parametrize("ue8m0", [True, False])
@@ -65,6 +66,26 @@ def test_keys_that_are_no_numbers_come_last(operands):
     inputs = [x.clone() for x in indexer_inputs(1, 16, heads=16, dim=32)]
     inputs[1][0, 2], inputs[1][0, 5, 3] = torch.nan, torch.inf
     assert torch.equal(run(inputs, 4), engine_formulas.selection(inputs, 4, *causal(16), True))
+
+
+@pytest.mark.parametrize("ue8m0", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_and_factors_are_those_of_pytorch(operands, dtype, ue8m0):
+    """Bit for bit, subnormals of e4m3 and halves of its steps included; any strides, rows of any size."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-6, 3, (2, 7, 5, 48), generator=generator)
+    rows = torch.randn(2, 7, 5, 48, generator=generator) * 10.0**exponents
+    halves = torch.arange(48) + 0.5
+    rows[0, 0], rows[1, 6], rows[0, 3, 1, 2], rows[1, 2, 3, 4] = 0.0, halves, torch.nan, -torch.inf
+    rows = rows.to(dtype).transpose(1, 2)
+    for given in (rows, rows[1], rows[:, 0, :, :33]):
+        kind = torch.float8_e4m3fn if operands == "e4m3" else torch.bfloat16
+        numbers, factors = quantised.quantise(given.to(DEVICE), ue8m0, kind)
+        expected, of_rows = arithmetic.quantise(given, ue8m0)
+        assert numbers.dtype == kind
+        assert torch.equal(factors.cpu().nan_to_num(-1.0), of_rows.nan_to_num(-1.0))
+        finite = ~of_rows.isnan()
+        assert torch.equal(numbers.cpu().float()[finite], expected[finite])
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
         pytest.param(2, 13, 3, 90, 8, True, id="chunks-across-sequences"),
         pytest.param(1, 9, 33, 90, 4, True, id="one-row-at-the-end"),
         pytest.param(3, 5, 17, 128, 3, False, id="chunks-too-small-to-share"),
+        pytest.param(2, 7, 40, 130, 12, True, id="pairs-of-two-sequences", marks=pytest.mark.full),
         pytest.param(2, 3, 2, 10, 100, False, id="less-than-a-tile"),
     ],
 )
@@ -98,9 +99,13 @@ def test_gradients(batch, rows, heads, topk, chunk, shares, deterministic, monke
     monkeypatch.setattr(attention, "share_tiles", share_tiles)
     monkeypatch.setattr(hopper, "takes_backward", lambda *_: True)
     monkeypatch.setattr(hopper, "gradients_of_keys", counted)
+    launched, launch = [], attention.on_grid
+    monkeypatch.setattr(attention, "on_grid", lambda *given: launched.append(given[0]) or launch(*given))
     found = attention.backward(call, grad_out, out, lse, True)
     for value, other in zip(found, expected, strict=True):
         assert (value - other).norm() < 1e-5 * other.norm()
     assert chunks == list(range(0, batch * rows, min(chunk, batch * rows)))
     assert (max(windows) > 0) == shares
+    assert (attention.backward_query_pairs_kernel in launched) == (heads > 32)
+    assert (attention.backward_query_kernel in launched) == (heads <= 32)
     assert deterministic or heads > 3 or len(windows) == len(chunks)

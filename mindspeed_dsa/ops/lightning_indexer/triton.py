@@ -20,7 +20,8 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_slab_kernel,
     scores_at_kernel,
 )
-from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel
+from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import Scored, select_at_once, takes_one_launch
+from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel, selection_constants
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.triton.common import (
@@ -47,10 +48,8 @@ from mindspeed_dsa.ops.triton.launch import (
 
 # Rows of scores held at a time: as many as fit into the bytes, but at most so many. A selection takes more at
 # once: of short sequences the launches, two for each slab, would take longer than what they launch.
-_SLAB_ROWS, _SELECTED_ROWS = 1024, 4096
+SLAB_ROWS, SELECTED_ROWS = 1024, 4096
 _SLAB_BYTES = 256 << 20
-# Scores of a row that the selection lists before it finds the last one to be taken: a program's registers.
-_MIN_LIST, _MAX_LIST = 1024, 8192
 # A program of the backward holds all heads of a row.
 MAX_HEADS, MAX_HEAD_DIM = 128, 256
 
@@ -115,11 +114,19 @@ def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
     query, key, weights = call.query, call.key, call.weights
+    if takes_one_launch(key.shape[1]):
+        return select_whole(Scored(query, key, weights), topk, ranges, call.use_relu)
 
     def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
         score_slab(query[b, rows], key[b], weights[b, rows], starts, ends, slab, call.use_relu)
 
     return select_by(call, topk, ranges, score)
+
+
+def select_whole(scored: Scored, topk: int, ranges: Ranges, use_relu: bool) -> tuple[Tensor, Tensor]:
+    """Return what :func:`select` does, by one launch; neither operands nor results are empty."""
+    heads, dim = scored.query.shape[2:]
+    return select_at_once(scored, topk, ranges, use_relu, _slab_tiles(scored.query, heads, dim))
 
 
 def select_by(
@@ -148,7 +155,8 @@ def select_by(
     if topk_indices.numel() == 0:
         return topk_indices, topk_scores
     starts, ends = ranges.starts.contiguous(), ranges.ends.contiguous()
-    length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
+    constants = selection_constants(topk)
+    length = constants["LIST"]
     rows = selected_rows(query_length, key_length, length)
     slab = torch.empty(rows, key_length, dtype=torch.float32, device=device)
     listed_indices = torch.empty(rows, length, dtype=torch.int32, device=device)
@@ -167,9 +175,7 @@ def select_by(
                 topk_scores[at],
                 key_length,
                 topk,
-                LIST=length,
-                SAMPLE=4096,
-                BLOCK=2048,
+                **constants,
                 num_warps=8,
                 # Four programs share a multiprocessor, for a few bytes that do not fit.
                 maxnreg=max(64, length // 64),
@@ -179,12 +185,12 @@ def select_by(
 
 def slab_rows(query_length: int, key_length: int) -> int:
     """Return how many rows of fp32 scores with all keys are held at a time, by the lengths alone."""
-    return max(1, min(query_length, _SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
+    return max(1, min(query_length, SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
 
 
 def selected_rows(query_length: int, key_length: int, length: int) -> int:
     """Return how many rows of scores, and of lists of ``length`` entries, a selection holds at a time."""
-    return max(1, min(query_length, _SELECTED_ROWS, _SLAB_BYTES // (4 * key_length + 8 * length)))
+    return max(1, min(query_length, SELECTED_ROWS, _SLAB_BYTES // (4 * key_length + 8 * length)))
 
 
 def score_slab(
@@ -195,6 +201,7 @@ def score_slab(
     ends: Tensor,
     slab: Tensor,
     use_relu: bool,
+    factors: Tensor | None = None,
 ) -> None:
     """Write the scores of some rows of one sequence with the keys that they see into ``slab``.
 
@@ -206,6 +213,7 @@ def score_slab(
         ends: ``[rows]`` int32.
         slab: at least ``[rows, key_length]`` fp32; undefined afterwards where a row does not see a key.
         use_relu: whether the product of each head is clamped at zero.
+        factors: ``[key_length]`` fp32, by which scores are multiplied.
     """
     query, key = dense_rows(query), dense_rows(key)
     (rows, heads, dim), key_length = query.shape, key.shape[0]
@@ -215,6 +223,7 @@ def score_slab(
         query,
         key,
         weights,
+        factors,
         starts,
         ends,
         slab,

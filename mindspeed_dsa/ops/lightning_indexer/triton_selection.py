@@ -10,11 +10,21 @@ Shapes beside the code: G groups of four neighbours, each in one thread.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 # Scores of a sample that lie side by side, which one access reads.
 _NEIGHBOURS: tl.constexpr = tl.constexpr(8)
+# Scores of a row that the selection lists before it finds the last one to be taken: a program's registers.
+_MIN_LIST, _MAX_LIST = 1024, 8192
+
+
+def selection_constants(topk: int) -> dict[str, Any]:
+    """Return the sizes of the selection's list, sample and blocks for so many entries of a row."""
+    length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
+    return {"LIST": length, "SAMPLE": 4096, "BLOCK": 2048}
 
 
 @triton.jit
@@ -182,34 +192,26 @@ def store_kept(out_indices, out_scores, positions, scores, seen, last, wanted, a
 
 
 @triton.jit
-def select_kernel(
-    slab,
-    starts,
-    ends,
+def select_row(
+    scores_of_row,
     listed_indices,
     listed_scores,
     topk_indices,
     topk_scores,
+    start,
+    end,
     key_length,
     topk,
     LIST: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: the topk highest scores of its range, ascending positions, -1 at the tail.
+    """Store the topk highest scores of a row's range, ascending positions, -1 at the tail.
 
-    ``listed_indices`` and ``listed_scores`` are ``[rows, LIST]``, for the programs' own use. What is selected
+    ``listed_indices`` and ``listed_scores`` are ``[LIST]``, for the program's own use. What is selected
     depends on the scores alone: counts do not depend on the order in which threads count.
     """
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts + row)
-    end = tl.load(ends + row)
     length = tl.maximum(end - start, 0)
-    scores_of_row = slab + row * key_length
-    listed_indices += row * LIST
-    listed_scores += row * LIST
-    topk_indices += row * topk
-    topk_scores += row * topk
     lane = tl.arange(0, BLOCK)
     taken = tl.minimum(length, topk)
     if length <= topk:
@@ -278,3 +280,36 @@ def select_kernel(
         empty = (slot >= taken) & (slot < topk)
         tl.store(topk_indices + slot, -1, mask=empty)
         tl.store(topk_scores + slot, float("-inf"), mask=empty)
+
+
+@triton.jit
+def select_kernel(
+    slab,
+    starts,
+    ends,
+    listed_indices,
+    listed_scores,
+    topk_indices,
+    topk_scores,
+    key_length,
+    topk,
+    LIST: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: :func:`select_row` with its part of each tensor, which are ``[rows, ...]``."""
+    row = tl.program_id(0).to(tl.int64)
+    select_row(
+        slab + row * key_length,
+        listed_indices + row * LIST,
+        listed_scores + row * LIST,
+        topk_indices + row * topk,
+        topk_scores + row * topk,
+        tl.load(starts + row),
+        tl.load(ends + row),
+        key_length,
+        topk,
+        LIST,
+        SAMPLE,
+        BLOCK,
+    )

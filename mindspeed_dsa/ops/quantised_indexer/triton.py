@@ -1,7 +1,7 @@
 """Quantised selection in Triton, for CUDA devices: the Lightning Indexer's kernels on e4m3 numbers.
 
-PyTorch quantises keys once, and rows of queries when their scores are formed; a slab of scores is then
-multiplied with the factors of the keys, which is a pass over 4 bytes beside 2 x heads x head_dim operations.
+Keys are quantised once, and rows of queries when their scores are formed, which the kernel of the scores
+multiplies with the factors of the keys.
 
 GPUs from compute capability 8.9 on multiply e4m3 numbers; others the same numbers in bf16, which holds them
 exactly. What tensor cores add in is theirs: see README.md.
@@ -17,9 +17,12 @@ from mindspeed_dsa.ops.lightning_indexer.triton import (
     rehearsed_call,
     score_slab,
     select_by,
+    select_whole,
     unsupported_with,
 )
-from mindspeed_dsa.ops.quantised_indexer.arithmetic import QuantisedCall, quantise
+from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import Scored, takes_one_launch
+from mindspeed_dsa.ops.quantised_indexer.arithmetic import QuantisedCall
+from mindspeed_dsa.ops.quantised_indexer.triton_quantise import quantise
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.triton.launch import REHEARSED_KEYS, REHEARSED_ROWS, capability_of
 
@@ -49,15 +52,16 @@ def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSE
 def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
     """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
     dtype = operand_dtype(call.query.device, call.query.shape[3])
-    key, of_key = quantise(call.key, call.powers_of_two)
-    key = key.to(dtype)
+    key, of_key = quantise(call.key, call.powers_of_two, dtype)
+    if takes_one_launch(key.shape[1]):
+        query, of_query = quantise(call.query, call.powers_of_two, dtype)
+        scored = Scored(query, key, call.weights.float() * of_query, of_key)
+        return select_whole(scored, topk, ranges, call.use_relu)[0]
 
     def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
-        query, of_query = quantise(call.query[b, rows], call.powers_of_two)
+        query, of_query = quantise(call.query[b, rows], call.powers_of_two, dtype)
         weights = call.weights[b, rows].float() * of_query
-        score_slab(query.to(dtype), key[b], weights, starts, ends, slab, call.use_relu)
-        # What no row of a tile sees holds what was there before, and is not read.
-        slab[: len(query)].mul_(of_key[b])
+        score_slab(query, key[b], weights, starts, ends, slab, call.use_relu, of_key[b])
 
     return select_by(call, topk, ranges, score)[0]
 

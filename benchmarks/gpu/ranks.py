@@ -1,0 +1,122 @@
+"""Context parallelism on one GPU: two processes, each a rank, beside one process with the whole sequence.
+
+NCCL may refuse two ranks of a group on one device; then its words are what is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.gpu import job
+from benchmarks.gpu.features import MODEL
+from benchmarks.gpu.layer import BF16, STEPS, TINY, apart, measure
+from benchmarks.parts import ROOT
+
+RANKS = 2
+_FUSED = "--use-fused-dsa"
+CASES = {
+    "rows in halves": "",
+    "keys kept": "--cp-keep-gathered",
+    "packs": "--pack-documents --micro-batch-size 1",
+}
+"""Flags beside ``--context-parallel-size``; those of packs belong to the job with one rank, too."""
+_ON_ONE_DEVICE = ("Duplicate GPU", "ncclInvalidUsage")
+
+
+def run(
+    quick: bool,
+    seconds: float,
+    tell: Callable[[Any], None],
+    model: str | None = None,
+    cases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """By case: how far losses are ``apart``, ``refused`` with what is wrong, or ``absent`` with why.
+
+    Args:
+        quick: a tiny model, one case.
+        seconds: that all may take.
+        tell: called with what is found so far.
+        model: flags of the model, instead of a GPU's.
+        cases: instead of all.
+    """
+    deadline = time.monotonic() + 0.9 * seconds
+    if model is None:
+        model = f"{TINY} --bf16" if quick else MODEL
+    found: dict[str, Any] = {}
+    for name, flags in (CASES if cases is None else cases).items():
+        common = f"{model} {_FUSED} {flags.replace('--cp-keep-gathered', '')}"
+        whole = measure(common)
+        cut = _of_ranks(
+            f"{model} {_FUSED} {flags} --context-parallel-size {RANKS}", deadline - time.monotonic()
+        )
+        found[name] = _compared(whole, cut)
+        tell(found)
+        if "absent" in found[name]:
+            break
+    return found
+
+
+def _compared(whole: dict[str, Any] | str, cut: dict[str, Any] | str) -> dict[str, Any]:
+    for what, figures in (("one rank", whole), (f"{RANKS} ranks", cut)):
+        if isinstance(figures, str):
+            kind = "absent" if any(words in figures for words in _ON_ONE_DEVICE) else "refused"
+            return {kind: f"{what}: {figures}"}
+    assert isinstance(whole, dict)
+    assert isinstance(cut, dict)
+    seen = [name for name in BF16 if all(each is not None for each in (*whole[name], *cut[name]))]
+    distance = {name: apart(cut[name], whole[name]) for name in seen}
+    found = {"apart": distance, "step_ratio": cut["step_ms"] / whole["step_ms"]}
+    wrong = [name for name in seen if not distance[name] <= BF16[name]]
+    return {**found, "refused": f"{wrong[0]} is {distance[wrong[0]]:.1e} apart"} if wrong else found
+
+
+def _of_ranks(flags: str, seconds: float) -> dict[str, Any] | str:
+    """Figures of the first rank, or the last line that a rank has to say."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, *flags.split()],
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    deadline = time.monotonic() + seconds
+    said = []
+    try:
+        for rank in ranks:
+            said.append(rank.communicate(timeout=max(1.0, deadline - time.monotonic())))
+    except subprocess.TimeoutExpired:
+        return f"their time was up after {seconds:.0f} s"
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, complaint) in zip(ranks, said, strict=True):
+        if rank.returncode:
+            lines = [line for line in complaint.splitlines() if line.strip()]
+            of_nccl = [line for line in lines if any(words in line for words in _ON_ONE_DEVICE)]
+            return (of_nccl or lines or ["no message"])[-1][:300]
+    figures: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
+    return figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(job.train(sys.argv[1:], STEPS)), flush=True)

@@ -1,0 +1,116 @@
+"""Kernels under compute-sanitizer, where it is installed: small problems, wrong accesses by kernel."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.dsa.floor import operator_calls
+from benchmarks.dsa.problem import Sizes
+from benchmarks.parts import ROOT
+from mindspeed_dsa.ops.grouped_matmul import grouped_matmul
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import one_launch
+from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
+
+TOOL = "compute-sanitizer"
+HEADS = (64, 16, 128)
+"""Of the attention: both of Hopper's forward kernels, and two programs for a row."""
+_SIZES = {"index_heads": 64, "topk": 256}
+_ROWS = 640
+_BEGUN = "called: "
+
+
+def run(folder: Path, seconds: float) -> dict[str, Any]:
+    """``errors`` that it counts, ``kernels`` that they are of, and the ``calls`` that were made until then.
+
+    Args:
+        folder: for its output, ``sanitizer.txt``.
+        seconds: that it may take.
+
+    Returns:
+        Or ``absent``, a sentence, where the tool is not installed.
+    """
+    tool = shutil.which(TOOL)
+    if tool is None:
+        return {"absent": f"{TOOL} is not on PATH: no access was checked"}
+    output = folder / "sanitizer.txt"
+    command = [tool, "--tool", "memcheck", "--log-file", str(output), sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(command, cwd=ROOT, timeout=seconds, capture_output=True, text=True, check=False)
+        ended, printed = f"it exited with {done.returncode}: {done.stderr.strip()[-200:]}", done.stdout
+    except subprocess.TimeoutExpired as error:
+        ended = f"its time was up after {seconds:.0f} s"
+        printed = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else (error.stdout or "")
+    found = summary(output.read_text(encoding="utf-8") if output.exists() else "")
+    found["calls"] = [line[len(_BEGUN) :] for line in printed.splitlines() if line.startswith(_BEGUN)]
+    if found["errors"] is None:
+        found["error"] = f"{TOOL} did not come to its summary: {ended}"
+    elif found["errors"]:
+        found["refused"] = (
+            f"{found['errors']} wrong accesses, in {', '.join(found['kernels']) or 'no kernel'}"
+        )
+    return found
+
+
+def summary(log: str) -> dict[str, Any]:
+    """Return what the tool's log says: ``errors``, None without a summary, and how many of which kernel."""
+    last = re.findall(r"ERROR SUMMARY: (\d+) error", log)
+    return {
+        "errors": int(last[-1]) if last else None,
+        "kernels": dict(Counter(re.findall(r"^=+\s+at (?:0x\S+ in )?(\w+)", log, re.MULTILINE))),
+    }
+
+
+def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield names, and what launches each operator's kernels once.
+
+    Args:
+        device: where.
+        rows: of sequences; not a multiple of a tile.
+    """
+    for heads in HEADS:
+        sizes = Sizes(length=rows, heads=heads, **_SIZES)
+        for operator, directions in operator_calls(sizes, torch.bfloat16, device, "triton").items():
+            for direction, call in directions.items():
+                yield f"{operator} {direction}, {heads} heads", call
+    # A single row is a window of its own, and of other kinds to the compiler.
+    single = operator_calls(Sizes(length=1, heads=64, **_SIZES), torch.bfloat16, device, "triton")
+    yield "sparse_flash_attention backward, one row", single["sparse_flash_attention"]["backward"]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    operands = drawn(1, rows, 64, 128), drawn(1, rows, 128), drawn(1, rows, 64)
+    for name, operator in (("bf16", lightning_indexer), ("fp8", quantised_indexer)):
+        for once in (False, True):
+            words = "one launch" if once else "slabs"
+            yield f"selection, {name}, {words}", partial(_selected, operator, operands, once)
+    yield "grouped product of one row", partial(grouped_matmul, drawn(1, 64), drawn(3, 64, 128), [0, 1, 0])
+
+
+def _selected(operator: Callable[..., object], operands: tuple[torch.Tensor, ...], once: bool) -> object:
+    with one_launch(once):
+        return operator(*operands, _SIZES["topk"], backend="triton")
+
+
+def main() -> None:
+    """Make all calls, and print the name of each before it."""
+    for name, call in calls("cuda"):
+        print(f"{_BEGUN}{name}", flush=True)
+        call()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Scores and the selection from them in each way that there is: slabs of rows, one launch, bf16 and FP8."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.dsa import cuda
+from benchmarks.parts import Tell, rows_of, table
+from benchmarks.registry import Metrics
+from benchmarks.released import INDEX_DIM, MODELS
+from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
+from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
+
+LENGTHS = (8192, 32768, 4096, 131072)
+"""Rows and keys, what matters first."""
+HEADS = tuple(sorted({model.index_heads for model in MODELS.values()}, reverse=True))
+_TOPK = MODELS["deepseek-v3.2"].topk
+_ROUNDS, _FEW, _LONG = 7, 3, 30_000
+"""Calls that are timed; of longer sequences, few."""
+SLABS, SHORT_SLABS, AT_ONCE = "slabs", "slabs of 1024 rows", "one launch"
+BF16, FP8 = "bf16", "fp8"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One problem: rows and keys, heads of the indexer and their width, entries of a row."""
+
+    length: int
+    heads: int
+    dim: int = INDEX_DIM
+    topk: int = _TOPK
+
+    @property
+    def flops(self) -> float:
+        """Operations of all scores of causal rows."""
+        return float(self.length * (self.length + 1) * self.heads * self.dim)
+
+
+def problems(quick: bool = False) -> list[Sizes]:
+    """Return all problems, what matters first; with ``quick`` a small one."""
+    if quick:
+        return [Sizes(256, 8, 32, 64)]
+    return [Sizes(length, heads) for length in LENGTHS for heads in HEADS]
+
+
+def run(quick: bool, tell: Tell, device: str = "cuda") -> Metrics:
+    """By problem, operands' dtype and way: ``ms`` and what it is of a matmul's rate, or ``refused``.
+
+    ``ms`` is with an idle device, which waits for the host to launch; ``ms_behind`` with one that is busy
+    until then, with another call. Ways whose results differ in one bit are refused.
+
+    Args:
+        quick: a small problem.
+        tell: called with all figures so far after each problem.
+        device: where.
+    """
+    peak = cuda.matmul_rate(_ROUNDS)
+    found: dict[str, Any] = {"matmul_tflops": peak / 1e12}
+    for sizes in problems(quick):
+        for dtype, operator in ((BF16, lightning_indexer), (FP8, quantised_indexer)):
+            name = f"S{sizes.length}, {sizes.heads} heads, {dtype}"
+            try:
+                found[name] = _compared(sizes, operator, peak, device)
+            except torch.cuda.OutOfMemoryError:
+                found[name] = "does not fit into the memory of the device"
+        tell(found)
+    return found
+
+
+def _compared(sizes: Sizes, operator: Callable[..., Any], peak: float, device: str) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(1, sizes.length, *shape, generator=generator, device=device).bfloat16()
+
+    operands = drawn(sizes.heads, sizes.dim), drawn(sizes.dim), drawn(sizes.heads) / sizes.heads
+
+    def select() -> tuple[Tensor, ...]:
+        found = operator(*operands, sizes.topk, backend="triton")
+        return found if isinstance(found, tuple) else (found,)
+
+    expected: tuple[Tensor, ...] | None = None
+    found: dict[str, Any] = {}
+    rounds = _FEW if sizes.length > _LONG else _ROUNDS
+    for way in (SLABS, SHORT_SLABS, AT_ONCE):
+        with _in_way(way):
+            results = select()
+            expected = results if expected is None else expected
+            if not all(map(torch.equal, expected, results)):
+                return {**found, "refused": f"{way} selects otherwise than {SLABS}"}
+            del results
+            seconds = {"ms": cuda.seconds(select, rounds), "ms_behind": cuda.seconds(select, rounds, select)}
+        found[way] = {name: each * 1e3 for name, each in seconds.items()}
+        found[way]["fraction_of_matmul"] = sizes.flops / seconds["ms_behind"] / peak
+    return found
+
+
+@contextlib.contextmanager
+def _in_way(way: str) -> Iterator[None]:
+    # The report is written where there may be no Triton.
+    from mindspeed_dsa.ops.lightning_indexer import triton as indexer
+    from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import one_launch
+
+    rows = indexer.SLAB_ROWS if way == SHORT_SLABS else indexer.SELECTED_ROWS
+    with mock.patch.object(indexer, "SELECTED_ROWS", rows), one_launch(way == AT_ONCE):
+        yield
+
+
+def measured_keys(found: Mapping[str, Any]) -> int:
+    """Return up to how many keys one launch was never slower than slabs, from the shortest sequences on."""
+    most = 0
+    for length in sorted(LENGTHS):
+        rows = [found.get(f"S{length}, {heads} heads, {dtype}") for heads in HEADS for dtype in (BF16, FP8)]
+        if not all(isinstance(row, dict) and AT_ONCE in row for row in rows):
+            break
+        if any(row[AT_ONCE][name] > row[SLABS][name] for row in rows for name in ("ms", "ms_behind")):
+            break
+        most = length
+    return most
+
+
+def words(found: Mapping[str, Any]) -> Iterator[str]:
+    """Section of the report; nothing if the part did not run.
+
+    Args:
+        found: metrics of the case ``gpu``.
+    """
+    part = found.get("selection", {})
+    rows = {name: row for name, row in rows_of(found, "selection").items() if SLABS in row}
+    if not rows:
+        return
+    yield "## Scores and selection"
+    yield ""
+    yield (
+        f"A bf16 matmul of 8192 in the same process reaches {part['matmul_tflops']:.0f} TFLOP/s. Time with "
+        "an idle device, and behind another call; of the latter the part of the matmul's rate."
+    )
+    yield ""
+
+    def cells(problem: str, way: str, row: Mapping[str, float]) -> tuple[Any, ...]:
+        rate = f"{row['fraction_of_matmul']:.0%}"
+        over = row["ms_behind"] / rows[problem][SLABS]["ms_behind"]
+        return f"{problem}: {way}", row["ms"], row["ms_behind"], rate, f"{over:.2f}"
+
+    yield from table(
+        ("", "ms", "ms behind", "of the matmul", "over slabs"),
+        (
+            cells(name, way, row)
+            for name, ways in rows.items()
+            for way, row in ways.items()
+            if isinstance(row, dict)
+        ),
+    )
+    yield ""
+    yield f"One launch is never slower up to {measured_keys(part)} keys (MEASURED_KEYS)."
