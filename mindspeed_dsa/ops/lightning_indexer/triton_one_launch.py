@@ -36,7 +36,7 @@ _wanted: ContextVar[bool | None] = ContextVar("_wanted", default=None)
 
 
 class Scored(NamedTuple):
-    """What scores are formed of.
+    """Operands of scores.
 
     Attributes:
         query: ``[batch, rows, heads, head_dim]``.
