@@ -44,7 +44,7 @@ EXTRAS["dev"] = [*EXTRAS["test"], *EXTRAS["site"], "ruff", "mypy"]
 
 setup(
     name="mindspeed_dsa",
-    version="0.1.0",
+    version="0.2.0",
     description="Accelerates Megatron training without touching Megatron, DeepSeek Sparse Attention first",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
