@@ -120,10 +120,15 @@ def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
 
 
 def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:
-    """Half of a pair's time counts for each of the two."""
+    """Half of a pair's time counts for each of the two; of backwards those count that are split, if any."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank, spans in enumerate(timeline.ranks):
+        split = {_key(span)[1:] for span in spans if span.event.kind is Kind.WEIGHT}
+        some = {chunk for chunk, _ in split}
         for span in spans:
+            kind, *unit = _key(span)
+            if kind is Kind.BACKWARD and span.event.chunk in some and tuple(unit) not in split:
+                continue
             share = 1.0 if span.event.pair is None else 0.5
             stage = timeline.schedule.stage(rank, span.event.chunk)
             durations[span.event.kind, stage].append(share * (span.end - span.start))

@@ -112,7 +112,8 @@ class Costs:
         activations: memory that a forward keeps for its backward.
         checkpoint: memory that it keeps where the backward recomputes it.
         weight_activations: share of ``activations`` that weight gradients still need once dX is done.
-        measured: time of a kind of event in a stage, in place of everything above.
+        measured: time of a kind of event in a stage, in place of everything above; of a backward without its
+            weight gradients where these have a time of their own.
     """
 
     forward: float = 1.0
@@ -156,7 +157,8 @@ class Costs:
     def compute(self, kind: Kind, stage: int, split: bool) -> float:
         """Return the time of an event without its all-to-all; ``split``: without its weight gradients."""
         if (kind, stage) in self.measured:
-            return self.measured[kind, stage]
+            weights = self.measured.get((Kind.WEIGHT, stage), 0.0)
+            return self.measured[kind, stage] + (weights if kind is Kind.BACKWARD and not split else 0.0)
         times = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.input_gradient + (0.0 if split else self.weight_gradient),

@@ -97,8 +97,9 @@ def test_another_order_is_a_problem(folder, capsys):
         recorded.Layout(4, 2, 8, 4, True, True),
         recorded.Layout(2, 2, 6, 2, False, False, v_shaped=True),
         recorded.Layout(4, 2, 9, 4, False, False, split=True, v_shaped=True),
+        recorded.Layout(4, 2, 9, 4, True, False, split=True, v_shaped=True),
     ],
-    ids=["1F1B", "pairs", "DualPipeV", "DualPipeV, detached"],
+    ids=["1F1B", "pairs", "DualPipeV", "DualPipeV, detached", "DualPipeV, detached, in pairs"],
 )
 def test_a_recording_is_simulated_with_what_it_took(layout, tmp_path):
     """Of events, messages and rests: if nothing else happens, the simulation is the recording again."""
