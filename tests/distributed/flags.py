@@ -63,6 +63,7 @@ PAIRS = {"moe_fb_overlap": True}
 RECOMPUTED = {"recompute_activation_function": True, "recompute_norm": True}
 ON_HOST = {"swap_attention": True, "swap_attention_min_bytes": 0}
 SWAP = {"swap_optimizer": True, "swap_optimizer_times": 4}
+REUSE = {"reuse_fp32_param": True}
 VIRTUAL = {"virtual_optimizer": ["all"]}
 # What combines with one treatment of the optimizer: --swap-optimizer leaves nothing for the others to do.
 ACTIVATIONS = {**RECOMPUTED, **ON_HOST}

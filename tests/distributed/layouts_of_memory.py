@@ -22,6 +22,7 @@ from tests.distributed.flags import (
     PP2,
     PP4,
     RECOMPUTED,
+    REUSE,
     SELECTIVE,
     SHALLOW,
     SHALLOW_MTP,
@@ -37,7 +38,7 @@ from tests.distributed.rows import row
 from tests.support import memory_events as events
 
 same_bits = partial(row, bounds=None, watched=events.EVENTS.values())
-reuse = partial(same_bits, "reuse-fp32-param", model=BF16, both={}, reuse_fp32_param=True)
+reuse = partial(same_bits, "reuse-fp32-param", model=BF16, both={}, **REUSE)
 swap = partial(same_bits, "swap-optimizer", model=BF16, both={}, **SWAP)
 
 swapped = partial(

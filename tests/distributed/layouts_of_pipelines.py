@@ -16,20 +16,27 @@ from tests.distributed.flags import (
     GROUP,
     ON_HOST,
     OVERLAP,
+    PACK,
+    PACKED,
+    PACKS,
     PAIRS,
+    PER_TOKEN_ALONE,
     PP2,
     PP4,
     RECOMPUTED,
+    REUSE,
     SELECTIVE,
     SHALLOW,
     SHALLOW_MTP,
     STACKED,
+    SWAP,
     TIED,
     TP2,
+    VIRTUAL,
     VPP2,
     ZERO,
 )
-from tests.distributed.rows import row
+from tests.distributed.rows import Row, row
 from tests.support import memory_events as events
 
 LATER = {"split_backward": True}
@@ -41,6 +48,15 @@ overlapped = partial(
     split, both={**FUSED, "moe_alltoall_overlap_comm": True}, watched=(events.WAITED, events.STARTED)
 )
 paired = partial(split, both={**FUSED, **PAIRS}, watched=(events.WAITED, events.STARTED))
+
+
+def in_bf16(name: str, *features: str) -> Row:
+    """Return a row of weights with fp32 masters, whose optimizer these features change."""
+    own = {"reuse-fp32-param": REUSE, "virtual-optimizer": VIRTUAL, "swap-optimizer": SWAP}
+    switches = {name: value for feature in features for name, value in own[feature].items()}
+    watched = (events.WAITED, *(events.EVENTS[feature] for feature in features))
+    return split(name, 2, f"{PP2} {ZERO}", f"{SHALLOW} {BF16}", both={**FUSED, **switches}, watched=watched)
+
 
 PIPELINES = (
     split("PP2", 2, PP2, SHALLOW),
@@ -61,6 +77,11 @@ PIPELINES = (
     split("PP2, tied", 2, PP2, f"{SHALLOW} {TIED}"),
     split("PP2, MTP", 2, PP2, SHALLOW_MTP),
     split("PP2, bf16", 2, f"{PP2} {ZERO}", f"{SHALLOW} {BF16}"),
+    in_bf16("PP2, bf16, one storage of weights, mapped moments", "reuse-fp32-param", "virtual-optimizer"),
+    in_bf16("PP2, bf16, optimizer swapped", "swap-optimizer"),
+    split("PP2, packs", 2, f"{PP2} {PACK}", PACKS, both=PACKED),
+    split("PP2, dropout", 2, f"{PP2} --hidden-dropout 0.1", SHALLOW),
+    split("PP2, per token", 2, PP2, f"{SHALLOW} {PER_TOKEN_ALONE}"),
     split("PP2, dense GPT", 2, PP2, stock=True, both={}),
     split("PP2 x EP2, grouped experts", 4, f"{PP2} {EP2} {STACKED}", SHALLOW, both={**FUSED, **GROUP}),
     split("PP2, outputs recomputed, swapped", 2, PP2, SHALLOW, both={**FUSED, **RECOMPUTED, **ON_HOST}),

@@ -5,6 +5,7 @@ Each is compared with one process, or with the same V without a feature of the r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,15 +25,22 @@ from tests.distributed.flags import (
     NO_EXPERTS,
     ON_HOST,
     OVERLAP,
+    PACK,
+    PACKED,
+    PACKS,
     PAIRS,
+    PER_TOKEN_ALONE,
     PP2,
     PP4,
     RECOMPUTED,
+    REUSE,
     SHALLOW,
     SHARING,
     STACKED,
+    SWAP,
     TIED,
     TP2,
+    VIRTUAL,
     ZERO,
     V,
 )
@@ -78,6 +86,21 @@ UNEVEN = "--num-layers 5 --moe-layer-freq ([0]*2+[1]*3)"
 LAYOUT = "--pipeline-model-parallel-layout Et|tt|t|tL"
 DROPOUT = f"{PP2} --hidden-dropout 0.1"
 WITH_DROPOUT = Layout("dualpipev: dropout", 2, f"{DROPOUT} {DUALPIPEV}", SHALLOW, switches={**V, **FUSED})
+# Gradients of the first step are the same bits; its norm is not, and so the weights after it.
+SAME_FIRST = replace(ROUNDED, first_gradient=0.0)
+MASTERS = f"{PP2} {ZERO}"
+IN_BF16 = Layout("dualpipev: bf16", 2, f"{MASTERS} {DUALPIPEV}", f"{SHALLOW} {BF16}", switches={**V, **FUSED})
+PACKS_ALONE = Layout("dualpipev: packs, one process", 1, PACK, PACKS, switches=PACKED)
+
+
+def in_bf16(name: str, events_of: tuple[str, ...] = (), **switches: Any) -> Row:
+    """Return a row that ends with the bits of DualPipeV itself, with fp32 masters of weights in bf16."""
+    watched = (events.HANDED_ON, events.WAITED, *(events.EVENTS[feature] for feature in events_of))
+    more = {**FUSED, **switches}
+    return dualpipev(
+        name, 2, MASTERS, f"{SHALLOW} {BF16}", reference=IN_BF16, bounds=None, **{**more, "watched": watched}
+    )
+
 
 IN_V = (
     dualpipev("PP2, as many microbatches as chunks", 2, PP2, SHALLOW),
@@ -92,6 +115,31 @@ IN_V = (
     dualpipev("PP2, recomputed, norms recomputed", 2, f"{PP2} {FULL_RECOMPUTE}", SHALLOW, **FUSED),
     dualpipev("PP2, attention swapped", 2, PP2, SHALLOW, **FUSED, **RECOMPUTED, **ON_HOST),
     dualpipev("PP2, bf16", 2, PP2, f"{SHALLOW} {BF16}", bounds=ROUNDED),
+    dualpipev("PP2, bf16, beside 1F1B", 2, MASTERS, f"{SHALLOW} {BF16}", both=FUSED, bounds=SAME_FIRST),
+    in_bf16("PP2, bf16, weight gradients later", dualpipev_dw_detach=True),
+    in_bf16("PP2, bf16, optimizer swapped", ("swap-optimizer",), **SWAP),
+    in_bf16(
+        "PP2, bf16, one storage of weights, mapped moments, weight gradients later",
+        ("reuse-fp32-param", "virtual-optimizer"),
+        dualpipev_dw_detach=True,
+        **REUSE,
+        **VIRTUAL,
+    ),
+    dualpipev("PP2, dense GPT", 2, PP2, stock=True),
+    dualpipev("PP2, dense GPT, weight gradients later", 2, PP2, stock=True, **LATER),
+    dualpipev("PP2, packs", 2, f"{PP2} {PACK}", PACKS, reference=PACKS_ALONE, **PACKED),
+    dualpipev(
+        "PP2, packs, weight gradients later",
+        2,
+        f"{PP2} {PACK}",
+        PACKS,
+        reference=PACKS_ALONE,
+        **PACKED,
+        **LATER,
+    ),
+    dualpipev("PP2, per token, weight gradients later", 2, PP2, f"{SHALLOW} {PER_TOKEN_ALONE}", **LATER),
+    dualpipev("PP2, tied embeddings, weight gradients later", 2, PP2, f"{SHALLOW} {TIED}", **LATER),
+    dualpipev("PP2, MTP, weight gradients later", 2, PP2, f"{SHALLOW} {MTP}", **LATER),
     dualpipev("PP2, shared selections", 2, PP2, SHARING, both=FUSED),
     beside_one_process(
         "PP2 x DP2, distributed optimizer, overlap, tied embeddings",
@@ -173,6 +221,16 @@ IN_V = (
         SHALLOW,
         both={**V, **FSDP2, **PAIRS},
         watched=(events.HANDED_ON, events.GATHERED, events.STARTED, events.WAITED),
+    ),
+    dualpipev(
+        "PP2, dropout, weight gradients later",
+        2,
+        DROPOUT,
+        SHALLOW,
+        reference=WITH_DROPOUT,
+        bounds=None,
+        **FUSED,
+        **LATER,
     ),
     dualpipev(
         "PP2, dropout, recomputed",

@@ -52,7 +52,8 @@ def train(
 
     Args:
         argv: flags of ``pretrain_dsa.py``.
-        stock: train Megatron's dense GPT instead, with nothing of ours switched on but the platform.
+        stock: train Megatron's dense GPT instead, with nothing of ours switched on but the platform and the
+            switches.
         switches: for ``mindspeed_dsa.enable``, beside those that the job sets.
         gradients: as for :class:`Observer`, and so are the next two.
         forced: choices to be made.
@@ -68,13 +69,13 @@ def train(
 
     # Whether DSA is fused, the switches say: the job's own default would be heard by its parser alone.
     args = parse_args(["--no-use-fused-dsa", *argv])
-    if stock:
+    if stock and not switches:
         from mindspeed_dsa import session
 
         session.enable_from_argv([])  # as the one-liner does when it is imported for the first time
     else:
         check(args, World.from_environment())
-        mindspeed_dsa.enable(**{**told(args), **(switches or {})})
+        mindspeed_dsa.enable(**{**({} if stock else told(args)), **(switches or {})})
         mindspeed_dsa.validate(args)
 
     from dsa_job import training
