@@ -79,9 +79,11 @@ def _switches() -> set[str]:
 def _train(args: Any) -> dict[str, Any]:
     from dsa_job import step, training
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
     found: dict[str, Any] = {}
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()  # which is as long as the last layout's model
     before = counted.level()
     original = step.Stepper.train_step
 

@@ -35,6 +35,20 @@ LAYOUTS = {
         "--global-batch-size 16 --bf16 --pipeline-model-parallel-size 2 "
         "--num-virtual-stages-per-pipeline-rank 2 --virtual-optimizer all"
     ),
+    "PP2 DP2 in a V": (
+        "--global-batch-size 24 --bf16 --pipeline-model-parallel-size 2 --schedules-method dualpipev"
+    ),
+    "PP4 in a V, weight gradients later": (
+        "--num-layers 8 --global-batch-size 20 --bf16 --pipeline-model-parallel-size 4 "
+        "--schedules-method dualpipev --dualpipev-dw-detach"
+    ),
+    "PP4, weight gradients later": (
+        "--global-batch-size 16 --bf16 --pipeline-model-parallel-size 4 --split-backward"
+    ),
+    "TP2 SP PP2, weight gradients later": (
+        "--global-batch-size 8 --bf16 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2 --split-backward"
+    ),
     "TP2 SP PP2 EP2": (
         "--global-batch-size 8 --bf16 --use-distributed-optimizer --tensor-model-parallel-size 2 "
         "--sequence-parallel --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "

@@ -230,6 +230,11 @@ def layout_text(sizes: Sequence[int], mtp_layers: int = 0) -> str:
     return _compact(_lettered(sizes, mtp_layers))
 
 
+def nearly_even(layers: int, chunks: int, mtp_layers: int = 0) -> str:
+    """Return Megatron's layout of chunks as equal as can be, of which later ones have a layer more."""
+    return layout_text([(layers + chunk) // chunks for chunk in range(chunks)], mtp_layers)
+
+
 def _lettered(sizes: Sequence[int], mtp_layers: int) -> tuple[str, ...]:
     stages = [_DECODER * size for size in sizes]
     stages[0] = f"{_EMBEDDING}{stages[0]}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa import settings
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.features.dsa.model.feature import against_model, fill_arguments
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
@@ -46,13 +47,18 @@ def job_of(
         configs.apply(Path(config_file), options, given)
     fill_arguments(options)
     _check_together(options)
+    options.splits_backward = _check_schedule(options, any_layout)
     _check_given(options)
     model, training = model_of(options), training_of(options)
     if any_layout:
         options.num_layers_per_virtual_pipeline_stage = options.pipeline_model_parallel_layout = None
     wanted = layout_of(options)
     if any_layout:
-        layout = Layout(dp=devices or layouts.least_devices(wanted), cp_algorithm=wanted.cp_algorithm)
+        layout = Layout(
+            dp=devices or layouts.least_devices(wanted),
+            v_shaped=wanted.v_shaped,
+            cp_algorithm=wanted.cp_algorithm,
+        )
     else:
         layout = layouts.placed(wanted, devices)
     if training.batch == 0:
@@ -123,12 +129,6 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append(f"--fsdp2-sharding-size {options.fsdp2_sharding_size}: give 2 or more, or omit it")
     if options.fsdp2_shard_experts and not options.use_torch_fsdp2:
         problems.append("--fsdp2-shard-experts needs --use-torch-fsdp2")
-    if options.schedules_method:
-        problems.append(
-            f"--schedules-method {options.schedules_method} is not planned, as ranks hold other layers and "
-            "microbatches then: plan with --num-virtual-stages-per-pipeline-rank 2, and compare both with "
-            "`python -m mindspeed_dsa schedule --schedules paired-extra,dualpipev`"
-        )
     if options.fsdp2_config_path:
         problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
     if options.num_experts and not options.disable_bias_linear:
@@ -148,10 +148,37 @@ def _check_together(options: argparse.Namespace) -> None:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
 
 
+_SCHEDULES = ("dualpipev", "split-backward")
+
+
+def _check_schedule(options: argparse.Namespace, any_layout: bool) -> bool:
+    """Refuse what the features of schedules refuse of a job; return whether weight gradients wait.
+
+    Args:
+        options: the job's.
+        any_layout: a search replaces the layout, of which nothing is asked then.
+    """
+    seen, splits = Switches(options), False
+    problems: list[str] = []
+    job = argparse.Namespace(**vars(options))
+    if any_layout:
+        job.pipeline_model_parallel_size, job.num_layers = 2, None
+    for feature in everything():
+        if feature.name in _SCHEDULES and feature.is_active(seen):
+            assert feature.options is not None
+            own = feature.options(seen)
+            splits = splits or getattr(own, "split", True)
+            feature.rewrite(job)
+            problems += feature.check(job, own)
+    if problems:
+        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
+    return splits
+
+
 class Switches:
     """Switches as features ask for them; flags of Megatron that no plan reads are not given."""
 
-    platform, features_on = "", ()
+    platform, features_on, megatron_root = "", (), settings.MEGATRON_ROOT.default
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -183,6 +210,8 @@ def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ..
             f"{LAYOUT} has multi-token prediction before the last chunk, where it is NOT planned: it is "
             "counted in the last one"
         )
+    if options.delay_wgrad_compute and not options.splits_backward:
+        notes.append("weight gradients that Transformer Engine's layers keep are NOT planned")
     if options.global_batch_size is None:
         notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
     if options.transformer_impl != "local":
@@ -279,10 +308,13 @@ def layout_of(options: argparse.Namespace) -> Layout:
                 f"or {_multiples(counted, pp * per_chunk)} layers"
             )
         chunks = counted // (pp * per_chunk)
+    v_shaped = options.schedules_method == "dualpipev"
     vpp = chunks if chunks and pp > 1 else 1
     stages = _stages_of(options)
     if stages:
         vpp = len(stages) // pp
+    elif v_shaped:
+        vpp = 2
     if options.expert_model_parallel_size > 1 and not options.num_experts:
         raise SettingsError(
             f"mindspeed_dsa plan: --expert-model-parallel-size {options.expert_model_parallel_size} needs "
@@ -305,6 +337,7 @@ def layout_of(options: argparse.Namespace) -> Layout:
         embedding_counts=options.account_for_embedding_in_pipeline_split,
         loss_counts=options.account_for_loss_in_pipeline_split,
         stages=stages,
+        v_shaped=v_shaped,
         cp_algorithm=options.cp_comm_type[0],
     )
 
@@ -427,6 +460,8 @@ def features_of(options: argparse.Namespace) -> Features:
         permute_fusion=options.moe_permute_fusion,
         alltoall_overlap=options.moe_alltoall_overlap_comm,
         pairs=options.moe_fb_overlap or options.overlap_moe_expert_parallel_comm,
+        split=options.splits_backward,
+        waiting=options.split_backward_waiting,
         batch_overlap=options.moe_batch_overlap,
         coc=options.use_ascend_coc or options.use_ascend_mc2,
         sp_tp_sp=options.mla_sp_tp_sp,

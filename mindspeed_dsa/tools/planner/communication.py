@@ -57,7 +57,7 @@ class _Rank:
         self.n, self.e = job.tokens, job.training.number
         self.r = self.n / (self.layout.tp if self.layout.sequence else 1)
         self.sequence = self.layout.sequence
-        self.last = rank == self.layout.pp - 1
+        self.last = rank == self.layout.end
 
     def transfers(self) -> Iterator[Transfer]:
         kinds = Counter(self.model.kinds[number] for chunk in self.held for number in chunk)
@@ -235,11 +235,11 @@ class _Rank:
         nbytes = self.r * self.model.hidden * self.e
         stages = layout.pp * layout.vpp
         for chunk in range(layout.vpp):
-            stage = chunk * layout.pp + self.rank
-            if stage:
-                yield Transfer("PP", "send", "activations", nbytes * (layout.pp > 1), "forward")
-            if stage < stages - 1:
-                yield Transfer("PP", "send", "gradients", nbytes * (layout.pp > 1), "backward")
+            stage = layout.stage(self.rank, chunk)
+            if stage and layout.rank_of(stage - 1) != self.rank:
+                yield Transfer("PP", "send", "activations", nbytes, "forward")
+            if stage < stages - 1 and layout.rank_of(stage + 1) != self.rank:
+                yield Transfer("PP", "send", "gradients", nbytes, "backward")
 
     def _shards(self) -> Iterator[Transfer]:
         """Gathers of sharded weights, and sums of their gradients, of one microbatch."""
@@ -303,7 +303,7 @@ class _Rank:
                 yield Transfer(group, "all-gather", "weights", gathers * numbers * training.number, "end")
             else:
                 yield Transfer(group, "all-reduce", "gradients", 2 * numbers * size, "end")
-        shared = (self.model.tied or self.model.mtp) and layout.pp > 1 and (self.rank == 0 or self.last)
+        shared = (self.model.tied or self.model.mtp) and layout.end > 0 and (self.rank == 0 or self.last)
         if shared:
             nbytes = self.model.vocabulary * self.model.hidden / layout.tp / shards * size
             yield Transfer("embedding", "all-reduce", "gradients", nbytes, "end")

@@ -87,6 +87,7 @@ SWITCHES = (
     "grad-reduce-in-bf16",
     "recompute-activations",
     "overlap-moe-expert-parallel-comm",
+    "delay-wgrad-compute",
     "use-flash-attn",
     "use-fused-dsa",  # ours; the example job can also switch it off
 )

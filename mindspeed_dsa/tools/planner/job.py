@@ -126,6 +126,7 @@ class Layout:
         first: layers of the first pipeline rank, where given; likewise ``last``.
         embedding_counts: the embedding takes a layer's place in the split; likewise ``loss_counts``.
         stages: letters of each chunk of ``--pipeline-model-parallel-layout``; empty: there is none.
+        v_shaped: second chunks lie on the ranks in reverse order, as in DualPipeV.
     """
 
     tp: int = 1
@@ -142,6 +143,7 @@ class Layout:
     embedding_counts: bool = False
     loss_counts: bool = False
     stages: tuple[str, ...] = ()
+    v_shaped: bool = False
     cp_algorithm: str = "p2p"
 
     @property
@@ -164,10 +166,32 @@ class Layout:
         """Parts that a sequence is cut into where nothing needs all of it."""
         return self.cp * (self.tp if self.sequence else 1)
 
+    @property
+    def end(self) -> int:
+        """Pipeline rank that has output layer and loss, in its last chunk."""
+        return 0 if self.v_shaped else self.pp - 1
+
+    def ends(self, rank: int, chunk: int) -> bool:
+        """Return whether the model ends with a rank's chunk."""
+        return rank == self.end and chunk == self.vpp - 1
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Return which part of the model a rank's chunk is, in the order that a microbatch takes."""
+        if self.v_shaped and chunk:
+            return 2 * self.pp - 1 - rank
+        return chunk * self.pp + rank
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank that has a part of the model."""
+        if self.v_shaped:
+            return min(stage, 2 * self.pp - 1 - stage)
+        return stage % self.pp
+
     def __str__(self) -> str:
-        sizes = (("TP", self.tp), ("PP", self.pp), ("VPP", self.vpp), ("EP", self.ep), ("ETP", self.etp))
+        chunks = 1 if self.v_shaped else self.vpp
+        sizes = (("TP", self.tp), ("PP", self.pp), ("VPP", chunks), ("EP", self.ep), ("ETP", self.etp))
         shown = [f"{name}{size}" for name, size in (*sizes, ("CP", self.cp), ("DP", self.dp)) if size > 1]
-        return " ".join(shown) or "1 device"
+        return " ".join([*shown, *["in a V"] * self.v_shaped]) or "1 device"
 
 
 @dataclass(frozen=True)
@@ -243,6 +267,8 @@ class Features:
         swap_bytes: of a rank, on the host at one time, at most.
         swap_shares: of what each pipeline rank may swap, once it is known; empty: all.
         pairs: forward and backward of two microbatches share a block (``--moe-fb-overlap``).
+        split: weight gradients are computed apart from the backwards, where the schedule has them.
+        waiting: of one chunk and microbatch each, that may wait on a rank; None: as many as its number.
         chunked_loss: ``auto``, ``forward`` or ``backward``, when the gradient of the output projection is
             formed where its logits are never whole; empty where they are.
         ahead: ``in bubbles`` or ``in advance``, of ``--recompute-in-...``.
@@ -272,6 +298,8 @@ class Features:
     permute_fusion: bool = False
     alltoall_overlap: bool = False
     pairs: bool = False
+    split: bool = False
+    waiting: int | None = None
     batch_overlap: bool = False
     coc: bool = False
     sp_tp_sp: bool = False

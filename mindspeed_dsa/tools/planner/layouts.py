@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, Split
+from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, Split, nearly_even, stages_of
 from mindspeed_dsa.megatron.pipeline_chunks import nearest as nearest_splits
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
@@ -99,7 +99,7 @@ def nearest(job: Job, any_number: bool = False) -> Job | None:
     for tp in _near(layout.tp, most):
         for pp in _near(layout.pp, most):
             for ep in _near(layout.ep, most):
-                for vpp in {layout.vpp if pp > 1 else 1, 1}:
+                for vpp in {2} if layout.v_shaped else {layout.vpp if pp > 1 else 1, 1}:
                     sizes = replace(
                         layout, tp=tp, pp=pp, ep=ep, vpp=vpp, etp=min(layout.etp, tp), group=pp, dp=1
                     )
@@ -118,9 +118,10 @@ def nearest(job: Job, any_number: bool = False) -> Job | None:
 
 def _batch(job: Job, layout: Layout) -> Training:
     step = job.training.micro * layout.dp
-    if layout.vpp > 1:
+    if layout.vpp > 1 and not layout.v_shaped:
         step *= layout.group
-    return replace(job.training, batch=max(1, round(job.training.batch / step)) * step)
+    least = 2 * layout.pp if layout.v_shaped else 1
+    return replace(job.training, batch=max(least, round(job.training.batch / step)) * step)
 
 
 def _near(size: int, devices: int) -> list[int]:
@@ -147,6 +148,11 @@ def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
         found = nearest_splits(split_of(plain, model), model.sharing, mtp_layers=model.mtp)
         for split in reversed([*found]):  # the most even one last
             yield replace(plain, first=split.first, last=split.last, stages=split.stages)
+        return
+    if layout.v_shaped:
+        yield plain
+        if model.layers >= 2 * layout.pp:
+            yield replace(plain, stages=stages_of(nearly_even(model.layers, 2 * layout.pp, model.mtp)))
         return
     each = math.ceil(model.layers / (layout.pp * layout.vpp)) * layout.vpp
     rest = model.layers - each * (layout.pp - 1)
@@ -214,7 +220,9 @@ def _problems(job: Job) -> Iterator[str]:
             f"--global-batch-size {training.batch} is no multiple of --micro-batch-size {training.micro} x "
             f"data parallel {layout.dp}"
         )
-    elif layout.vpp > 1:
+    elif layout.v_shaped and job.microbatches < 2 * layout.pp:
+        yield f"DualPipeV needs {2 * layout.pp} microbatches, and a step has {job.microbatches}"
+    elif layout.vpp > 1 and not layout.v_shaped:
         rest = job.microbatches % layout.group
         if not layout.pp <= layout.group <= job.microbatches or 0 < rest < layout.pp:
             yield f"{job.microbatches} microbatches cannot be interleaved in groups of {layout.group}"
@@ -223,6 +231,10 @@ def _problems(job: Job) -> Iterator[str]:
         yield "sparse attention on context parallel ranks needs --use-fused-dsa in absorbed form"
     if features.pairs and layout.pp > 1 and layout.vpp == 1:
         yield "--moe-fb-overlap pairs microbatches in interleaved pipelines alone, of 2 chunks or more"
+    if layout.pp == 1 and layout.v_shaped:
+        yield "DualPipeV needs a pipeline"
+    if layout.pp == 1 and features.split:
+        yield "--split-backward fills the waits of a pipeline, and there is none"
     if model.router_topk > model.experts:
         yield f"--moe-router-topk {model.router_topk} is more than {model.experts} experts"
 
@@ -238,6 +250,7 @@ def split_of(layout: Layout, model: Model) -> Split:
         embedding_counts=layout.embedding_counts,
         loss_counts=layout.loss_counts,
         stages=layout.stages,
+        v_shaped=layout.v_shaped,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mindspeed_dsa.tools.planner import activations, layouts, sizes
+from mindspeed_dsa.tools.planner import activations, layouts, schedules, sizes, waiting
 from mindspeed_dsa.tools.planner.activations import Kept, Layer
 from mindspeed_dsa.tools.planner.job import Job, LayerKind
 from mindspeed_dsa.tools.planner.sizes import Weight
@@ -14,6 +15,7 @@ from mindspeed_dsa.tools.planner.sizes import Weight
 GIB = 2**30
 MASTER, MOMENTS, BOTH_COPIES = 4, 8, 2
 """Bytes of a parameter in the optimizer, and of the copy that ``--reuse-fp32-param`` saves."""
+WAITING = "waiting weight gradients"
 STAGING = 36
 """Of ``--swap-optimizer``: three buffers of 12 / N bytes a parameter."""
 
@@ -30,6 +32,7 @@ class RankMemory:
         host: all that features move there.
         activations: by part, at the schedule's peak.
         in_flight: open forwards of each chunk then.
+        waiting: backwards of each chunk whose weight gradients wait then.
         temporary: the largest of each kind, beside activations.
         step: beside the optimizer, when activations are gone.
         allocator: assumed.
@@ -50,6 +53,7 @@ class RankMemory:
     host: float
     activations: dict[str, float]
     in_flight: tuple[int, ...]
+    waiting: tuple[int, ...]
     temporary: dict[str, float]
     step: float
     allocator: float
@@ -168,11 +172,15 @@ def _rank(
     moe_layers = sum(job.model.pattern[number] for chunk in held for number in chunk)
     buffers = 2 * 4.0 * job.model.experts * moe_layers * job.model.expert_bias
     per_chunk = [_chunk(job, rank, chunk, held, kinds) for chunk in range(layout.vpp)]
-    flights, _ = activations.peak(job, rank, [sum(each.values()) for each in per_chunk])
+    of_forwards = [sum(each.values()) for each in per_chunk]
+    operands = [waiting.of_chunk(job, rank, *each) for each in enumerate(held)]
+    peak = schedules.peak(job, rank, of_forwards, operands)
     kept: dict[str, float] = {}
-    for count, parts in zip(flights, per_chunk, strict=True):
+    for count, parts in zip(peak.open, per_chunk, strict=True):
         for part, nbytes in parts.items():
             kept[part] = kept.get(part, 0.0) + count * nbytes
+    if any(peak.waiting):
+        kept[WAITING] = sum(map(operator.mul, peak.waiting, operands))
     if messages := _messages(job, rank):
         kept["messages"] = messages
     temporary = _temporary(job, rank, weights, kinds)
@@ -189,9 +197,10 @@ def _rank(
         moments=moments,
         updated=share,
         host_state=host,
-        host=host + _host_activations(job, rank, held, flights, kinds),
+        host=host + _host_activations(job, rank, held, peak.open, kinds),
         activations=kept,
-        in_flight=flights,
+        in_flight=peak.open,
+        waiting=peak.waiting,
         temporary=temporary,
         step=staging,
         allocator=allocator * (state + beside),
@@ -279,7 +288,7 @@ def _chunk(
         items.append(Kept("embedding", job.tokens * (8.0 + (layout.tp > 1)) + mask))
     elif _copies_its_input(job, bool(held[chunk]) and _is_full(job, 0)):
         items.append(Kept("received", stream))
-    if rank == layout.pp - 1 and chunk == layout.vpp - 1:
+    if layout.ends(rank, chunk):
         items += _end(job)
     for part, nbytes in activations.by_part(items).items():
         found[part] = found.get(part, 0.0) + nbytes
@@ -341,7 +350,7 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
         widest = max(widest, received * model.expert_ffn / layout.etp)
         found["dispatched tokens"] = 2 * received * model.hidden * number
     found["gradients of an MLP"] = (3 if model.gated else 2) * widest * number
-    if rank == layout.pp - 1:
+    if rank == layout.end:
         found["logits"] = activations.logits_at_once(job)
     largest = max((_one_matrix(job, each) for each in weights), default=0.0)
     found["gradient of a weight"] = largest * number
@@ -369,7 +378,7 @@ def _units(job: Job, rank: int) -> list[float]:
         sum(each.on_rank(layout) for each in sizes.layer(model, kind) if each.cut not in whole)
         for kind in set(model.kinds)
     ]
-    if rank in (0, layout.pp - 1):
+    if rank in (0, layout.end):
         found.append(model.vocabulary * model.hidden / layout.tp)
     return found
 

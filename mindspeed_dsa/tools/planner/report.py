@@ -130,6 +130,8 @@ def _memory(plan: Plan) -> str:
     chosen = [each for each in plan.ranks if each.rank in wanted]
     rows.append(("sum", *(f"{each.total / GIB:.2f}" for each in chosen)))
     rows.append(("microbatches in flight", *("+".join(map(str, each.in_flight)) for each in chosen)))
+    if plan.job.features.split:
+        rows.append(("weight gradients waiting", *("+".join(map(str, each.waiting)) for each in chosen)))
     if any(each.host for each in plan.ranks):
         rows.append(("on the host", *(f"{each.host / GIB:.2f}" for each in chosen)))
     return "\n".join(aligned(rows))

@@ -104,7 +104,7 @@ def candidates(job: Job, device: Device) -> Iterator[Job]:
                 if devices % (tp * pp * cp) or (tp * cp > 1 and rows < LEAST_ROWS):
                     continue
                 for ep in powers if model.experts else (1,):
-                    for vpp in (1, 2):
+                    for vpp in (2,) if job.layout.v_shaped else (1, 2):
                         for micro in MICRO:
                             found = _candidate(job, (tp, pp, cp, ep, vpp), micro)
                             if found is not None:
@@ -125,6 +125,7 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
         dp=devices // (tp * pp * cp),
         sequence=tp > 1,
         group=pp,
+        v_shaped=job.layout.v_shaped,
         cp_algorithm=job.layout.cp_algorithm,
     )
     if devices % layouts.least_devices(layout):

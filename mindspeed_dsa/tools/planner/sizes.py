@@ -169,9 +169,11 @@ def _rank_weights(model: Model, layout: Layout, whole_proj: bool) -> list[list[W
     found: list[list[Weight]] = []
     for rank, own in enumerate(held):
         weights: list[Weight] = []
-        last = rank == layout.pp - 1
-        if rank == 0 or (last and (model.mtp or model.tied)):
-            weights += embedding(model, "embedding" if rank == 0 or model.mtp else "output")
+        last = rank == layout.end
+        if rank == 0:
+            weights += embedding(model)
+        if last and layout.pp > 1 and (model.mtp or model.tied):
+            weights += embedding(model, "embedding" if model.mtp else "output")
         for chunk in own:
             for number in chunk:
                 weights += layer(model, model.kinds[number], whole_proj)

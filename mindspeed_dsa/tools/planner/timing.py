@@ -11,7 +11,7 @@ from mindspeed_dsa.features.memory.swap_attention.feature import MARGIN
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Costs, Kind
 from mindspeed_dsa.schedule.simulate import simulate
-from mindspeed_dsa.tools.planner import activations, work
+from mindspeed_dsa.tools.planner import schedules, work
 from mindspeed_dsa.tools.planner.communication import Transfer
 from mindspeed_dsa.tools.planner.job import Job
 from mindspeed_dsa.tools.planner.memory import RankMemory
@@ -104,10 +104,12 @@ class Stage:
     Attributes:
         forward: computation and transfers in the open.
         backward: likewise, with what is recomputed.
+        weights: of the backward, of weight gradients that a split one leaves for later.
     """
 
     forward: float
     backward: float
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,12 @@ def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, 
         forward[each.part] = forward.get(each.part, 0.0) + max(each.forward / rate, moving)
         backward[each.part] = backward.get(each.part, 0.0) + max(each.backward / rate, 2 * moving)
     return forward, backward
+
+
+def weight_gradients(job: Job, device: Device, rank: int, chunk: int) -> float:
+    """Seconds of a microbatch's weight gradients that a split backward leaves for later."""
+    weights = sum(each.weights for each in work.chunk(job, rank, chunk))
+    return weights / (device.tflops * 1e12 * device.matmul)
 
 
 def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tuple[float, ...]:
@@ -258,7 +266,7 @@ class Estimate:
         parts["swapped attention"] = count * swap
         bound += swap
         open_comm = {when: self._open(transfers, when, sums[when], computed, parts) for when in sums}
-        for forward, backward in computed:
+        for chunk, (forward, backward) in enumerate(computed):
             ahead = sum(forward.values())
             share = ahead / sums["forward"] if sums["forward"] else 1 / layout.vpp
             stages.append(
@@ -267,6 +275,7 @@ class Estimate:
                     sum(backward.values())
                     + ahead * repeated
                     + share * (open_comm["backward"] / count + bound * 2 / 3),
+                    weight_gradients(job, self.device, rank, chunk),
                 )
             )
         at_end = self._end(transfers, rank, sums)
@@ -380,10 +389,13 @@ class Estimate:
         measured = {}
         for rank, own in enumerate(stages):
             for chunk, stage in enumerate(own):
-                number = chunk * layout.pp + rank
+                number = layout.stage(rank, chunk)
                 measured[Kind.FORWARD, number] = stage.forward
                 measured[Kind.BACKWARD, number] = stage.backward
-        timeline = simulate(activations.schedule(job, shown), Costs(measured=measured, p2p=p2p))
+                if job.features.split:
+                    measured[Kind.BACKWARD, number] -= stage.weights
+                    measured[Kind.WEIGHT, number] = stage.weights
+        timeline = simulate(schedules.schedule(job, shown), Costs(measured=measured, p2p=p2p))
         return timeline.step_time + (count - shown) * each
 
     def _p2p(self) -> float:

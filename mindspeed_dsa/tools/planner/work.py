@@ -31,6 +31,7 @@ class Work:
         kind: whose rate holds: ``matmul``, ``attention`` or ``sparse``.
         moved: bytes of a forward that it cannot do without, where they may take longer; a backward moves them
             once more and adds as many gradients.
+        weights: of the backward, for weights whose gradients a split one leaves for later.
     """
 
     part: str
@@ -38,11 +39,13 @@ class Work:
     backward: float
     kind: str = "matmul"
     moved: float = 0.0
+    weights: float = 0.0
 
     def times(self, factor: float, part: str = "") -> Work:
         """So often, as another part if one is named."""
         numbers = (self.forward * factor, self.backward * factor)
-        return Work(part or self.part, *numbers, self.kind, self.moved * factor)
+        rest = (self.moved * factor, self.weights * factor)
+        return Work(part or self.part, *numbers, self.kind, *rest)
 
 
 def visible_pairs(length: int) -> float:
@@ -98,8 +101,9 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
     tokens, tp = job.tokens, layout.tp
     rows = tokens / (tp if layout.sequence else 1)
 
-    def linear(part: str, numbers: float, of: float) -> Work:
-        return Work(part, 2.0 * numbers * of, 4.0 * numbers * of)
+    def linear(part: str, numbers: float, of: float, apart: bool = True) -> Work:
+        forward = 2.0 * numbers * of
+        return Work(part, forward, 2 * forward, weights=forward if apart else 0.0)
 
     weights = sizes.attention(model, kind.selects, features.sp_tp_sp)
     cut = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "tensor") / tp
@@ -114,7 +118,8 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
     if kind.selects and (model.index_loss or job.sequence > model.topk):
         # Inputs are detached, so only the weights have gradients; every tensor parallel rank does it all.
         own = 2.0 * sizes.index_numbers(model) * tokens
-        found.append(Work("indexer", own, own if model.index_loss else 0.0))
+        learned = own if model.index_loss else 0.0
+        found.append(Work("indexer", own, learned, weights=learned))
         scores = index_scores(model, job.sequence, model.index_loss)
         found.append(scores.times(share * (1.0 if features.indexer else 2.0)))
     matrices = 3 if model.gated else 2
@@ -122,8 +127,13 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
         return [*found, linear("dense MLP", matrices * model.hidden * model.ffn / tp, tokens)]
     received = rows * model.router_topk * job.imbalance
     found += [
-        linear("router", model.experts * model.hidden, rows),
-        linear("routed experts", matrices * model.hidden * model.expert_ffn, received),
+        linear("router", model.experts * model.hidden, rows, apart=False),
+        linear(
+            "routed experts",
+            matrices * model.hidden * model.expert_ffn,
+            received,
+            apart=not features.alltoall_overlap,
+        ),
     ]
     if model.shared_ffn:
         found.append(linear("shared experts", matrices * model.hidden * model.shared_ffn / tp, tokens))
@@ -137,16 +147,17 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
     found: list[Work] = []
     for kind, count in Counter(model.kinds[number] for number in held).items():
         found += [each.times(count) for each in layer(job, kind)]
-    if rank == layout.pp - 1 and number == layout.vpp - 1:
+    if layout.ends(rank, number):
         logits = 2.0 * model.vocabulary * model.hidden / layout.tp * job.tokens
         # Where the gradient of the weight waits for backward, so does that of its input, and logits are made
         # again.
         backward = (3 if job.features.chunked_loss and not activations.in_forward(job) else 2) * logits
-        found.append(Work("output", logits, backward))
+        output = Work("output", logits, backward, weights=0.0 if job.features.chunked_loss else logits)
+        found.append(output)
         for kind in model.mtp_kinds:
             found += [each.times(1, "MTP") for each in layer(job, kind)]
             joined = 2.0 * 2 * model.hidden * model.hidden / layout.tp * job.tokens
-            found += [Work("MTP", joined, 2 * joined), Work("MTP", logits, backward)]
+            found += [Work("MTP", joined, 2 * joined, weights=joined), output.times(1, "MTP")]
     return found
 
 

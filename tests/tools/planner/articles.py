@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_dsa.tools.planner import activations, arguments, configs, flags, sizes, work
+from mindspeed_dsa.tools.planner import arguments, configs, flags, schedules, sizes, work
 from mindspeed_dsa.tools.planner.job import Model
 
 PAGE = Path(__file__).parents[3] / "docs" / "articles.md"
@@ -215,10 +215,10 @@ FIGURES = (
     *_mtp_figures(),
     Figure(3, "warmups, 4 stages with 2 chunks", 4, "forwards",
            "(4 - 3 - 1) x 2 + (2 - 1) x 4, on the last rank",
-           lambda: float(activations.warmups(4, 3, 2, 8, 4, False)),
+           lambda: float(schedules.warmups(4, 3, 2, 8, 4, False)),
            note="the article says as many as devices; the first rank has 10"),
     Figure(3, "with one more", 5, "forwards", "the same + 1",
-           lambda: float(activations.warmups(4, 3, 2, 8, 4, True))),
+           lambda: float(schedules.warmups(4, 3, 2, 8, 4, True))),
     Figure(4, "ranks from which the all-to-all moves less", 3, "ranks",
            "S/t x 16384 x 2 x (t-1)/t against S x 7168 x 2 x (t-1)/t", _first_smaller,
            note="the article says smaller; on two ranks it is 1.14 times as large"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_dsa.tools.planner import activations
+from mindspeed_dsa.tools.planner import schedules
 from tests.tools.planner import articles
 from tests.tools.planner.articles import FIGURES
 
@@ -29,7 +29,7 @@ def test_figures_hang_on_the_planner(figure, monkeypatch):
         raise LookupError
 
     monkeypatch.setattr(articles, "deepseek", asked)
-    monkeypatch.setattr(activations, "warmups", asked)
+    monkeypatch.setattr(schedules, "warmups", asked)
     with pytest.raises(LookupError):
         figure.compute()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,15 +11,15 @@ import pytest
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.schedule import megatron_order
+from mindspeed_dsa.schedule import lists, megatron_order
 from mindspeed_dsa.tools.planner import (
-    activations,
     arguments,
     communication,
     layouts,
     memory,
     plan,
     report,
+    schedules,
     search,
     sizes,
 )
@@ -26,6 +27,7 @@ from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.timing import device
 from tests.tools.planner.jobs import DEEPSEEK, DENSE, deepseek, example, planned
 
+V = "--schedules-method dualpipev --num-layers 16"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -43,14 +45,128 @@ def test_orders_are_those_of_the_installed_megatron(ranks, chunks, microbatches,
     theirs = megatron_order.schedule(
         Megatron(), ranks, chunks, microbatches, paired=pairs, extra_warmup=pairs
     )
-    assert activations.schedule(job).ranks == theirs.ranks
-    weights = [3.0, 2.0, 1.0][:chunks]
-    for rank, events in enumerate(theirs.ranks):
+    assert schedules.schedule(job).ranks == theirs.ranks
+    assert_peaks_are_those_of_the_list(job, theirs)
+
+
+def assert_peaks_are_those_of_the_list(job, listed, smaller=True):
+    """Of all events, where a plan looks at the first of them alone.
+
+    Args:
+        job: planned.
+        listed: its schedule.
+        smaller: operands take less than a forward keeps, as they do unless it is recomputed.
+    """
+    kept, operands = [3.0, 2.0, 1.0], ([1.25, 0.5, 0.25] if smaller else [5.0, 4.0, 2.0])
+    for rank, events in enumerate(listed.ranks):
+        later = {(event.chunk, event.microbatch) for event in events if event.kind.value == "W"}
         now = heaviest = 0.0
         for event in events:
-            now += weights[event.chunk] * (1 if event.kind.value == "F" else -1)
+            left = operands[event.chunk] if job.features.split else 0.0
+            now += {"F": kept[event.chunk], "B": left - kept[event.chunk], "W": -left}[event.kind.value]
             heaviest = max(heaviest, now)
-        assert activations.peak(job, rank, weights)[1] == heaviest
+            if event.kind.value == "B" and (event.chunk, event.microbatch) not in later:
+                now -= left
+        assert schedules.peak(job, rank, kept, operands).nbytes == heaviest
+
+
+@pytest.mark.parametrize("most", [None, 0, 1])
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(4, 1, 2), (4, 1, 30), (4, 2, 16), (2, 3, 6)])
+def test_weight_gradients_wait_as_the_list_has_them(ranks, chunks, microbatches, most):
+    job = example("--transformer-impl local")
+    layout = replace(job.layout, pp=ranks, vpp=chunks, group=ranks)
+    batch = replace(job.training, batch=microbatches * job.training.micro)
+    job = replace(
+        job, layout=layout, training=batch, features=replace(job.features, split=True, waiting=most)
+    )
+    listed = lists.weights_later(megatron_order.schedule(Megatron(), ranks, chunks, microbatches), most)
+    assert schedules.schedule(job).ranks == listed.ranks
+    for smaller in (True, False):
+        assert_peaks_are_those_of_the_list(job, listed, smaller)
+
+
+@pytest.mark.parametrize("detach", ["", "--dualpipev-dw-detach", "--moe-fb-overlap"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 9), (8, 70)])
+def test_dualpipevs_list_is_planned(ranks, microbatches, detach):
+    layout = f"--pipeline-model-parallel-size {ranks} --global-batch-size {4 * microbatches}"
+    job = example(f"{V} {layout} {detach}")
+    listed = lists.dual_pipe_v(ranks, microbatches, "overlap" in detach, "detach" in detach)
+    assert schedules.schedule(job).ranks == listed.ranks
+    for smaller in (True, False):
+        assert_peaks_are_those_of_the_list(job, listed, smaller)
+
+
+def test_ranks_of_a_v_hold_both_ends_and_transfers_turn_on_the_last():
+    """Layers by chunk; two copies of a tied embedding; no message where both ends are of one rank."""
+    words = f"{V} --pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 32"
+    job = example(f"{words} --no-untie-embeddings-and-output-weights")
+    assert layouts.chunks(job.layout, job.model) == [[(0, 1), (6, 7)], [(2, 3), (4, 5)]]
+    held = [sizes.by_part(each) for each in sizes.rank_weights(job)]
+    assert held[0]["embedding"] == held[0]["output"] == job.model.vocabulary * job.model.hidden
+    assert not {"embedding", "output"} & held[1].keys()
+    assert not any(each.group == "embedding" for own in communication.of_job(job) for each in own)
+    message = job.tokens * job.model.hidden * job.training.number
+    for own in communication.of_job(job):
+        received = sum(each.nbytes for each in own if each.group == "PP")
+        assert received == 2 * job.microbatches * message
+    first, last = memory.of_job(job, 0.0)
+    assert first.temporary["logits"] > 0
+    assert "logits" not in last.temporary
+
+
+def test_waiting_gradients_fill_the_bubble_and_take_their_operands():
+    local = "--pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 64"
+    whole, bounded, split = (
+        planned(example(f"{local} {more}"))
+        for more in ("", "--split-backward --split-backward-waiting 0", "--split-backward")
+    )
+    waits = [each.time.parts["waiting in the pipeline"] for each in (whole, bounded, split)]
+    assert waits[0] > waits[1] > waits[2]
+    assert [each.waiting for each in split.ranks] == [(0,), (1,), (2,), (3,)]
+    assert [each.waiting for each in bounded.ranks] == [(0,)] * 4
+    grown = [after.kept - before.kept for before, after in zip(whole.ranks, split.ranks, strict=True)]
+    assert grown[0] == 0
+    assert grown[3] == pytest.approx(split.ranks[3].activations["waiting weight gradients"])
+    assert "weight gradients waiting" in report.text(split)
+    assert "weight gradients waiting" not in report.text(whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{V} --pipeline-model-parallel-size 4 --num-layers 9", "'Et|t|t|t|t|t|t|t*2L'"),
+        (V, "needs a pipeline"),
+        (f"{V} --pipeline-model-parallel-size 4 --global-batch-size 16", "DualPipeV needs 8 microbatches"),
+        (f"{V} --pipeline-model-parallel-size 2 --split-backward", "use --dualpipev-dw-detach"),
+        ("--split-backward", "fills the waits of a pipeline"),
+        ("--pipeline-model-parallel-size 2 --split-backward-waiting 1", "bounds what waits"),
+        ("--pipeline-model-parallel-size 2 --dualpipev-dw-detach", "a schedule that is not chosen"),
+        (
+            "--pipeline-model-parallel-size 2 --split-backward --transformer-impl transformer_engine",
+            "needs Megatron's own linear layers",
+        ),
+    ],
+)
+def test_schedules_are_refused_as_their_features_refuse_them(words, said):
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        example(words)
+
+
+def test_megatrons_flag_is_planned_as_what_serves_it():
+    words = "--pipeline-model-parallel-size 2 --num-layers 8"
+    ours, theirs = (example(f"{words} {flag}") for flag in ("--split-backward", "--delay-wgrad-compute"))
+    assert ours == theirs
+    assert ours.features.split
+
+
+def test_a_search_of_dualpipev_finds_layouts_in_a_v():
+    words = "--schedules-method dualpipev --num-layers 10 --global-batch-size 64 --seq-length 4096"
+    job = example(words, 8, any_layout=True)
+    found = [each.layout for each in search.candidates(job, device("cpu"))]
+    assert {layout.v_shaped for layout in found} == {True}
+    assert {layout.pp for layout in found} == {2, 4}
+    assert {len(layout.stages) for layout in found} == {4, 8}  # ten layers divide into neither
+    assert search.search(job, device("cpu"), best=1)[0].plan.job.layout.v_shaped
 
 
 def test_sequences_that_ranks_do_not_divide_are_planned_with_their_padding():

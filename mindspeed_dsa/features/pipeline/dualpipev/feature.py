@@ -19,7 +19,7 @@ from mindspeed_dsa.features.pipeline.split_backward.feature import (
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
-from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, layout_text, stages_of
+from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, nearly_even, stages_of
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -85,8 +85,7 @@ def even_layout(args: Any) -> str | None:
         return None
     if layers % (CHUNKS * ranks) or any(argument(args, name) for name in _OTHER_SPLITS):
         return None
-    stages = CHUNKS * ranks
-    return layout_text([layers // stages] * stages, argument(args, "mtp_num_layers") or 0)
+    return nearly_even(layers, CHUNKS * ranks, argument(args, "mtp_num_layers") or 0)
 
 
 def deal_out(args: Any) -> list[str]:
@@ -125,10 +124,9 @@ def check_chunks_of_v(args: Any) -> Iterator[str]:
         yield f"{FLAG}: {error}"
         return
     if layout is None and layers and layers % stages:
-        sizes = [layers // stages + (index < layers % stages) for index in range(stages)]
         yield (
             f"{FLAG}: --num-layers {layers} cannot be dealt out to {stages} equal chunks, two on each of "
-            f"{ranks} ranks; give their sizes, as {LAYOUT} '{layout_text(sizes[::-1], mtp_layers)}'"
+            f"{ranks} ranks; give their sizes, as {LAYOUT} '{nearly_even(layers, stages, mtp_layers)}'"
         )
     elif found and len(found) != stages:
         yield (

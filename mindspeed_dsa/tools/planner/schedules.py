@@ -1,0 +1,128 @@
+"""A job's pipeline schedule, and what a rank holds of it at its peak: open forwards and waiting gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from mindspeed_dsa.schedule import lists
+from mindspeed_dsa.schedule.events import Event, Kind, Schedule
+from mindspeed_dsa.tools.planner.job import Job
+
+
+def warmups(ranks: int, rank: int, chunks: int, microbatches: int, group: int, pairs: bool) -> int:
+    """Forwards of a rank before its first backward."""
+    if ranks == 1:
+        return int(pairs)
+    count = (ranks - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * group
+    return min(count + (pairs and chunks > 1), microbatches * chunks)
+
+
+def table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
+    """``(chunk, microbatch)`` of a rank's forwards; backwards follow it from the last chunk to the first."""
+    return [
+        (chunk, microbatch)
+        for start in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for microbatch in range(start, min(start + group, microbatches))
+    ]
+
+
+def schedule(job: Job, most: int | None = None) -> Schedule:
+    """1F1B, interleaved 1F1B or DualPipeV of a step, with weight gradients where the job leaves them to.
+
+    Args:
+        job: planned.
+        most: microbatches, where fewer say enough.
+    """
+    layout, features = job.layout, job.features
+    microbatches = min(job.microbatches, most or job.microbatches)
+    if layout.v_shaped:
+        return _in_v(layout.pp, microbatches, features.pairs, features.split)
+    group = layout.group if layout.vpp > 1 else microbatches
+    sizes = (layout.pp, layout.vpp, microbatches, group, features.pairs)
+    return _split(*sizes, features.waiting) if features.split else _plain(*sizes)
+
+
+@lru_cache(maxsize=64)
+def _in_v(ranks: int, microbatches: int, pairs: bool, split: bool) -> Schedule:
+    return lists.dual_pipe_v(ranks, microbatches, pairs, split)
+
+
+@lru_cache(maxsize=64)
+def _plain(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool) -> Schedule:
+    forwards = table(chunks, microbatches, group)
+    backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in forwards]
+    found = []
+    for rank in range(ranks):
+        ahead = warmups(ranks, rank, chunks, microbatches, group, pairs)
+        paired = pairs and (chunks > 1 or ranks == 1)
+        events = [Event(Kind.FORWARD, *each) for each in forwards[:ahead]]
+        for index, backward in enumerate(backwards):
+            pair = index if paired and ahead + index < len(forwards) else None
+            if ahead + index < len(forwards):
+                events.append(Event(Kind.FORWARD, *forwards[ahead + index], pair))
+            events.append(Event(Kind.BACKWARD, *backward, pair))
+        found.append(tuple(events))
+    name = "interleaved 1F1B" if chunks > 1 else "1F1B"
+    return Schedule(name, tuple(found), chunks, microbatches)
+
+
+@lru_cache(maxsize=64)
+def _split(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool, most: int | None) -> Schedule:
+    return lists.weights_later(_plain(ranks, chunks, microbatches, group, pairs), most)
+
+
+class Peak(NamedTuple):
+    """Holdings of a rank at the end of a forward or backward when they weigh most.
+
+    Attributes:
+        open: forwards whose backward is to come, by chunk.
+        waiting: backwards whose weight gradients are to come, by chunk.
+        nbytes: of both.
+    """
+
+    open: tuple[int, ...]
+    waiting: tuple[int, ...]
+    nbytes: float
+
+
+def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) -> Peak:
+    """Follow a rank's events.
+
+    Args:
+        job: planned.
+        rank: of the pipeline.
+        kept: bytes of one open forward, by chunk.
+        operands: bytes that the weight gradients of one backward wait with, by chunk.
+    """
+    events = schedule(job, _enough(job)).ranks[rank]
+    later = {(each.chunk, each.microbatch) for each in events if each.kind is Kind.WEIGHT}
+    chunks = range(job.layout.vpp)
+    open_now, waiting = [0 for _ in chunks], [0 for _ in chunks]
+    best = Peak(tuple(open_now), tuple(waiting), 0.0)
+    for event in events:
+        chunk, backward = event.chunk, event.kind is Kind.BACKWARD
+        open_now[chunk] += (event.kind is Kind.FORWARD) - backward
+        # A split one has left all of its weight gradients, those too that follow at once.
+        waiting[chunk] += (backward and job.features.split) - (event.kind is Kind.WEIGHT)
+        now = sum(open_now[each] * kept[each] + waiting[each] * operands[each] for each in chunks)
+        if now > best.nbytes:
+            best = Peak(tuple(open_now), tuple(waiting), now)
+        if backward and (chunk, event.microbatch) not in later:
+            waiting[chunk] -= job.features.split
+    return best
+
+
+def _enough(job: Job) -> int:
+    """Return microbatches past which no rank holds more, as the order repeats itself."""
+    layout, features = job.layout, job.features
+    later = layout.pp if features.split else 0
+    if layout.v_shaped:
+        return 4 * layout.pp
+    if layout.vpp == 1:
+        return layout.pp + 1 + int(features.pairs) + later
+    ahead = warmups(layout.pp, 0, layout.vpp, job.microbatches, layout.group, features.pairs)
+    turns = -(-(ahead + 2 * layout.vpp * max(layout.pp, layout.group) + later) // layout.vpp)
+    return turns + layout.group
