@@ -12,7 +12,7 @@ from mindspeed_dsa.tools.migrate.job import Given, Job
 _NOOP, _LIST, _UNEVEN = "--noop-layers", "--num-layer-list", "--pipeline-num-transformer-layers"
 _LAYERS, _PATTERN, _DENSE = "--num-layers", "--moe-layer-freq", "--first-k-dense-replace"
 _STAGES, _PER_STAGE = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
-_MTP = "--mtp-num-layers"
+_MTP, _SCHEDULE = "--mtp-num-layers", "--schedules-method"
 _NEEDS = {
     _DENSE: (_LAYERS, _DENSE, _PATTERN, _NOOP),
     _NOOP: (_LAYERS, _NOOP, _STAGES, _PER_STAGE, _MTP),
@@ -83,11 +83,13 @@ def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
 def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
     """Fewer layers, and stages of unequal length in place of layers that do nothing."""
     stages, per = job.number(_STAGES, 1) or 1, job.number(_PER_STAGE)
-    size = per or max(1, total // stages)
+    in_v = job.text(_SCHEDULE) == "dualpipev"  # whose two chunks of a stage are equal there as well
+    size = per or max(1, total // (2 * stages if in_v else stages))
     chunks = [sum(layer not in noop for layer in range(at, at + size)) for at in range(0, total, size)]
     left = total - len(set(noop))
     job.overrides(_NOOP, _one(_LAYERS, left))
-    # Virtual stages are dealt out in turns: chunk c lies on stage c % stages.
+    # Virtual stages are dealt out in turns: chunk c lies on stage c % stages. In a V the second ones return
+    # over the stages, which a layout, in the model's order, does not say.
     if len(set(chunks)) == 1:  # each stage skips as many
         if per and per != chunks[0]:
             job.overrides(_NOOP, _one(_PER_STAGE, chunks[0]))

@@ -188,7 +188,7 @@ def _pairs(job: Job) -> None:
     etp = etp if "--expert-tensor-parallel-size" in job else tp
     replicas = math.lcm(tp * cp, ep * etp) // (tp * cp)  # at least; more of them have fewer microbatches
     batch, one = job.number("--global-batch-size"), job.number("--micro-batch-size", 1)
-    if pp > 1 and not virtual & set(job.given):
+    if pp > 1 and not virtual & set(job.given) and job.text("--schedules-method") != "dualpipev":
         why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
         job.is_dropped(flag, why, results=False)
     elif {"--fp8-format", "--fp8"} & set(job.given) and job.text("--recompute-granularity") == "full":

@@ -99,6 +99,21 @@ SCALES = "--rope-scaling-mscale 1.0 --rope-scaling-mscale-all-dim 1.0"
             ),
         ),
         (
+            (
+                "--schedules-method dualpipev --moe-fb-overlap --num-layers 8 --noop-layers 6,7 "
+                "--pipeline-model-parallel-size 2 --mtp-num-layers 1"
+            ),
+            (
+                "--schedules-method dualpipev --moe-fb-overlap --num-layers 6 "
+                "--pipeline-model-parallel-layout Et*2|t*2|t*2|mL --pipeline-model-parallel-size 2 "
+                "--mtp-num-layers 1"
+            ),
+        ),
+        (
+            "--num-layers 4 --noop-layers 1,3 --pipeline-model-parallel-size 1 --schedules-method dualpipev",
+            "--num-layers 2 --pipeline-model-parallel-size 1 --schedules-method dualpipev",
+        ),
+        (
             "--num-layers 8 --noop-layers 3,7 --pipeline-model-parallel-size 2",
             "--num-layers 6 --pipeline-model-parallel-size 2",
         ),
