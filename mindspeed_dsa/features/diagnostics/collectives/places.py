@@ -17,9 +17,10 @@ from mindspeed_dsa.features.diagnostics.collectives.recorder import Recorder
 from mindspeed_dsa.megatron import pipeline_steps, split_layers
 from mindspeed_dsa.parallel import names
 from mindspeed_dsa.parallel.names import Name, Pass, named
-from mindspeed_dsa.schedule.events import Event
+from mindspeed_dsa.schedule.events import Event, Kind
 
 _Function = Callable[..., Any]
+_DIRECTIONS = {**{kind: kind.name.lower() for kind in Kind}, Kind.WEIGHT: "weight gradients"}
 
 
 class _Follower(pipeline_steps.Follower):
@@ -32,17 +33,18 @@ class _Follower(pipeline_steps.Follower):
     def begins(self, step: dict[str, Any]) -> bool:
         """Count the step."""
         self._recorder.step += 1
+        self._recorder.after = ()
         return True
 
     def before(self, events: Sequence[Event]) -> None:
         """Name what comes by its microbatch."""
-        passes = tuple(Pass(event.kind.name.lower(), event.microbatch, event.chunk) for event in events)
+        passes = tuple(Pass(_DIRECTIONS[event.kind], event.microbatch, event.chunk) for event in events)
         self._recorder.passes = passes
         names.set_current(Name(passes=passes))
 
     def after(self, events: Sequence[Event]) -> None:
         """Name what comes by nothing."""
-        self._recorder.passes = ()
+        self._recorder.passes, self._recorder.after = (), self._recorder.passes
         names.set_current(Name())
 
 

@@ -87,13 +87,14 @@ class Recorder:
     Attributes:
         step: of the run, from 1.
         passes: that run.
+        after: the last ones that ran.
         follower: of the schedule, which sets both.
         changed: when a call started or ended last, in seconds since the epoch.
     """
 
     def __init__(self, context: Context[Options]) -> None:
         self._context = context
-        self.step, self.passes = 0, tuple[Pass, ...]()
+        self.step, self.passes, self.after = 0, tuple[Pass, ...](), tuple[Pass, ...]()
         self.follower: Follower | None = None
         self.changed = 0.0
         self.inside = _Inside()
@@ -134,8 +135,9 @@ class Recorder:
 
     def place(self) -> str:
         """Return where the schedule stands, in words."""
-        passes = " beside ".join(map(str, self.passes))
-        return f"step {self.step}: {passes or 'between forwards and backwards'}" if self.step else ""
+        running, done = (" beside ".join(map(str, each)) for each in (self.passes, self.after))
+        where = running or (f"after {done}" if done else "before forwards and backwards")
+        return f"step {self.step}: {where}" if self.step else ""
 
     def groups(self) -> tuple[files.Group, ...]:
         """Return everything that is recorded; the threads that call go on meanwhile."""

@@ -250,10 +250,14 @@ class Watch:
 
     def _say_once(self, rank: str, why: str) -> None:
         """Print what happened to a rank, on the first of the others that knows."""
+        recorder = self._recorder()
+        place = "" if recorder is None else recorder.place()
+        stood = f"rank {self._rank} is in {place}; " if place else ""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self._folder / f".said-{self._job}-{rank}", os.O_CREAT | os.O_EXCL))
             print(
-                f"mindspeed_dsa: rank {rank} is gone: {why}; the other ranks end within {_GRACE_S:.0f} s. "
+                f"mindspeed_dsa: rank {rank} is gone: {why}; {stood}the other ranks end within "
+                f"{_GRACE_S:.0f} s. "
                 f"What each of them waited for: python -m mindspeed_dsa hang {self._folder}",
                 file=sys.stderr,
                 flush=True,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.pipeline.dualpipev.transfers import Transfers
 from mindspeed_dsa.schedule import beside, lists, recorded
 from mindspeed_dsa.schedule.events import Costs, Kind
 from mindspeed_dsa.schedule.report import figures
@@ -99,6 +101,41 @@ def test_weight_gradients_wait_where_the_list_has_them(pool, tmp_path, pp, layer
     assert len(weights) == pp * 2 * microbatches
     assert_as_many_alive_as_listed(ranks, listed, pp)
     assert beside.compare(tmp_path, Megatron()).other_order == []
+
+
+def most_on_their_way(**arguments):
+    """Most messages that a step keeps at one time."""
+    most = 0
+    hand_on = Transfers.hand_on
+
+    def counted(self, *args):
+        nonlocal most
+        hand_on(self, *args)
+        most = max(most, sum(map(len, self._leaving.values())))
+
+    with mock.patch.object(Transfers, "hand_on", counted):
+        model.run(V, **arguments)
+    return most
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("pp", "layers"), [(2, 4), (4, 8)])
+def test_messages_are_let_go_when_they_have_been_used(pool, pp, layers):
+    """However many there are in a step; a send over gloo is complete when somebody waits for it."""
+    few, many = (
+        pool.run(
+            f"{__name__}:most_on_their_way",
+            pp,
+            overrides={"num_layers": layers},
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+            pp=pp,
+            vpp=2,
+        )
+        for microbatches in (2 * pp + 2, 4 * pp + 4)
+    )
+    assert few == many
+    assert max(many) <= 2 * pp
 
 
 @pytest.mark.full
