@@ -1,0 +1,23 @@
+"""The benchmark of transformers' models: a figure of each way, and a way that memory does not suffice for."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import transformers_models
+
+pytestmark = pytest.mark.full
+
+
+def test_each_way_is_measured_in_a_process_of_its_own():
+    for way in transformers_models.WAYS:
+        what = transformers_models.PASSES[2 if way == "mindspeed_dsa" else 1]
+        found = transformers_models.measured(way, what, 64, quick=True)
+        assert set(found) == {"seconds", "cpu_seconds", "extra_mib"}
+        assert found["seconds"] > 0
+
+
+def test_a_way_that_needs_more_memory_says_so():
+    """Index scores of 8 heads for 16384 tokens are 8 GiB, and there are two of them."""
+    found = transformers_models.measured("eager", transformers_models.PASSES[0], 16384, quick=True)
+    assert found == f"more than {transformers_models.LIMIT_GIB} GiB"
