@@ -83,14 +83,19 @@ test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without a
 		LD_LIBRARY_PATH="$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 		$(NPU_BIN)/python -m pytest $(XDIST) tests/npu $(ARGS)
 
-$(HOSTS_STAMP): setup.py constraints.txt
+FRAMEWORKS := tests/hosts/frameworks/requirements.txt
+
+$(HOSTS_STAMP): setup.py constraints.txt $(FRAMEWORKS)
 	@$(HOSTS_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(HOSTS_VENV)
 	@echo "setting up $(HOSTS_VENV): once, a few minutes at most"
 	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[megatron,transformers,test]'
+	@# Frameworks around Megatron without what they ask for, most of which needs CUDA.
+	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --no-deps --requirement $(FRAMEWORKS)
 	@touch $@
 
-test-hosts: $(HOSTS_STAMP)  ## programs other than Megatron on the operators, with their real packages
+test-hosts: $(HOSTS_STAMP)  ## other hosts than Megatron, and frameworks around it, with their real packages
 	$(HOSTS_BIN)/python -m pytest $(XDIST) $(SLOWEST) tests/hosts $(ARGS)
 
 # Releases of Megatron-core, each with what Megatron-LM imports beside what it declares. All of them run one case

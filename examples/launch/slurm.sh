@@ -14,7 +14,8 @@ set -euo pipefail
 : "${COMMON:?name a folder that all nodes see}"
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 RESTARTS=${RESTARTS:-3}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Without a pipe to head, whose end would end a scontrol that has more names, and this script with it.
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / RANKS_PER_NODE))}
 # Threads that wait do not spin: ranks of a node share its cores.
@@ -24,9 +25,10 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Megatron-LM asks for it with tensor or context parallelism before Blackwell.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-srun --kill-on-bad-exit=1 torchrun \
+# Since Slurm 22.05 srun takes no cores over from sbatch: without them a torchrun and its ranks share one.
+srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$RESTARTS" \
-    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:${PORT:-29500}" \
+    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "${nodes%%$'\n'*}:${PORT:-29500}" \
     "$@" \
     --save "$COMMON/checkpoints" --load "$COMMON/checkpoints" --whole-checkpoints \
     --record-collectives "$COMMON/collectives" --tensorboard-dir "$COMMON/tensorboard"

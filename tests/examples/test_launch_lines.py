@@ -15,6 +15,8 @@ SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 NEEDED = {"OMP_WAIT_POLICY": "passive", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 PRINTS = '#!/bin/sh\necho "$(basename "$0")" "$@"\nenv\n'
+# scontrol show hostnames node[3-4]
+SCONTROL = "#!/bin/bash\nspan=${3//[^0-9-]/}\nfor i in $(seq ${span%-*} ${span#*-}); do echo node$i; done\n"
 SLURM = {
     "SLURM_JOB_ID": "17",
     "SLURM_JOB_NODELIST": "node[1-4]",
@@ -31,7 +33,7 @@ def run(tmp_path):
     """What runs a script where Slurm, Ray and Python only print how they were called."""
     for name in ("srun", "ray", "python"):
         (tmp_path / name).write_text(PRINTS)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node1\\nnode2\\n'\n")
+    (tmp_path / "scontrol").write_text(SCONTROL)
     for path in tmp_path.iterdir():
         path.chmod(0o755)
 
@@ -57,7 +59,7 @@ def test_slurm_starts_one_torchrun_on_each_node(run):
     done, line, shown = run("slurm.sh", "pretrain_gpt.py", "--use-fused-dsa", COMMON="/common", **SLURM)
     assert done.returncode == 0, done.stderr
     words = line.split()
-    assert words[:3] == ["srun", "--kill-on-bad-exit=1", "torchrun"]
+    assert words[:5] == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task", "96", "torchrun"]
     for flag, value in (
         ("--nnodes", "4"),
         ("--nproc-per-node", "8"),
@@ -82,11 +84,12 @@ def test_slurm_without_a_common_folder_is_refused(run):
 
 
 def test_ranks_of_slurm_are_named_as_torchrun_would(run):
-    done, line, shown = run("slurm_ranks.sh", "pretrain_gpt.py", "--use-fused-dsa", **SLURM)
+    step = {"SLURM_STEP_NODELIST": "node[3-4]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NTASKS": "16"}
+    done, line, shown = run("slurm_ranks.sh", "pretrain_gpt.py", "--use-fused-dsa", **(SLURM | step))
     assert done.returncode == 0, done.stderr
     assert line == "python pretrain_gpt.py --use-fused-dsa"
-    names = {"RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
-    assert (NEEDED | names | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).items() <= shown.items()
+    names = {"RANK": "13", "WORLD_SIZE": "16", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
+    assert (NEEDED | names | {"MASTER_ADDR": "node3", "MASTER_PORT": "29500"}).items() <= shown.items()
 
 
 def test_ray_gives_workers_their_variables(run):

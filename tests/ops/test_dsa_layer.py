@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops import dsa
+from mindspeed_dsa.ops.lightning_indexer import cpu
 from tests.ops import oracle
 from tests.ops.random_inputs import indexer_inputs, packed_ranges
 
@@ -42,9 +43,12 @@ def expected(query, key, value, index, mask):
     if value is None:
         key, value = (x[:, :, None].expand(-1, -1, HEADS, -1) for x in (key, key[..., :VALUE]))
     scores = SCALE * torch.einsum("bthd,bshd->bths", query, key)
-    probabilities = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1)
-    out = torch.einsum("bths,bshd->bthd", probabilities, value)
-    return out, oracle.divergence(oracle.index_scores(*index), probabilities, mask).mean()
+    counts = mask.any(-1)
+    # Rows that see nothing give zeros, and count in the mean.
+    probabilities = scores.masked_fill(~(mask | ~counts[..., None])[:, :, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bths,bshd->bthd", probabilities, value) * counts[..., None, None]
+    rows = oracle.divergence(oracle.index_scores(*index), probabilities, mask | ~counts[..., None])
+    return out, (rows * counts).mean()
 
 
 def visible(starts, ends):
@@ -53,11 +57,17 @@ def visible(starts, ends):
 
 
 CAUSAL = visible(*packed_ranges(ROWS))
+HOLES = torch.arange(1, ROWS + 1).index_fill(0, torch.tensor([5, 11, 12]), 0)
 ROW_KINDS = {
     "causal": ({}, CAUSAL),
     "packed": (
         {"form": dsa.RowForm((10, 14, 20, 4))},
         torch.stack([visible(*packed_ranges(*lengths))[0] for lengths in ((10, 14), (20, 4))]),
+    ),
+    "holes": (
+        # Rows 5, 11 and 12 see nothing: padding inside of a document.
+        {"ends": HOLES},
+        visible(torch.zeros(ROWS), HOLES),
     ),
     "windows": (
         {"starts": (torch.arange(ROWS) - 11).clamp_min(0), "ends": torch.arange(ROWS) + 1},
@@ -186,6 +196,79 @@ def test_bad_input_is_named(name):
         dsa.deepseek_sparse_attention(*main, **given)
 
 
+NARROW = torch.zeros(BATCH, ROWS, HEADS, DIM)
+UNLIKE = {
+    "value wider than its key": (
+        (NARROW, NARROW, torch.zeros(BATCH, ROWS, HEADS, DIM + 1)),
+        {},
+        "no wider than keys, 10; got 11",
+    ),
+    "fewer heads of keys": (
+        (NARROW, NARROW[:, :, :1], NARROW[:, :, :1]),
+        {},
+        r"key must be \[2, keys, 3, 10\]",
+    ),
+    "another batch": ((NARROW, NARROW[:1], NARROW[:1]), {}, r"key must be \[2, keys, 3, 10\]"),
+    "fewer values than keys": ((NARROW, NARROW, NARROW[:, :1]), {}, r"value must be \[2, 24, 3, value_dim\]"),
+    "a wider value_dim": (
+        (NARROW, NARROW[:, :, 0], None),
+        {"value_dim": DIM + 1},
+        r"lie in \[1, 10\], got 11",
+    ),
+    "another dtype": ((NARROW, NARROW.bfloat16(), NARROW), {}, "must have the dtype and device of query"),
+    "no keys to select": ((NARROW, NARROW, NARROW), {"topk": 0}, "topk must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warm-up"])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_operands_that_do_not_fit_are_named_where_attention_is_dense(name, stage):
+    """PyTorch's attention broadcasts some of them; there it would be another function without an error."""
+    main, options, message = UNLIKE[name]
+    options = {"topk": ROWS, "softmax_scale": SCALE, "stage": stage, **options}
+    with pytest.raises(ValueError, match=message):
+        dsa.deepseek_sparse_attention(*main, *indexer_inputs(BATCH, ROWS), **options)
+
+
+def test_nothing_to_attend_to_is_nothing_in_every_form():
+    main = [x[:0] for x in main_inputs(False, torch.float32)]
+    index = [x[:0] for x in indexer_inputs(BATCH, ROWS)]
+    for options, _ in (ROW_KINDS["windows"], ROW_KINDS["causal"]):
+        result = dsa.deepseek_sparse_attention(*main, *index, topk=ROWS, softmax_scale=SCALE, **options)
+        assert result.out.shape == (0, ROWS, HEADS, VALUE)
+
+
+def test_without_numpy_the_indexer_is_the_slow_one(monkeypatch):
+    """torch runs without NumPy, which the fast selection on CPUs needs."""
+    monkeypatch.setattr(
+        cpu, "find_spec", lambda name: None if name == "numpy" else pytest.fail(f"{name} was asked for")
+    )
+    with pytest.raises(dsa.BackendUnavailable, match="needs NumPy, which is not installed"):
+        # A shape class that no other call has: choices are remembered.
+        dsa.lightning_indexer(*indexer_inputs(BATCH, ROWS, heads=5), TOPK, backend="cpu")
+
+
+@pytest.mark.full
+def test_compiled_models_run_the_operators_between_graphs():
+    module = dsa.DeepSeekSparseAttention(
+        dsa.Indexer(12, heads=4, head_dim=8, rope_dim=4), topk=TOPK, softmax_scale=SCALE
+    )
+    hidden, main = torch.randn(BATCH, ROWS, 12), main_inputs(False, torch.float32)
+
+    def step(hidden, *main):
+        out, loss, _ = module(hidden * 2, *main, angles=torch.ones(ROWS, 2))
+        return out.square().sum() + loss
+
+    leaves = [*main, *module.parameters()]
+    plain = step(hidden, *main)
+    compiled = torch.compile(step, backend="aot_eager")(hidden, *main)
+    assert torch.equal(compiled, plain)
+    for mine, theirs in zip(
+        torch.autograd.grad(compiled, leaves), torch.autograd.grad(plain, leaves), strict=True
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 # -- module ------------------------------------------------------------------------------------
 
 
@@ -210,6 +293,18 @@ def test_the_indexer_is_the_formula(layout):
     oracle.assert_close(products, torch.einsum("bthd,bsid->bths", turned(plain_query), turned(plain_key)))
     projected = (hidden.float() @ indexer.weights_proj.weight.T.float()).double()
     assert torch.allclose(weights.double(), projected * (4 * 8) ** -0.5, rtol=1e-5, atol=1e-7)
+
+
+def test_the_indexer_under_autocast_has_operands_of_one_dtype_and_weights_of_its_projection():
+    """Accelerators have a norm's result in fp32 under autocast; a hook has it so here."""
+    indexer = dsa.Indexer(12, heads=4, head_dim=8, rope_dim=0)
+    indexer.k_norm.register_forward_hook(lambda module, given, out: out.float())
+    hidden = torch.randn(BATCH, ROWS, 12)
+    plain = indexer(hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        query, key, weights = indexer(hidden)
+    assert query.dtype == key.dtype == torch.bfloat16
+    assert torch.equal(weights, plain.weights)
 
 
 def test_the_module_trains_its_indexer_alone_and_when_asked():

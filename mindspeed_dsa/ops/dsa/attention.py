@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mindspeed_dsa.ops.checks import check_shape, require
+from mindspeed_dsa.ops.checks import check_float, check_shape, require
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import IndexerOutput, lightning_indexer
@@ -40,6 +41,7 @@ class DSAOutput(NamedTuple):
     """``[batch, rows, topk]`` int32, -1 at the tail; None where rows attend to every key that they see."""
 
 
+@outside_graphs
 @outside_autocast
 def deepseek_sparse_attention(
     query: Tensor,
@@ -107,8 +109,9 @@ def deepseek_sparse_attention(
     Source: DeepSeek-V3.2-Exp report, section 2.1.
     """
     require(stage in get_args(Stage), OPERATOR, f"stage must be one of {get_args(Stage)}, got {stage!r}")
+    require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, rows, heads, dim]")
-    batch, rows = query.shape[:2]
+    batch, rows, heads, dim = query.shape
     absorbed = value is None
     require(
         key.dim() == (3 if absorbed else 4),
@@ -122,6 +125,22 @@ def deepseek_sparse_attention(
         "value_dim goes with an absorbed key, whose leading part is the value; pass it there alone",
     )
     keys = key.shape[1]
+    # Dense attention would broadcast what does not fit, and cut a value that is wider than its key.
+    if value is None:
+        check_shape(OPERATOR, "key", key, (batch, None, dim), f"[{batch}, keys, {dim}]")
+        check_float(OPERATOR, query=query, key=key)
+        require(
+            value_dim is not None and 1 <= value_dim <= dim,
+            OPERATOR,
+            f"value_dim must lie in [1, {dim}], got {value_dim}",
+        )
+    else:
+        check_shape(OPERATOR, "key", key, (batch, None, heads, dim), f"[{batch}, keys, {heads}, {dim}]")
+        shape = f"[{batch}, {keys}, {heads}, value_dim]"
+        check_shape(OPERATOR, "value", value, (batch, keys, heads, None), shape)
+        check_float(OPERATOR, query=query, key=key, value=value)
+        width = value.shape[-1]
+        require(width <= dim, OPERATOR, f"values may be no wider than keys, {dim}; got {width}")
     if form is not None:
         require(
             starts is None and ends is None, OPERATOR, "a form says starts and ends; pass one or the other"
@@ -275,7 +294,7 @@ def attend_to_visible(
             scale=softmax_scale,
         )
         return out.transpose(1, 2)[..., : value.shape[-1]]
-    if not _are_documents(ranges.starts.cpu(), ranges.ends.cpu()):
+    if not query.numel() or not _are_documents(ranges.starts.cpu(), ranges.ends.cpu()):
         return _attend_to_listed(query, key, value, softmax_scale, ranges, None, backend)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     outputs = [
@@ -288,11 +307,14 @@ def attend_to_visible(
 
 
 def _are_documents(starts: Tensor, ends: Tensor) -> bool:
-    """Return whether the ranges of every sequence are those of documents, each behind the one before it."""
+    """Return whether the ranges of every sequence are those of documents, each behind the one before it.
+
+    Rows that see nothing may lie between documents, but not inside of one.
+    """
     for first, end in zip(starts, ends, strict=True):
-        first, end = first[first < end], end[first < end]
-        begins, counts = torch.unique_consecutive(first, return_counts=True)
-        reach = torch.stack([rows.max() for rows in end.split(counts.tolist())]) if len(counts) else end
+        begins, counts = torch.unique_consecutive(first.where(first < end, -1), return_counts=True)
+        reach = torch.stack([rows.max() for rows in end.split(counts.tolist())])
+        begins, reach = begins[begins >= 0], reach[begins >= 0]
         if (begins[1:] < reach[:-1]).any():
             return False
     return True
@@ -309,7 +331,7 @@ def _attend_to_listed(
 ) -> Tensor:
     """Attend to a list of every visible key, as wide as the longest range."""
     starts, ends = (bound[..., None] for bound in ranges[:2])
-    longest = key.shape[1] if ranges.plain_causal else max(int((ends - starts).max()), 1)
+    longest = key.shape[1] if ranges.plain_causal or not ends.numel() else max(int((ends - starts).max()), 1)
     # Ascending from each row's start on, -1 at the tail.
     position = torch.arange(longest, dtype=torch.int32, device=key.device) + starts
     visible = position.where(position < ends, -1)

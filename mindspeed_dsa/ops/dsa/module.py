@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_dsa.ops.checks import require
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.dsa.attention import DSAOutput, Stage, deepseek_sparse_attention
+from mindspeed_dsa.ops.precision import without_autocast
 from mindspeed_dsa.ops.rotary import Layout, rotate, rotation
 
 
@@ -82,12 +84,15 @@ class Indexer(nn.Module):
         """
         query = self.wq_b(hidden if query_input is None else query_input)
         query = query.unflatten(-1, (self.heads, self.head_dim))
-        key = self.k_norm(self.wk(hidden)).unsqueeze(2)
+        # Norms have results in fp32 under autocast on accelerators.
+        key = self.k_norm(self.wk(hidden)).to(query.dtype).unsqueeze(2)
         if angles is not None and self.rope_dim:
             query, key = (self._rotated(x, angles) for x in (query, key))
-        weights = self.weights_proj(hidden.to(self.weights_proj.weight.dtype)).float()
+        with without_autocast(hidden.device.type):
+            weights = self.weights_proj(hidden.to(self.weights_proj.weight.dtype)).float()
         return IndexerOperands(query, key.squeeze(2), weights * (self.heads * self.head_dim) ** -0.5)
 
+    @outside_graphs
     def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
         """Rotate the leading dimensions of the heads of ``[batch, rows, heads, dim]``."""
         require(

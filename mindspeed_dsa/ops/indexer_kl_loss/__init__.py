@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, spent, unless_empty, warn_once
 from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, names_key
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import (
     OPERATOR,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # mypy checks the modules against the protocol
 _LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
 
 
+@outside_graphs
 @outside_autocast
 def indexer_kl_loss(
     index_query: Tensor,
@@ -172,6 +174,7 @@ def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "
     return chosen.KIND == "fused"
 
 
+@outside_graphs
 @outside_autocast
 def divergence_and_score_gradient(
     topk_scores: Tensor,
@@ -244,6 +247,7 @@ def _closed_form(
     return divergence_and_gradient
 
 
+@outside_graphs
 @outside_autocast
 def dense_indexer_kl_loss(
     index_query: Tensor,

@@ -21,6 +21,7 @@ from mindspeed_dsa.ops.checks import (
     check_weights,
     require,
 )
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.lightning_indexer.protocol import GradientIndexer, Indexer, IndexerCall
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
@@ -43,6 +44,7 @@ class IndexerOutput(NamedTuple):
     """``[batch, query_length, topk]`` fp32 (fp64 from fp64), differentiable; -inf where the index is -1."""
 
 
+@outside_graphs
 @outside_autocast
 def lightning_indexer(
     query: Tensor,
@@ -111,6 +113,7 @@ def lightning_indexer(
     )
 
 
+@outside_graphs
 @outside_autocast
 def selected_scores(
     query: Tensor,

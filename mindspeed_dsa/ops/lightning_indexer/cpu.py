@@ -10,6 +10,7 @@ Where keys are few, ``cpu_dense.py`` beside this file computes the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,7 +43,10 @@ plan_call = takes_every_call
 
 def unsupported(shape: ShapeClass) -> str | None:
     """Return why this backend cannot take calls of this shape, or None."""
-    return None if shape.device == "cpu" else "it runs on CPU tensors only"
+    if shape.device != "cpu":
+        return "it runs on CPU tensors only"
+    # torch does not ask for it, and Megatron does.
+    return None if find_spec("numpy") else "it needs NumPy, which is not installed"
 
 
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:

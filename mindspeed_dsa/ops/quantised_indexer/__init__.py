@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend, choose, count_call, spent
 from mindspeed_dsa.ops.checks import require
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.lightning_indexer import check_operands, shape_class
 from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.quantised_indexer.arithmetic import MOST_DIMENSIONS, QuantisedCall
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # mypy checks the modules against the protocol
     BACKENDS: tuple[Selector, ...] = (backends.Reference(), backends.Chunked(), cpu, triton)
 
 
+@outside_graphs
 @outside_autocast
 @torch.no_grad()
 def quantised_indexer(

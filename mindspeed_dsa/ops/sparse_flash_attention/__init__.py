@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import Call, ShapeClass, choose, count_call, plan, spent, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.precision import outside_autocast, wide, without_autocast
 from mindspeed_dsa.ops.row_ranges import RowForm
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, AttentionCall, GradientAttention
@@ -39,6 +40,7 @@ class SparseAttentionOutput(NamedTuple):
     names no key: the target of the indexer loss before normalisation. None unless asked for."""
 
 
+@outside_graphs
 @outside_autocast
 def sparse_flash_attention(
     query: Tensor,

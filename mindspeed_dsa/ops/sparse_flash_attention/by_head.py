@@ -21,6 +21,7 @@ from mindspeed_dsa.ops.backend import (
     takes_every_call,
 )
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices
+from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, cpu_heads, sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.cpu_heads import HeadsCall
@@ -91,6 +92,7 @@ def _most_keys(topk: int, heads: int, widths: tuple[int, int]) -> float:
     return min(cpu_dense.most_keys(heads, topk) * absorbed / by_head, float(_MOST_TIMES * topk))
 
 
+@outside_graphs
 @outside_autocast
 def sparse_attention_by_head(
     query: Tensor,

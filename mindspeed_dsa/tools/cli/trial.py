@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -194,7 +195,10 @@ def summary(records: Records, length: int) -> dict[str, Any]:
             "peak_memory_bytes": max(step["peak_memory_bytes"] for step in steps),
         }
     pairs = zip(*(sides[name]["losses"] for name in SIDES), strict=True)
-    return {"sides": sides, "largest_difference": max(abs(a - b) / abs(a) for a, b in pairs)}
+    differences = [abs(a - b) / abs(a) for a, b in pairs]
+    # NaN is no number's greater: max would leave it out.
+    largest = max(differences, key=lambda each: (math.isnan(each), each))
+    return {"sides": sides, "largest_difference": largest}
 
 
 def table(found: Mapping[str, Any]) -> list[str]:

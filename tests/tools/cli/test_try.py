@@ -6,6 +6,7 @@ The sides of the quick tests answer without training (``fake_side.py``); the lon
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -48,6 +49,14 @@ def test_losses_that_differ_are_exit_status_1(fake, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_SIDE_GAP", "0.01")
     assert run(fake) == 1
     assert "NOT THE SAME" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_is_not_the_same():
+    def records(*losses):
+        return [{"lm_loss": loss, "step_time_s": 1.0, "peak_memory_bytes": 1.0} for loss in losses]
+
+    found = trial.summary({"stock": records(4.0, 3.0, 2.0), "fused": records(4.0, math.nan, 2.0)}, 8)
+    assert "NOT THE SAME" in trial.table(found)[-1]
 
 
 def test_without_matplotlib_there_is_no_picture(fake, monkeypatch, capsys):
