@@ -10,7 +10,7 @@ import pytest
 
 from tests.features.moe.balanced_experts import popular_experts as balanced
 from tests.matrix.record import Note
-from tests.matrix.test_features import FULL, Case, assert_same, happened, run
+from tests.matrix.test_features import FULL, MOVED_ELSEWHERE, Case, assert_same, happened, run
 from tests.support import memory_events as events
 
 LAYOUT = "PP2 x VPP2 x EP2"
@@ -37,6 +37,17 @@ CASES = (
     in_pairs("balanced-moe-experts", events.MOVED, balanced.ALWAYS),
     in_pairs("balanced-moe-experts", events.MOVED, balanced.ALWAYS, **FULL),
     in_pairs("recompute-ahead", "ahead", IN_BUBBLES, **FULL),
+    in_pairs("split-backward", events.WAITED, {"split_backward": True}),
+    in_pairs("split-backward", events.WAITED, {"split_backward": True}, **FULL),
+    Case(
+        "dualpipev",
+        LAYOUT,
+        {"schedules_method": "dualpipev", "dualpipev_dw_detach": True},
+        events.WAITED,
+        EXPERTS_ON_BOTH_STAGES,
+        rtol=1e-5,
+        name="PP2 x EP2, in pairs, weight gradients later",
+    ),
     in_pairs("two-streams", events.BESIDE, TWO_STREAMS),
 )
 
@@ -49,7 +60,7 @@ def test_the_step_without(pool: Any, note: Note, tmp_path: Path, case: Case) -> 
         return
     theirs = run(pool, LAYOUT, overrides=case.overrides)
     ours = run(pool, LAYOUT, switches={**PAIRS, **case.switches}, overrides=case.overrides)
-    assert_same(ours, theirs, case.rtol)
+    assert_same(ours, theirs, case.rtol, anywhere=case.feature in MOVED_ELSEWHERE)
     assert happened(case, ours, tmp_path)
     assert not happened(case, theirs, tmp_path)
     assert all(rank["counts"].get(events.STARTED, 0) for rank in ours), "pairs are at work beside it"
