@@ -105,13 +105,12 @@ def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) 
     for event in events:
         chunk, backward = event.chunk, event.kind is Kind.BACKWARD
         open_now[chunk] += (event.kind is Kind.FORWARD) - backward
-        # A split one has left all of its weight gradients, those too that follow at once.
-        waiting[chunk] += (backward and job.features.split) - (event.kind is Kind.WEIGHT)
+        # A whole one, in pairs of a V, leaves nothing; of a split one all is there when it ends.
+        left = backward and (chunk, event.microbatch) in later
+        waiting[chunk] += left - (event.kind is Kind.WEIGHT)
         now = sum(open_now[each] * kept[each] + waiting[each] * operands[each] for each in chunks)
         if now > best.nbytes:
             best = Peak(tuple(open_now), tuple(waiting), now)
-        if backward and (chunk, event.microbatch) not in later:
-            waiting[chunk] -= job.features.split
     return best
 
 
