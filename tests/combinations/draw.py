@@ -108,9 +108,13 @@ MORE_FEATURES: dict[str, str] = {
     "--no-fused-adam": "",
     "--no-gemm-gradient-accumulation-fusion": "",
     "--recompute-verify --recompute-norm": "",
+    "--schedules-method dualpipev": "PP",
+    "--schedules-method dualpipev --dualpipev-dw-detach": "PP",
+    "--split-backward": "PP",
     "--trace-schedule FOLDER/schedule.json": "VPP",
 }
-"""Features that are only paired: they change where nothing else does, or only watch, in a FOLDER."""
+"""Features that are only paired: they change where nothing else does, are another schedule of a pipeline, or
+only watch, in a FOLDER."""
 
 
 @dataclass(frozen=True)

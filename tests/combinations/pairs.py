@@ -36,6 +36,8 @@ ROWS: dict[str, str] = {row: at for row, at in {**FEATURES, **MORE_FEATURES}.ite
 DENSE = ("--mla-sp-tp-sp",)
 """Rows for a model without sparse attention."""
 PAIRED = "--moe-fb-overlap"
+OF_V = ("--schedules-method dualpipev", "--schedules-method dualpipev --dualpipev-dw-detach")
+"""Rows that deal layers out to a pipeline's ranks themselves."""
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 """Stands for ``--recompute-activations``, which is to be recomputed ahead, where pairs run layers whole."""
 _DENSE_MODEL = "--experimental-attention-variant none"
@@ -48,7 +50,6 @@ NOT_PAIRED = {
     "cpu-p2p-ordering": "a platform",
     "cpu-platform": "a platform",
     "accept-mindspeed-flags": "reads other flags",
-    "dualpipev": "another schedule, with layouts of its own",
     "initial-weights": "before the first step",
     "latent-yarn": "part of the model",
     "load-hf": "before the first step",
@@ -56,7 +57,6 @@ NOT_PAIRED = {
     "record-collectives": "watches what others send, in a thread and files of its own",
     "save-hf": "after a checkpoint",
     "sft-prompts": "data of Megatron-LM's own loop",
-    "split-backward": "another schedule, with layouts of its own",
     "step-metrics": "Megatron-LM's own loop",
     "whole-checkpoints": "Megatron-LM's own checkpoints; the example job has its own",
 }
@@ -136,7 +136,9 @@ class Job:
     def layout(self) -> tuple[int, str]:
         """Return ranks and flags of the smallest layout in which all of its features act."""
         needs = self.needs
-        if PAIRED in self.rows and "PP" in needs:  # such a schedule needs interleaved stages
+        if any(row in OF_V for row in self.rows):
+            needs -= {"VPP"}
+        elif PAIRED in self.rows and "PP" in needs:  # such a schedule needs interleaved stages
             needs |= {"VPP"}
         axes = [axis for axis in _AXES if axis in needs and not (axis == "PP" and "VPP" in needs)]
         ranks = 2 ** len([axis for axis in axes if axis != "EP"])
