@@ -23,8 +23,8 @@ TARGETS = (90, 80, 100, 120)
 INDEXERS = {"indexer": (64, 128), "indexer 32 x 128": (32, 128)}
 # Heads, their width, whether they share a key, and index heads.
 DENSE = ((128, 576, True, 64), (16, 192, False, 64), (64, 256, False, 32))
-# Behind what is said of rows that share tiles.
-SHARED = ", tiles shared"
+# Behind what is said of rows that share tiles, and of queries' gradients of two rows at a time.
+SHARED, PAIRED = ", tiles shared", ", pairs of rows"
 # What tells apart kernels of one call, and what is counted of each.
 _FLAGS = ("WITH_OUT", "WITH_SUM", "GATHERED", "RANGES")
 _COUNTED = (
@@ -97,6 +97,8 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
         yield f"{count} heads", partial(cases.run_attention, torch.bfloat16, count)
     if quick:
         return
+    paired = cases.PAIRED_HEADS[0]
+    yield f"{paired} heads{PAIRED}", partial(cases.run_pairs, torch.bfloat16, paired)
     for words, sizes in INDEXERS.items():
         yield words, partial(cases.run_indexer, torch.bfloat16, *sizes)
     for words, (count, dim, fp8, once) in selection.calls(INDEXERS):
@@ -163,20 +165,14 @@ def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
     for name, gpu in model.GPUS.items():
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
-        for heads in HEADS:
-            kernels = r"\w+_keys_kernel", r"backward_query_\w*kernel"
-            both = [
-                row
-                for words, row in table.items()
-                if re.fullmatch(
-                    rf"{kernels[0]}, {heads} heads, WITH_SUM=False|{kernels[1]}, {heads} heads", words
-                )
-            ]
+        for call in (f"{heads} heads{kind}" for heads in HEADS for kind in ("", PAIRED)):
+            kernels = rf"\w+_keys_kernel, {call}, WITH_SUM=False", rf"backward_query_\w*kernel, {call}"
+            both = [row for words, row in table.items() if re.fullmatch("|".join(kernels), words)]
             flops = sum(row["useful_flop"] for row in both)
             for kind in ("", SHARED) if any(f"{name}{SHARED}" in row for row in both) else ("",):
                 taken = sum(row["useful_flop"] / row.get(f"{name}{kind}", row[name]) for row in both)
                 if flops:
-                    fractions[f"backward, {heads} heads{kind}"] = round(flops / taken, 3)
+                    fractions[f"backward, {call}{kind}"] = round(flops / taken, 3)
         if fractions:
             found[name] = fractions
     return found

@@ -83,13 +83,16 @@ def test_the_backward_is_timed_by_rows_and_by_pairs(small, monkeypatch):
     monkeypatch.setattr(cuda, "seconds", lambda *_: taken.append(attention.takes_pairs(64, 512, 576)) or 5e-3)
     found = pairs.run(True, lambda _: None, "cpu")
     (name,) = found
-    assert taken == [True, False]
+    assert taken == [False, True]
     assert found[name][pairs.PAIRS] == found[name][pairs.SINGLE] == 5
     assert f"| {name} | 5 | 5 | 1.00 |" in list(pairs.words({"pairs": found}))
-    monkeypatch.setattr(pairs, "DEVIATION", -1.0)
+    monkeypatch.setattr(pairs.Problem, "apart", lambda *_: float(attention.PAIRS_OF_ROWS))
     found = pairs.run(True, lambda _: None, "cpu")
-    assert found[name]["refused"].startswith("two rows differs by")
-    assert list(gpu.failures({"pairs": found})) == [f"pairs, {name}"]
+    why = "two rows differs by 1.0e+00 from the operator's own"
+    assert found[name]["refused"] == why
+    assert pairs.PAIRS not in found[name]
+    assert gpu.failures({"pairs": found}) == {f"pairs, {name}": why}
+    assert list(pairs.words({"pairs": found})) == []
 
 
 TOOL = """#!{python}
@@ -149,6 +152,7 @@ def test_every_call_under_the_tool_can_be_made(monkeypatch):
         call()
     assert {
         "selection, fp8, one launch",
+        "sparse_flash_attention backward, 64 heads, pairs of rows",
         "grouped product of one row",
         "indexer_kl_loss forward_backward, 2 heads",
     } < set(calls)

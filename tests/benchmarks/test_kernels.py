@@ -13,7 +13,7 @@ import pytest
 # First, so that kernels are interpreted in this process, whoever else imports them.
 pytest.importorskip("tests.ops.triton_backend")
 
-from benchmarks.kernels import model, page, selection
+from benchmarks.kernels import PAIRED, model, page, selection
 from tests.ops.test_triton_compile import GOOD
 from tests.support import warm
 
@@ -113,6 +113,9 @@ def test_the_committed_result_and_the_page_made_of_it():
         assert any(kernel in name for name in metrics["model_fraction_of_peak"]["H200"]), kernel
     for bounds in metrics["model_fraction_of_peak"].values():
         assert all(0 < bound <= 1 for bound in bounds.values())
+    # As it is by default, and as it may be: each under its own name.
+    default, paired = (f"backward, 64 heads{kind}, tiles shared" for kind in ("", PAIRED))
+    assert metrics["model_fraction_of_peak"]["H200"].keys() >= {default, paired}
     text = page.PAGE.read_text()
     assert page.page(text, metrics) == text, "run python -m benchmarks.kernels.page"
 

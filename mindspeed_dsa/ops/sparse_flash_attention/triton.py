@@ -74,6 +74,12 @@ __all__ = [
 
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
+PAIRS_OF_ROWS = False
+"""Whether :func:`takes_pairs` may be true: no GPU has run or timed that kernel.
+
+``make gpu ARGS="--only pairs"`` compares and times both ways. It is a value of the module because autograd
+calls the backward in a thread of its own, which does not see context variables of the one that asked.
+"""
 plan_call = takes_every_call
 
 
@@ -301,9 +307,10 @@ def backward(
 def takes_pairs(heads: int, value_dim: int, dim: int) -> bool:
     """Return whether the queries' gradient of rows that share tiles is formed for two rows at a time.
 
-    Of more heads a row fills such a program by itself, and fewer would leave rows of its products empty.
+    Only where :data:`PAIRS_OF_ROWS` says so. Of more heads a row fills such a program by itself, and fewer
+    would leave rows of its products empty.
     """
-    return 32 < heads <= 64 and (value_dim, dim - value_dim) == (512, 64)
+    return PAIRS_OF_ROWS and 32 < heads <= 64 and (value_dim, dim - value_dim) == (512, 64)
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
