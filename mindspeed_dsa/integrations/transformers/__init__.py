@@ -6,6 +6,8 @@ attention functions. The page is docs/transformers.md.
 
 from __future__ import annotations
 
+from inspect import signature
+from math import inf
 from types import MethodType
 from typing import Any, get_args
 
@@ -56,13 +58,15 @@ def use(
     """
     if stage not in get_args(Stage):
         raise ValueError(f"use(model, stage={stage!r}): choose one of {', '.join(get_args(Stage))}")
-    if not loss_coefficient >= 0:
-        raise ValueError(f"use(model, loss_coefficient={loss_coefficient}): it is 0 or positive")
+    if not 0 <= loss_coefficient < inf:
+        raise ValueError(f"use(model, loss_coefficient={loss_coefficient}): it is 0 or positive, and finite")
     theirs, family = family_of(model)
     kind = family.named(f"{family.prefix}Attention")
     attentions = {name: module for name, module in theirs.named_modules() if isinstance(module, kind)}
     check(theirs, attentions, backend, with_loss=loss_coefficient > 0)
-    return InUse(theirs, family, list(attentions.values()), Losses(stage, float(loss_coefficient), backend))
+    return InUse(
+        theirs, family, list(attentions.values()), Losses(theirs, stage, float(loss_coefficient), backend)
+    )
 
 
 class InUse:
@@ -74,7 +78,7 @@ class InUse:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, ranges_mask)
         self._model, self._losses, self._before = model, losses, model.config._attn_implementation
-        self._attentions = attentions
+        self._attentions, self._parameters = attentions, list(signature(type(model).forward).parameters)[1:]
         rotate, indexer = family.named(family.rotate), family.named(f"{family.prefix}Indexer")
         self._hooks: list[Any] = []
         for attention in attentions:
@@ -168,7 +172,8 @@ class InUse:
         """Add the indexers' loss to that of the model, as transformers' models do with their routers'."""
         loss = self.loss
         theirs = output[0] if isinstance(output, tuple) else output.loss
-        labels = kwargs.get("labels")
+        # The hook's arguments are the call's: labels may stand in their place without a name.
+        labels = (dict(zip(self._parameters, args, strict=False)) | kwargs).get("labels")
         if loss is None or labels is None or theirs is None:
             return None
         share = self._losses.coefficient

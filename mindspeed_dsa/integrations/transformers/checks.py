@@ -70,6 +70,13 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
         raise ValueError(
             f"{_WHO}: {type(model).__name__} has no model of transformers in it; give it one of {served}"
         )
+    inner = {id(part) for whole in found for part in whole.modules() if part is not whole}
+    outer = [whole for whole in found if id(whole) not in inner]
+    if len(outer) > 1:
+        raise ValueError(
+            f"{_WHO}: {type(model).__name__} has {len(outer)} models of transformers in it "
+            f"({', '.join(type(whole).__name__ for whole in outer)}); call use() with each to be served"
+        )
     kind = found[0].config.model_type
     if kind not in FAMILIES:
         raise ValueError(
@@ -138,7 +145,13 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
     if any(hasattr(attention, ATTRIBUTE) for attention in attentions.values()):
         yield "the operators are in use already; call undo() of what the first use() returned"
         return
-    if implementation not in _LOADED_WITH:
+    if implementation == NAME:
+        yield (
+            f"its configuration has attention {NAME!r} and none of its layers has the operators: either it "
+            "shares the object model.config with a model in use, and wants a copy.deepcopy() of it when it "
+            "is built, or it was loaded with that name; load it with attn_implementation='sdpa' or 'eager'"
+        )
+    elif implementation not in _LOADED_WITH:
         yield (
             f"the model was loaded with attention {implementation!r}, which was asked for; load it with "
             f"attn_implementation='sdpa' or 'eager', which {NAME!r} then takes the place of"

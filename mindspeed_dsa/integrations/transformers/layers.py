@@ -7,6 +7,8 @@ three are here.
 
 from __future__ import annotations
 
+import copy
+import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,21 +42,24 @@ class Losses:
         collecting: whether a forward pass is under way; layers that are computed again in backward, and
             their losses with them, belong to none.
         with_gradients: whether that pass was called with gradients.
+        model: transformers', whose layers these are of.
     """
 
-    def __init__(self, stage: Stage, coefficient: float, backend: str) -> None:
-        self.stage, self.coefficient, self.backend = stage, coefficient, backend
+    def __init__(self, model: nn.Module, stage: Stage, coefficient: float, backend: str) -> None:
+        self.model, self.stage, self.coefficient, self.backend = model, stage, coefficient, backend
         self.found: dict[int, Tensor] = {}
         self.collecting = self.with_gradients = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
-        # A copy of a model, such as a trainer's reference model, computes as the model does.
-        return self
+        # A copy of a model, such as a reference model, has losses of its own; a copy of a layer has not.
+        if id(self.model) not in memo:
+            return self
+        return Losses(copy.deepcopy(self.model, memo), self.stage, self.coefficient, self.backend)
 
 
 @dataclass
-class Layer:
-    """State of one attention layer, the indexer's part in it included.
+class Layer(threading.local):
+    """State of one attention layer, the indexer's part in it included; of a call, each thread has its own.
 
     Attributes:
         losses: of the model.
@@ -76,7 +81,9 @@ class Layer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         # PEFT trains a copy of an indexer, for the same layer. Between two calls nothing of one is in here.
-        return self
+        if id(self.losses.model) not in memo:
+            return self
+        return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate)
 
     def trains(self, indexer: nn.Module) -> bool:
         """Return whether this call computes a loss; it has to be the same when the layer is recomputed."""
@@ -144,7 +151,7 @@ def select_keys(
     keys = operands.key.shape[1]
     if layer.is_dense(keys):
         return torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
-    rows = rows_of(attention_mask[:, None])
+    rows = rows_of(attention_mask[:, None].expand(len(hidden_states), -1, -1, -1))
     starts, ends = rows.starts, rows.ends
     if rows.form is not None and layer.rows != keys:
         starts, ends = rows.form.ranges(len(hidden_states), layer.rows, keys, hidden_states.device)
@@ -228,12 +235,15 @@ def attend(
         value: likewise.
         attention_mask: see :func:`rows_of`.
         scaling: of scores.
-        dropout: of probabilities; there is none, :func:`use` has seen to that.
+        dropout: of probabilities; there is none.
         indices: as :func:`select_keys` returned them, of this layer or the one whose selection it shares.
         **kwargs: what other implementations take.
 
     Returns:
         ``[batch, rows, heads, value_dim]``, and no probabilities.
+
+    Raises:
+        ValueError: the layer is of no model in use, or was given a dropout.
     """
     layer: Layer | None = getattr(module, ATTRIBUTE, None)
     if layer is None or indices is None:
@@ -242,10 +252,15 @@ def attend(
             f"called with, and {type(module).__name__} is not of one; call it, or load with "
             "attn_implementation='sdpa'"
         )
+    if dropout:
+        raise ValueError(
+            f"mindspeed_dsa: attention_dropout of layer {module.layer_idx} has been set to {dropout} since "
+            "use(), and the operators have no dropout; set it to 0.0"
+        )
     operands, scores = layer.operands, layer.scores
     layer.operands = layer.scores = None
     loss_wanted = operands is not None
-    rows = rows_of(attention_mask)
+    rows = rows_of(attention_mask.expand(len(query), -1, -1, -1))
     query, key, value = _of_one_dtype(query, key, value)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     up_value = None
@@ -296,6 +311,8 @@ def _is_plain(linear: Any) -> bool:
         return False
     weight: Any = linear.weight
     bias: Any = linear.bias
-    hooked = linear._forward_hooks or linear._forward_pre_hooks or "_hf_hook" in vars(linear)
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
+    # Whoever replaces the forward of one module, as accelerate's hooks and some adapters do.
+    hooked = hooked or linear._backward_pre_hooks or "forward" in vars(linear)
     # A DTensor is another type, and one on the meta device is brought by a hook.
     return type(weight) is nn.Parameter and bias is None and weight.device.type != "meta" and not hooked

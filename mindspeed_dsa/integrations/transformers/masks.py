@@ -18,6 +18,10 @@ from mindspeed_dsa.ops.dsa import RowForm
 
 _CHUNK = 1 << 24
 """Entries of a mask that are evaluated at once."""
+_HIDDEN = -9e3
+"""Added to a score, it hides a key: users write -10000 (-9984 in bf16), -1e9 and a dtype's least."""
+_WIDTH = 3
+"""Of ranges: first, end, whether the row is a token."""
 
 
 class Rows(NamedTuple):
@@ -39,10 +43,32 @@ def rows_of(mask: Tensor) -> Rows:
     Args:
         mask: ``[batch, 1, rows, width]`` as :func:`ranges_mask` made it, or of the user: ``[batch, 1, rows,
             keys]``, bool with true for visible keys, or floating point and added to scores.
+
+    Raises:
+        ValueError: a mask of the user's is another for each head, adds to the scores of visible keys, or has
+            a row that sees keys that are not one behind the other.
     """
-    if mask.dtype != torch.int32:
-        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-        mask = _ranges(visible)
+    if mask.shape[1] != 1:
+        raise ValueError(
+            f"mindspeed_dsa: the attention mask has shape {tuple(mask.shape)}, a mask for each head, and all "
+            "heads attend to the keys that the indexer selects; give [batch, 1, rows, keys]"
+        )
+    if mask.dtype == torch.bool:
+        mask = _ranges(mask[:, 0])
+    elif mask.is_floating_point():
+        hidden = mask[:, 0] <= _HIDDEN
+        if ((mask[:, 0] != 0) & ~hidden).any():
+            raise ValueError(
+                "mindspeed_dsa: the attention mask adds to the scores of keys that it does not hide; the "
+                "operators add nothing: give 0 for visible keys and -10000 or less for others, or "
+                "undo() what use() did"
+            )
+        mask = _ranges(~hidden)
+    elif mask.dtype != torch.int32 or mask.shape[-1] not in (0, _WIDTH):
+        raise ValueError(
+            f"mindspeed_dsa: the attention mask of four axes is of {mask.dtype}; give bool, true for visible "
+            "keys, or floating point to add to scores"
+        )
     if mask.shape[-1] == 0:
         return Rows(form=RowForm())
     starts, ends, counts = (part[:, 0] for part in mask.unbind(-1))

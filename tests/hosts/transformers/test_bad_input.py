@@ -50,6 +50,17 @@ def in_use():
     return model
 
 
+def two_models():
+    return nn.ModuleDict({"teacher": build("deepseek_v32"), "student": build("glm_moe_dsa")})
+
+
+def sharing_a_configuration():
+    model = build("deepseek_v32")
+    other = type(model)(model.config)
+    use(model)
+    return other
+
+
 WRONG = {
     "no transformers model": (lambda: nn.Linear(2, 2), {}, "give it one of deepseek_v32 and glm_moe_dsa"),
     "unknown model": (other_model, {}, "'llama'.* they serve deepseek_v32 and glm_moe_dsa"),
@@ -57,6 +68,9 @@ WRONG = {
     "quantised": (quantised, {}, "layers.1.self_attn.kv_b_proj.weight .* quantised.*dequantize=True"),
     "dropout": (lambda: build("deepseek_v32", attention_dropout=0.1), {}, "attention_dropout=0.0"),
     "twice": (in_use, {}, r"call undo\(\)"),
+    "several": (two_models, {}, "2 models of transformers .*call use\\(\\) with each"),
+    "another's configuration": (sharing_a_configuration, {}, r"copy\.deepcopy\(\)"),
+    "infinite coefficient": (lambda: build("deepseek_v32"), {"loss_coefficient": float("inf")}, "finite"),
     "stage": (lambda: build("deepseek_v32"), {"stage": "dense"}, "choose one of sparse, warm-up"),
     "coefficient": (lambda: build("deepseek_v32"), {"loss_coefficient": -1.0}, "0 or positive"),
     "backend's name": (lambda: build("deepseek_v32"), {"backend": "cudnn"}, "choose one of"),
@@ -111,6 +125,15 @@ def test_another_attention_set_later_is_refused():
     model(tokens())
 
 
+def test_dropout_set_later_is_refused():
+    model = build("deepseek_v32")
+    use(model)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"layer 1 has been set to 0\.1"):
+        model(tokens())
+    model.eval()(tokens())
+
+
 def attributes(model):
     return {name: {key: id(x) for key, x in vars(module).items()} for name, module in model.named_modules()}
 
@@ -140,6 +163,27 @@ def test_files_are_the_model_s_own(tmp_path):
     assert NAME not in (tmp_path / "config.json").read_text()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert close(loaded(tokens()).logits, expected)
+
+
+def test_a_copy_has_losses_of_its_own():
+    """A teacher that is called between a model and its loss does not take the place of that loss."""
+    model = build("glm_moe_dsa sharing")
+    in_use = use(model, loss_coefficient=0.5)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    output = model(tokens(), labels=tokens(), use_cache=False)
+    found = in_use.losses
+    of_other = other(tokens(), labels=tokens(), use_cache=False)
+    assert in_use.losses is found
+    assert len(found) == 2
+    of_other.loss.backward()
+    trained = [x.grad is not None for name, x in other.named_parameters() if ".indexer." in name]
+    assert trained
+    assert all(trained)
+    assert all(x.grad is None for x in model.parameters())
+    output.loss.backward()
 
 
 def test_a_copy_computes_as_the_model_does():

@@ -105,6 +105,8 @@ def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
         name for name, _ in model.named_parameters() if ".indexer." in name
     }
     assert [name for name in without if not close(found[name], without[name])] == []
+    # input_ids, attention_mask, position_ids, cache, inputs_embeds, labels
+    assert torch.equal(model(tokens(), None, None, None, None, tokens(), False).loss, output.loss)
     as_tuple = model(tokens(), labels=tokens(), use_cache=False, return_dict=False)
     assert torch.equal(as_tuple[0], output.loss)
 

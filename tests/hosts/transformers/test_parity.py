@@ -6,6 +6,8 @@ Compared with the installed transformers in fp32, ``eager`` and ``sdpa``.
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,6 +88,36 @@ def test_masks_of_the_user_are_read():
             model(ids, attention_mask=visible & (torch.arange(24) != 3))
 
 
+@pytest.mark.parametrize("hidden", [-9984.0, -1e9, float("-inf")])
+def test_a_mask_hides_by_any_large_number_and_serves_a_whole_batch(hidden):
+    model = build("deepseek_v32")
+    ids = tokens(2, 24)
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    mask = torch.zeros(1, 1, 24, 24).masked_fill((distance < 0) | (distance >= 15), hidden)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        use(model)
+        assert close(model(ids, attention_mask=mask).logits, expected)
+
+
+WRONG_MASKS = {
+    "bias": (lambda mask: mask - 0.5 * torch.arange(24), "adds to the scores of keys"),
+    "by head": (lambda mask: mask.expand(-1, 4, -1, -1), "a mask for each head"),
+    "int32": (lambda mask: (mask == 0).int(), "torch.int32; give bool"),
+    "int64": (lambda mask: (mask == 0).long(), "torch.int64; give bool"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_MASKS)
+def test_a_mask_that_is_more_than_visible_keys_is_refused(kind):
+    make, message = WRONG_MASKS[kind]
+    model = build("deepseek_v32")
+    use(model)
+    mask = torch.full((24, 24), torch.finfo().min).triu(1)[None, None]
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 24), attention_mask=make(mask))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_16_bits_run_near_those_in_32(dtype):
     """Selections of 16-bit operands are others here and there, on both sides."""
@@ -146,8 +178,60 @@ def test_a_row_behind_a_cache_expands_no_key(monkeypatch):
     model = build("deepseek_v32").eval()
     use(model)
     rows = []
-    projection = model.model.layers[0].self_attn.kv_b_proj
-    forward = projection.forward
-    monkeypatch.setattr(projection, "forward", lambda x: rows.append(x.shape) or forward(x))
+    kind = type(model.model.layers[0].self_attn)
+    expand = kind.expand_kv
+    monkeypatch.setattr(
+        kind, "expand_kv", lambda self, *args: rows.append(args[0].shape[2]) or expand(self, *args)
+    )
     model.generate(tokens(1, 20), max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert [shape[2] for shape in rows] in ([], [20])
+    assert set(rows) <= {20}
+
+
+def test_an_up_projection_that_somebody_replaced_is_called():
+    """Its weight alone, which absorbed queries are multiplied by, would leave out what was put there."""
+    model = build("deepseek_v32").eval()
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        projection.forward = lambda x, weight=projection.weight: torch.nn.functional.linear(x, 1.5 * weight)
+    options = {
+        "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    expected = model.generate(tokens(1, 20), **options).logits
+    use(model)
+    found = model.generate(tokens(1, 20), **options).logits
+    assert all(close(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_threads_that_share_a_model_have_calls_of_their_own(monkeypatch):
+    """One is held between two parts of a layer, while the other's call goes through it."""
+    model = build("deepseek_v32").eval()
+    held, passed = threading.Event(), threading.Event()
+    with torch.no_grad():
+        before = model(tokens(1, 30), use_cache=True)
+        inputs = {"input_ids": tokens(1, 1), "cache": before.cache}
+        expected = model(**copy.deepcopy(inputs)).logits
+        use(model)
+    indexer = model.model.layers[0].self_attn.indexer
+    select = indexer.forward
+
+    def selected(*args, **kwargs):
+        found = select(*args, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            held.set()
+            assert passed.wait(60)
+        return found
+
+    monkeypatch.setattr(indexer, "forward", selected)
+
+    def call():
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(call)
+        assert held.wait(60)
+        with torch.no_grad():
+            model(tokens(2, 5), use_cache=False)  # keys by head, where the other's are latent
+        passed.set()
+        assert close(found.result(), expected)
