@@ -64,7 +64,7 @@ def one_launch(wanted: bool) -> Iterator[None]:
 def takes_one_launch(key_length: int) -> bool:
     """Return whether a selection among so many keys takes one launch."""
     wanted = _wanted.get()
-    return key_length <= MEASURED_KEYS if wanted is None else wanted
+    return key_length > 0 and (key_length <= MEASURED_KEYS if wanted is None else wanted)
 
 
 @triton.jit
