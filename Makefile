@@ -89,10 +89,13 @@ $(HOSTS_STAMP): setup.py constraints.txt $(FRAMEWORKS)
 	@$(HOSTS_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(HOSTS_VENV)
 	@echo "setting up $(HOSTS_VENV): once, a few minutes at most"
 	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[megatron,transformers,test]'
+		--constraint constraints.txt --editable '.[megatron,transformers,torchtitan,test]'
 	@# Frameworks around Megatron without what they ask for, most of which needs CUDA.
 	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --no-deps --requirement $(FRAMEWORKS)
+	@# TorchTitan's generation before, with the same packages, beside it.
+	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(HOSTS_VENV)/torchtitan-0.2 torchtitan==0.2.2
 	@touch $@
 
 test-hosts: $(HOSTS_STAMP)  ## other hosts than Megatron, and frameworks around it, with their real packages

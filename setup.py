@@ -23,6 +23,13 @@ EXTRAS = {
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
     # Hugging Face's DeepSeek-V3.2 and GLM-5 on these operators, and what trains them.
     "transformers": ["torch>=2.7,<2.15", "transformers>=5.20,<6", "accelerate>=1.10", "peft>=0.17"],
+    # The release whose converters change configurations; the older one is served as well. Its modules import
+    # Triton on every machine.
+    "torchtitan": [
+        "torch>=2.13,<2.15",
+        "torchtitan>=0.3,<0.4; python_version >= '3.11'",
+        "triton>=3.3; platform_system == 'Linux'",
+    ],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
     # The pages as a site, with a reference of the public interface.
     "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],

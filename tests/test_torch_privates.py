@@ -23,6 +23,8 @@ NOT_TORCHS = {
     *("_ActionsContainer", "_actions", "_option_string_actions"),
     # named tuples, import specs
     *("_asdict", "_replace", "_initializing"),
+    # TorchTitan
+    *("_combine_token_exchange", "_unpermute"),
     # Megatron and Transformer Engine
     "_GLOBAL_ARGS",
     *("_BaseDataParallel", "_buffer", "_compute_index_scores", "_fork_rng", "_fsdp_modules"),

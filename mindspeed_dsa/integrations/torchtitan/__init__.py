@@ -1,0 +1,71 @@
+"""TorchTitan as host: sparse attention, norms, permutation and experts of its models on these operators.
+
+TorchTitan has had two mechanisms for this, and what is installed decides which this package offers. The page
+is docs/torchtitan.md.
+
+* :data:`BY_MODEL`: converters of built models, named in ``[model] converters``; importing this package, which
+  is what ``[experimental] custom_import`` does, registers them.
+* :data:`BY_CONFIG`: converters of configurations: :func:`build` for a ``config_registry``, and
+  :func:`converters` for the command line.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed_dsa.integrations.torchtitan.latent_attention import indexer_losses
+from mindspeed_dsa.integrations.torchtitan.names import CONVERTERS, SparseOptions
+
+__all__ = ["BY_CONFIG", "BY_MODEL", "CONVERTERS", "SparseOptions", "indexer_losses"]
+
+BY_MODEL, BY_CONFIG = SpecifierSet(">=0.2.1,<0.3"), SpecifierSet(">=0.3,<0.4")
+"""Releases with each mechanism; a checkout that names no release has the mechanism that lies in it."""
+
+
+def _served(releases: SpecifierSet, part: str) -> bool:
+    """Return whether TorchTitan here is one of these releases, or a checkout with their mechanism."""
+    try:
+        found = version("torchtitan")
+    except PackageNotFoundError:
+        found = ""
+    there = find_spec("torchtitan") is not None and find_spec(part) is not None
+    return there and (not found or releases.contains(found, prereleases=True))
+
+
+if _served(BY_CONFIG, "torchtitan.config.override"):
+    from mindspeed_dsa.integrations.torchtitan.by_config import build, convert_in_place
+    from torchtitan.config.override import override
+    from torchtitan.protocols.model import BaseModel
+
+    __all__ += ["build", "converters"]
+
+    @override(target=BaseModel.Config, description="mindspeed_dsa")  # type: ignore[untyped-decorator]
+    def converters(model: Any, *, names: list[str], rows_per_step: int | None = None, **options: Any) -> Any:
+        """Apply converters to the model; what ``--override.imports`` names, with the arguments as JSON.
+
+        Args:
+            model: its configuration, which is changed in place: the trainer holds it already.
+            names: of converters, in the order in which they are applied.
+            rows_per_step: tokens of an optimizer step on all ranks: what the indexer's loss is a mean over.
+            **options: of sparse attention, see :class:`SparseOptions`.
+        """
+        convert_in_place(model, names, rows_per_step, **options)
+        return model
+
+elif _served(BY_MODEL, "torchtitan.protocols.model_converter"):
+    from mindspeed_dsa.integrations.torchtitan.by_model import register
+
+    register()
+else:
+    try:
+        has = f"TorchTitan {version('torchtitan')}"
+    except PackageNotFoundError:
+        has = "no TorchTitan"
+    raise ImportError(
+        f"mindspeed_dsa.integrations.torchtitan serves TorchTitan {BY_MODEL} and {BY_CONFIG}; here is {has}. "
+        "pip install 'mindspeed_dsa[torchtitan]'"
+    )

@@ -1,0 +1,426 @@
+"""Converters of TorchTitan 0.3: they replace nodes of the model's configuration before anything is built.
+
+:data:`CLASSES` go into ``model_registry(..., converters=[...])`` of a ``config_registry``;
+:func:`converters` does the same from the command line, through ``--override.imports``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mindspeed_dsa.integrations.torchtitan.config_layers import (
+    FusedRMSNorm,
+    GroupedMatmulExperts,
+    PermutingDispatcher,
+    PermutingExchange,
+)
+from mindspeed_dsa.integrations.torchtitan.latent_attention import (
+    Attention,
+    IndexOperands,
+    Projected,
+    document_starts,
+    index_operands,
+    local,
+    own_random_numbers,
+)
+from mindspeed_dsa.integrations.torchtitan.names import (
+    SparseOptions,
+    across_ranks,
+    check_device,
+    not_plain,
+    nothing_found,
+    options_of,
+    resolve,
+    rows_of_a_step,
+)
+from torchtitan.config.override import derive
+from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+from torchtitan.tools.utils import device_type
+
+# -- sparse attention --------------------------------------------------------------------------
+
+
+class Indexer(Module):
+    """Indexer of a layer; parameters are named as DeepSeek-V3.2's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Its projections and the norm of its key."""
+
+        wq_b: Linear.Config
+        wk: Linear.Config
+        k_norm: LayerNorm.Config
+        weights_proj: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.wq_b = config.wq_b.build()
+        self.wk = config.wk.build()
+        self.k_norm = config.k_norm.build()
+        self.weights_proj = config.weights_proj.build()
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialise from random numbers of its own: the model's other weights are as without it."""
+        with own_random_numbers(self.wk.weight.device):
+            super().init_states(buffer_device=buffer_device)
+
+
+class SparseAttention(LatentAttention):
+    """TorchTitan's latent attention, whose rows attend to the keys that an indexer selects."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LatentAttention.Config):
+        """Configuration of the attention it replaces, and of the indexer."""
+
+        indexer: Indexer.Config
+        options: SparseOptions
+        documents: bool
+        """Whether rows see their own document alone."""
+        rows: int | None = None
+        """Of a step on all ranks; None where the indexer has no loss."""
+
+    indexer_loss: Tensor | None = None
+    """Of the last pass in training, a mean over this rank's rows."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.indexer = config.indexer.build()
+        self.options, self.documents = config.options, config.documents
+        if config.options.loss_coeff and config.rows is None:
+            raise ValueError(
+                "npu_dsa: the indexer's loss is a mean over the rows of a step, which no override is told: "
+                'add "rows_per_step": the tokens of one optimizer step on all ranks, '
+                'training.global_batch_size times training.seq_len; or "loss_coeff": 0 for an indexer that '
+                "is not trained. Converters in model_registry(converters=[...]) need neither"
+            )
+        self._core = Attention(config.options, config.rows or 1, None)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Parallelise as TorchTitan does, and note who holds the other heads."""
+        if parallel_dims.cp_enabled:
+            raise across_ranks(parallel_dims.cp)
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("tp")
+        if mesh is not None:
+            self._core = self._core._replace(tensor=mesh.get_group())
+
+    def forward(self, x: Tensor, attention_masks: Any = None, positions: Tensor | None = None) -> Tensor:
+        """Attend; arguments as of the class that this one replaces, whose masks follow from the positions."""
+        if self.q_lora_rank == 0:
+            query_input = x
+            query = self.wq(x)
+        else:
+            query_input = self.q_norm(self.wq_a(x))
+            query = self.wq_b(query_input)
+        placed = query
+        latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        query = query.unflatten(-1, (-1, self.qk_head_dim))
+        query_nope, query_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        query_rope, key_rope = self.rope(query_rope, key_rope.unsqueeze(-2), positions)
+        query = torch.cat([query_nope, query_rope], dim=-1)
+
+        trains = self.training and torch.is_grad_enabled() and self.options.loss_coeff > 0
+        with torch.set_grad_enabled(trains):
+            index = index_operands(
+                self.indexer,
+                x.detach(),
+                query_input.detach(),
+                lambda q, k: self.rope(q, k, positions),
+                self.options,
+                self.qk_rope_head_dim,
+            )
+        projected = Projected(
+            local(query),
+            local(self.kv_norm(latent), shared=True),
+            local(key_rope.squeeze(-2), shared=True),
+            local(self.wkv_b.weight),
+            self.softmax_scale,
+            self.v_head_dim,
+        )
+        starts = None
+        if self.documents and positions is not None:
+            starts = document_starts(local(positions))
+        flat = x.dim() == 2  # TorchTitan after 0.3: the tokens of a batch one after the other
+        if self.training and not flat and query.shape[1] != self.rope.config.max_seq_len:
+            raise across_ranks("above 1, or sequences of another length")
+        if flat:
+            projected = projected._replace(
+                **{name: getattr(projected, name)[None] for name in ("query", "latent", "key_rope")}
+            )
+            index = IndexOperands(*(each[None] for each in index))
+        out, self.indexer_loss = self._core.attend(projected, index, starts, trains)
+        out = out.squeeze(0) if flat else out
+        if isinstance(placed, DTensor):  # sharded by heads, as the query is
+            out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
+        return self.wo(out)  # type: ignore[no-any-return]
+
+
+def sparse(
+    attention: LatentAttention.Config, options: SparseOptions, rows: int | None
+) -> SparseAttention.Config:
+    """Return the configuration of sparse attention with the projections of a dense one.
+
+    The indexer is initialised as the attention's first projection of keys is, and whole on every tensor
+    parallel rank: each finds its gradient alone, so that nothing is added up over them.
+    """
+    options.check(attention.qk_rope_head_dim)
+    if type(attention.wkv_b) is not Linear.Config:
+        raise not_plain("npu_dsa", "attention.wkv_b", attention.wkv_b, Linear.Config)
+
+    def whole(*names: str) -> ShardingConfig:
+        return ShardingConfig(state_shardings={name: dense_param_placement(tp=spmd.I) for name in names})
+
+    def linear(inputs: int, outputs: int) -> Linear.Config:
+        return Linear.Config(
+            in_features=inputs,
+            out_features=outputs,
+            param_init=attention.wkv_a.param_init,
+            sharding_config=whole("weight"),
+        )
+
+    inner = attention.inner_attention
+    replacement: SparseAttention.Config = derive(
+        attention,
+        SparseAttention.Config,
+        # It is not called; without masks the trainer makes none.
+        inner_attention=ScaledDotProductAttention.Config(),
+        indexer=Indexer.Config(
+            wq_b=linear(attention.q_lora_rank or attention.dim, options.index_heads * options.index_dim),
+            wk=linear(attention.dim, options.index_dim),
+            k_norm=LayerNorm.Config(
+                normalized_shape=options.index_dim, eps=1e-6, sharding_config=whole("weight", "bias")
+            ),
+            weights_proj=linear(attention.dim, options.index_heads),
+        ),
+        options=options,
+        documents=isinstance(inner, (FlexAttention.Config, VarlenAttention.Config)),
+        rows=rows,
+    )
+    return replacement
+
+
+# -- converters --------------------------------------------------------------------------------
+
+
+def _replace(model: Any, kind: type, replacement: Callable[[str, Any], Any | None]) -> int:
+    """Replace configurations of a kind wherever the model has them; return how many.
+
+    Args:
+        model: configuration of a model.
+        kind: of configuration; subclasses as well.
+        replacement: what to put in place of one, by its name and itself; None leaves it.
+    """
+    found = 0
+    for name, config, parent, attribute in [*model.traverse(kind)]:
+        new = replacement(name, config)
+        if new is None:
+            continue
+        if isinstance(parent, list):
+            parent[attribute] = new
+        else:
+            setattr(parent, attribute, new)
+        found += 1
+    return found
+
+
+class Sparse(ModelConfigConverter):
+    """Converter ``npu_dsa``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """Options of :class:`mindspeed_dsa.integrations.torchtitan.names.SparseOptions`."""
+
+        options: SparseOptions = field(default_factory=SparseOptions)
+
+    def __init__(self, config: Config) -> None:
+        self.options = config.options
+
+    def convert(self, model_config: Any) -> Any:
+        self.replace(model_config, None)
+        return _told_of_the_step(model_config)
+
+    def replace(self, model: Any, rows: int | None) -> None:
+        """Replace every latent attention of a model's configuration.
+
+        Args:
+            model: the configuration, changed in place.
+            rows: of a step; None: it is told later.
+        """
+        check_device("npu_dsa", device_type)
+        replaced = _replace(model, LatentAttention.Config, lambda _, each: sparse(each, self.options, rows))
+        if not replaced:
+            raise nothing_found("npu_dsa", model, "latent attention (deepseek_v3's Attention)")
+
+
+def _told_of_the_step(model: Any) -> Any:
+    """Return the model's configuration, which tells its sparse attentions of the trainer's steps."""
+    kind = type(model)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(kind):  # type: ignore[misc, valid-type]
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            kind.update_from_config(self, config=config, **kwargs)
+            if hasattr(config, "training"):
+                if config.parallelism.context_parallel_degree > 1:
+                    raise across_ranks(config.parallelism.context_parallel_degree)
+                for _, attention, _, _ in self.traverse(SparseAttention.Config):
+                    attention.rows = _rows_of(config)
+
+    return derive(model, Config)
+
+
+def _rows_of(config: Any) -> int:
+    """Return the rows of a step on all ranks, of a trainer's configuration."""
+    training, parallelism = config.training, config.parallelism
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    degrees = ("tensor", "pipeline", "context")
+    ranks = world
+    for degree in degrees:
+        ranks //= getattr(parallelism, f"{degree}_parallel_degree")
+    if hasattr(training, "num_tokens_per_train_step"):  # after 0.3
+        if training.num_tokens_per_train_step > 0:
+            return int(training.num_tokens_per_train_step)
+        passes = parallelism.num_pp_microbatches if parallelism.pipeline_parallel_degree > 1 else 1
+        return int(training.num_tokens_per_microbatch_per_dp_rank * passes * ranks)
+    return rows_of_a_step(training.global_batch_size, training.local_batch_size, training.seq_len, ranks)
+
+
+class Norms(ModelConfigConverter):
+    """Converter ``npu_rms_norm``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """Without options."""
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def convert(self, model_config: Any) -> Any:
+        check_device("npu_rms_norm", device_type)
+
+        def fused(name: str, norm: RMSNorm.Config) -> Any:
+            return derive(norm, FusedRMSNorm.Config) if norm.elementwise_affine else None
+
+        if not _replace(model_config, RMSNorm.Config, fused):
+            raise nothing_found("npu_rms_norm", model_config, "RMSNorm with a weight")
+        return model_config
+
+
+class Experts(ModelConfigConverter):
+    """Converter ``npu_gmm``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """Without options."""
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def convert(self, model_config: Any) -> Any:
+        check_device("npu_gmm", device_type)
+
+        def multiplied(name: str, experts: GroupedExperts.Config) -> Any:
+            if type(experts) is not GroupedExperts.Config:
+                raise not_plain("npu_gmm", name, experts, GroupedExperts.Config)
+            return derive(experts, GroupedMatmulExperts.Config)
+
+        if not _replace(model_config, GroupedExperts.Config, multiplied):
+            raise nothing_found("npu_gmm", model_config, "grouped experts (a mixture of experts)")
+        return model_config
+
+
+class Permutation(ModelConfigConverter):
+    """Converter ``npu_permute``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """Without options."""
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def convert(self, model_config: Any) -> Any:
+        check_device("npu_permute", device_type)
+        replacements = {
+            LocalTokenDispatcher.Config: PermutingDispatcher.Config,
+            AllToAllTokenDispatcher.Config: PermutingExchange.Config,
+        }
+
+        def permuting(name: str, dispatcher: Any) -> Any:
+            if type(dispatcher) not in replacements:
+                raise ValueError(
+                    f"npu_permute: {name} is {type(dispatcher).__qualname__}, which permutes tokens in "
+                    "kernels of its own; choose moe_comm_backend='standard', or leave the converter out"
+                )
+            return derive(dispatcher, replacements[type(dispatcher)])
+
+        if not _replace(model_config, LocalTokenDispatcher.Config, permuting):
+            raise nothing_found("npu_permute", model_config, "token dispatcher (a mixture of experts)")
+        return model_config
+
+
+CLASSES: dict[str, Any] = {
+    "dsa": Sparse,
+    "rms_norm": Norms,
+    "permute": Permutation,
+    "grouped_matmul": Experts,
+}
+"""Converters by their neutral names."""
+
+
+def build(names: Iterable[str], **options: Any) -> list[ModelConfigConverter.Config]:
+    """Return converters for ``model_registry(..., converters=build(["npu_dsa", "npu_rms_norm"], topk=512))``.
+
+    Args:
+        names: of converters, of either kind.
+        **options: of sparse attention, see :class:`SparseOptions`.
+
+    Raises:
+        ValueError: a name or an option is unknown.
+    """
+    chosen = resolve(names, what="converters")
+    if options and "dsa" not in chosen:
+        raise ValueError(
+            f"converters: {', '.join(options)} are options of npu_dsa, which is not among the names"
+        )
+    return [
+        Sparse.Config(options=options_of(options)) if name == "dsa" else CLASSES[name].Config()
+        for name in chosen
+    ]
+
+
+def convert_in_place(model: Any, names: Iterable[str], rows_per_step: int | None, **options: Any) -> None:
+    """Apply converters to a model's configuration that a trainer holds already.
+
+    Args:
+        model: the configuration.
+        names: as of :func:`build`.
+        rows_per_step: tokens of an optimizer step on all ranks, for the indexer's loss.
+        **options: as of :func:`build`.
+    """
+    for converter in build(names, **options):
+        built = converter.build()
+        if isinstance(built, Sparse):
+            built.replace(model, rows_per_step)
+        else:
+            built.convert(model)

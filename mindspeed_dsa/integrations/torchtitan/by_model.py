@@ -1,0 +1,334 @@
+"""Converters of TorchTitan 0.2: they replace layers of a model on the meta device, before it is parallelised.
+
+``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers them, and
+``[model] converters`` names them. Options of sparse attention are a section ``[dsa]``, which
+``[job] custom_config_module = "mindspeed_dsa.integrations.torchtitan.by_model"`` adds; TorchTitan reads the
+types of its fields from their annotations, which are no strings here.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_module
+
+from mindspeed_dsa.integrations.torchtitan.latent_attention import (
+    Attention,
+    Projected,
+    index_operands,
+    local,
+    own_random_numbers,
+)
+from mindspeed_dsa.integrations.torchtitan.layers import gather_back, multiply_up_to, normalise, route
+from mindspeed_dsa.integrations.torchtitan.names import (
+    CONVERTERS,
+    SparseOptions,
+    across_ranks,
+    check_device,
+    not_plain,
+    nothing_found,
+    options_of,
+    resolve,
+    rows_of_a_step,
+)
+from torchtitan.models.deepseek_v3.model import model as deepseek_v3
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.utils import trunc_normal_
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.tools.utils import device_type
+
+
+@dataclass
+class DSA:
+    """Section ``[dsa]``: options of ``npu_dsa``, see :class:`SparseOptions`."""
+
+    topk: int = 2048
+    index_heads: int = 64
+    index_dim: int = 128
+    loss_coeff: float = 0.01
+    stage: Literal["sparse", "warm-up"] = "sparse"
+    rope_layout: Literal["halves", "pairs"] = "halves"
+    backend: str = "auto"
+
+
+@dataclass
+class JobConfig:
+    """Section that ``custom_config_module`` adds to the configuration of a job."""
+
+    dsa: DSA = field(default_factory=DSA)
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+class Indexer(nn.Module):
+    """Indexer of a layer; parameters are named as DeepSeek-V3.2's."""
+
+    def __init__(self, hidden: int, query_input: int, options: SparseOptions) -> None:
+        super().__init__()
+        self.wq_b = nn.Linear(query_input, options.index_heads * options.index_dim, bias=False)
+        self.wk = nn.Linear(hidden, options.index_dim, bias=False)
+        self.k_norm = nn.LayerNorm(options.index_dim, eps=1e-6)
+        self.weights_proj = nn.Linear(hidden, options.index_heads, bias=False)
+
+    def init_weights(self) -> None:
+        """Initialise from random numbers of its own: the model's other weights are as without it."""
+        with own_random_numbers(self.wk.weight.device):
+            for layer in (self.wq_b, self.wk, self.weights_proj):
+                trunc_normal_(layer.weight, mean=0.0, std=0.02)
+        self.k_norm.reset_parameters()
+
+
+class SparseAttention(deepseek_v3.Attention):
+    """TorchTitan's latent attention, whose rows attend to the keys that an indexer selects."""
+
+    indexer: Indexer
+    indexer_loss: Tensor | None = None
+    """Of the last pass in training, a mean over this rank's rows."""
+    _core: Attention
+
+    def take(self, core: Attention, mesh: Any) -> None:
+        """Become one, from the attention that this object was.
+
+        Args:
+            core: of the layer.
+            mesh: of tensor parallel ranks, or None.
+        """
+        like = self.wkv_a.weight
+        with torch.device(like.device):
+            self.indexer = Indexer(self.dim, self.q_lora_rank or self.dim, core.options).to(like.dtype)
+        if mesh is not None:  # whole on every rank
+            distribute_module(self.indexer, mesh)
+        self._core = core
+
+    def init_weights(self, init_std: float) -> None:
+        """Initialise the attention as TorchTitan does, and the indexer."""
+        super().init_weights(init_std)
+        self.indexer.init_weights()
+
+    def forward(
+        self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Tensor | None = None
+    ) -> Tensor:
+        """Attend; arguments as of the class that this one replaces."""
+        if self.q_lora_rank == 0:
+            query_input = x
+            query = self.wq(x)
+        else:
+            query_input = self.q_norm(self.wq_a(x))
+            query = self.wq_b(query_input)
+        placed = query
+
+        def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            turn = deepseek_v3.apply_rotary_emb
+            return turn(q, freqs_cis, positions), turn(k, freqs_cis, positions)
+
+        latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        query_nope, query_rope = query.unflatten(-1, (-1, self.qk_head_dim)).split(
+            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
+        )
+        query_rope, key_rope = rotate(query_rope, key_rope.unsqueeze(2))
+        query = torch.cat([query_nope, query_rope], dim=-1)
+        trains = self.training and torch.is_grad_enabled() and self._core.options.loss_coeff > 0
+        with torch.set_grad_enabled(trains):
+            index = index_operands(
+                self.indexer,
+                x.detach(),
+                query_input.detach(),
+                rotate,
+                self._core.options,
+                self.qk_rope_head_dim,
+            )
+        projected = Projected(
+            local(query),
+            local(self.kv_norm(latent), shared=True),
+            local(key_rope.squeeze(2), shared=True),
+            local(self.wkv_b.weight),
+            self.softmax_scale,
+            self.v_head_dim,
+        )
+        out, self.indexer_loss = self._core.attend(projected, index, None, trains)
+        if isinstance(placed, DTensor):  # sharded by heads, as the query is
+            out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
+        return self.wo(out)  # type: ignore[no-any-return]
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """RMSNorm by the operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        return normalise(x, self.weight, self.eps)
+
+
+class GroupedMatmulExperts(GroupedExperts):
+    """TorchTitan's experts, whose matrices are multiplied by the operator, on every kind of device.
+
+    TorchTitan pads each expert's rows for its own kernel where ranks exchange them; those beyond the last
+    expert's are zeros and stay zeros.
+    """
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Apply each expert to its rows: ``[rows, dim]``, sorted by expert."""
+        w1, w2, w3 = (local(weight).bfloat16().transpose(1, 2) for weight in (self.w1, self.w2, self.w3))
+        ends = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+        rows = x.bfloat16()
+        hidden = nn.functional.silu(multiply_up_to(rows, w1, ends)) * multiply_up_to(rows, w3, ends)
+        return multiply_up_to(hidden, w2, ends).type_as(x)
+
+
+class PermutingMoE(MoE):
+    """TorchTitan's mixture of experts, whose tokens are permuted by the operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the experts that the router chooses for each token of ``[batch, rows, dim]``."""
+        tokens = x.reshape(-1, x.shape[-1])
+        scores, expert_ids, counts = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        routed = route(tokens, expert_ids, scores, self.router.num_experts)
+        rows = routed.rows
+        if self.score_before_experts:
+            rows = (rows.float() * routed.row_scores[:, None]).to(x.dtype)
+        rows = self.experts(rows, counts)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        out = gather_back(rows, routed, shared, weighted=not self.score_before_experts)
+        return out.reshape(x.shape)
+
+
+# -- converters --------------------------------------------------------------------------------
+
+
+class Converter:
+    """Converter of one kind of layer; one of :func:`register`'s classes for each name."""
+
+    name = ""
+    wanted = ""
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        check_device(self.name, device_type)
+        resolve((n for n in job_config.model.converters if _is_ours(n)), what="model.converters")
+        self.job, self.ranks = job_config, parallel_dims
+
+    def convert(self, model: nn.Module) -> None:
+        """Replace the layers in place; raise ``ValueError`` if there are none."""
+        if not sum(self.replaces(name, module) for name, module in [*model.named_modules()]):
+            raise nothing_found(self.name, model, self.wanted)
+
+    def replaces(self, name: str, module: nn.Module) -> bool:
+        """Replace a module if it is of the kind, by the class of its object, and say whether it was."""
+        raise NotImplementedError
+
+    def post_optimizer_hook(self, model: Any) -> None:
+        """Do nothing."""
+
+
+class Sparse(Converter):
+    """Converter ``npu_dsa``."""
+
+    name, wanted = "npu_dsa", "latent attention (deepseek_v3's Attention)"
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        super().__init__(job_config, parallel_dims)
+        section = getattr(job_config, "dsa", None)
+        self.options = SparseOptions() if section is None else options_of(asdict(section))
+        if parallel_dims.cp_enabled:
+            raise across_ranks(parallel_dims.cp)
+        if parallel_dims.pp_enabled and self.options.loss_coeff > 0:
+            raise ValueError(
+                "npu_dsa: with pipeline_parallel_degree above 1 TorchTitan 0.2 does not divide the model's "
+                "loss by the tokens of a step, so that no loss_coeff has a meaning beside it; use TorchTitan "
+                "0.3, or loss_coeff = 0 in [dsa]"
+            )
+
+    def replaces(self, name: str, module: nn.Module) -> bool:
+        if not isinstance(module, deepseek_v3.Attention):
+            return False
+        if module.attn_type != "sdpa":
+            raise ValueError(
+                f"npu_dsa: {name} has attn_type {module.attn_type!r}, whose mask says nothing that the "
+                "operators could read; choose a flavor with 'sdpa', whose rows see all before them"
+            )
+        if type(module.wkv_b) is not nn.Linear:
+            raise not_plain(self.name, f"{name}.wkv_b", module.wkv_b, nn.Linear)
+        self.options.check(module.qk_rope_head_dim)
+        training, dims = self.job.training, self.ranks
+        rows = rows_of_a_step(
+            training.global_batch_size,
+            training.local_batch_size,
+            training.seq_len,
+            dims.dp_replicate * dims.dp_shard,
+        )
+        mesh = dims.get_mesh("tp") if dims.tp_enabled else None
+        module.__class__ = SparseAttention
+        module.take(Attention(self.options, rows, None if mesh is None else mesh.get_group()), mesh)
+        return True
+
+
+class Norms(Converter):
+    """Converter ``npu_rms_norm``."""
+
+    name, wanted = "npu_rms_norm", "RMSNorm with a weight"
+
+    def replaces(self, name: str, module: nn.Module) -> bool:
+        if type(module) is not nn.RMSNorm or not module.elementwise_affine:
+            return False
+        module.__class__ = FusedRMSNorm
+        return True
+
+
+class Experts(Converter):
+    """Converter ``npu_gmm``."""
+
+    name, wanted = "npu_gmm", "grouped experts (a mixture of experts)"
+
+    def replaces(self, name: str, module: nn.Module) -> bool:
+        if not isinstance(module, GroupedExperts):
+            return False
+        if type(module) is not GroupedExperts or type(module.w1) is not nn.Parameter:
+            raise not_plain(self.name, name, module, GroupedExperts)
+        module.__class__ = GroupedMatmulExperts
+        return True
+
+
+class Permutation(Converter):
+    """Converter ``npu_permute``."""
+
+    name, wanted = "npu_permute", "mixture of experts"
+
+    def replaces(self, name: str, module: nn.Module) -> bool:
+        if not isinstance(module, MoE):
+            return False
+        if type(module) is not MoE:
+            raise ValueError(
+                f"npu_permute: {name} is {type(module).__qualname__}, which permutes tokens in kernels of "
+                "its own; choose expert_parallel_comm_backend = 'standard', or leave the converter out"
+            )
+        if self.ranks.tp_enabled and self.ranks.ep_enabled and not self.ranks.etp_enabled:
+            raise ValueError(
+                "npu_permute: with tensor parallelism and expert_tensor_parallel_degree 1 TorchTitan 0.2 "
+                "spreads tokens over ranks where it permutes them; give experts the tensor parallel degree, "
+                "use TorchTitan 0.3, or leave the converter out"
+            )
+        module.__class__ = PermutingMoE
+        return True
+
+
+CLASSES: dict[str, type[Converter]] = {
+    "dsa": Sparse,
+    "rms_norm": Norms,
+    "permute": Permutation,
+    "grouped_matmul": Experts,
+}
+"""Converters by their neutral names."""
+
+
+def _is_ours(name: str) -> bool:
+    return name in CONVERTERS or name in CLASSES
+
+
+def register() -> None:
+    """Register every converter under both of its names, once in a process."""
+    for npu, neutral in CONVERTERS.items():
+        for name in (npu, neutral):
+            register_model_converter(CLASSES[neutral], name)

@@ -1,0 +1,171 @@
+"""Names of the converters, options of sparse attention, and what is refused on every TorchTitan.
+
+Imports nothing of TorchTitan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from mindspeed_dsa.ops.backend import BackendName
+from mindspeed_dsa.ops.dsa.attention import Stage
+from mindspeed_dsa.ops.rotary import Layout
+
+CONVERTERS = {
+    "npu_dsa": "dsa",
+    "npu_rms_norm": "rms_norm",
+    "npu_permute": "permute",
+    "npu_gmm": "grouped_matmul",
+}
+"""Converters under their names in TorchTitan-npu's lists, with those that say no kind of device."""
+DEVICES = ("cpu", "cuda", "npu")
+"""Types of devices that the operators have backends for."""
+
+
+def resolve(names: Iterable[str], *, what: str) -> tuple[str, ...]:
+    """Return the neutral names, in the order given.
+
+    Args:
+        names: of either kind.
+        what: where they stand, for the error.
+
+    Raises:
+        ValueError: a name is unknown, or a converter is named twice.
+    """
+    found: list[str] = []
+    for name in names:
+        neutral = CONVERTERS.get(name, name)
+        if neutral not in CONVERTERS.values():
+            raise ValueError(unknown(name, what))
+        if neutral in found:
+            raise ValueError(f"{what}: {name!r} is listed twice ({neutral} has two names); list it once")
+        found.append(neutral)
+    return tuple(found)
+
+
+def unknown(name: str, what: str, others: Iterable[str] = ()) -> str:
+    """Return the message for a name that no converter has.
+
+    Args:
+        name: as given.
+        what: where it stands.
+        others: names of converters that are not ours.
+    """
+    ours = [f"{npu} or {neutral}" for npu, neutral in CONVERTERS.items()]
+    known = [*CONVERTERS, *CONVERTERS.values(), *others]
+    close = get_close_matches(name, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    rest = f"; others have registered {', '.join(sorted(others))}" if others else ""
+    return f"{what}: there is no converter {name!r}{hint} mindspeed_dsa has {', '.join(ours)}{rest}"
+
+
+def check_device(converter: str, device: str) -> None:
+    """Raise ``ValueError`` unless the operators run on this type of device."""
+    if device not in DEVICES:
+        raise ValueError(
+            f"{converter}: mindspeed_dsa's operators have no backend for {device!r} devices; they run on "
+            f"{', '.join(DEVICES)}. Leave the converter out there"
+        )
+
+
+def nothing_found(converter: str, model: Any, wanted: str) -> ValueError:
+    """Return the error for a model without the layers that a converter replaces."""
+    return ValueError(
+        f"{converter}: {_named(model)} has no {wanted}. Leave the converter out, or choose a model with it"
+    )
+
+
+def not_plain(converter: str, where: str, found: Any, plain: type) -> ValueError:
+    """Return the error for a layer that another converter, such as one that quantises, has replaced."""
+    return ValueError(
+        f"{converter}: {where} is {_named(found)}, where it takes {_named(plain)} and nothing else: its "
+        f"weight is read as it is, which others are not. List {where.rpartition('.')[2]!r} in "
+        "neither the quantising converter's filter nor that of LoRA, or leave this converter out"
+    )
+
+
+def across_ranks(ranks: int | str) -> ValueError:
+    """Return the error for sequences that lie on several ranks."""
+    return ValueError(
+        f"npu_dsa: context_parallel_degree {ranks}: a row's keys lie on other ranks, which this converter "
+        "does not gather. Use tensor, pipeline, expert and data parallelism, or leave it out"
+    )
+
+
+def _named(of: Any) -> str:
+    return (of if isinstance(of, type) else type(of)).__qualname__
+
+
+@dataclass(frozen=True)
+class SparseOptions:
+    """Options of sparse attention.
+
+    Attributes:
+        topk: keys that a row attends to.
+        index_heads: heads of the indexer.
+        index_dim: size of each.
+        loss_coeff: factor of the indexer's loss, a mean over the rows of a step; with 0 it is not trained.
+        stage: ``"sparse"`` or ``"warm-up"``, see :data:`mindspeed_dsa.ops.dsa.attention.Stage`.
+        rope_layout: of the indexer: ``"halves"`` as in DeepSeek-V3.2 or ``"pairs"`` as in GLM-5.
+        backend: of the operators.
+    """
+
+    topk: int = 2048
+    index_heads: int = 64
+    index_dim: int = 128
+    loss_coeff: float = 0.01
+    stage: Literal["sparse", "warm-up"] = "sparse"
+    rope_layout: Literal["halves", "pairs"] = "halves"
+    backend: str = "auto"
+
+    def check(self, rope_dim: int) -> None:
+        """Raise one ``ValueError`` that names every option that does not fit.
+
+        Args:
+            rope_dim: rotary dimensions of the model's heads, which the indexer's share.
+        """
+        wrong = [
+            f"{name} is {value}, and has to be at least 1"
+            for name, value in (("topk", self.topk), ("index_heads", self.index_heads))
+            if value < 1
+        ]
+        if self.index_dim < rope_dim:
+            wrong.append(f"index_dim is {self.index_dim}, less than the model's {rope_dim} rotary dimensions")
+        if self.loss_coeff < 0:
+            wrong.append(f"loss_coeff is {self.loss_coeff}; use 0 for no loss")
+        chosen: tuple[tuple[str, str, Any], ...] = (
+            ("stage", self.stage, Stage),
+            ("rope_layout", self.rope_layout, Layout),
+            ("backend", self.backend, BackendName),
+        )
+        wrong += [
+            f"{name} is {value!r}, and has to be one of {', '.join(get_args(allowed))}"
+            for name, value, allowed in chosen
+            if value not in get_args(allowed)
+        ]
+        if wrong:
+            raise ValueError(f"npu_dsa: {'; '.join(wrong)}")
+
+
+def options_of(given: dict[str, Any]) -> SparseOptions:
+    """Return the options of a mapping; raise ``ValueError`` for keys that are none."""
+    known = SparseOptions.__dataclass_fields__
+    wrong = [key for key in given if key not in known]
+    if wrong:
+        raise ValueError(f"npu_dsa has no option {', '.join(map(repr, wrong))}; it has {', '.join(known)}")
+    return SparseOptions(**given)
+
+
+def rows_of_a_step(sequences: int, local: int, length: int, ranks: int) -> int:
+    """Return the rows that all ranks together compute in a step, over which losses are means.
+
+    Args:
+        sequences: of a step, of all ranks; negative: ``local`` on each data parallel rank.
+        local: sequences of one rank and pass.
+        length: rows of a sequence.
+        ranks: that have data of their own.
+    """
+    return (sequences if sequences > 0 else local * ranks) * length

@@ -1,0 +1,106 @@
+"""A DeepSeek-V3 of some ten thousand weights for TorchTitan 0.3, stock and with converters."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    default_adamw,
+    register_moe_load_balancing_hook,
+)
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models import deepseek_v3
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
+
+from mindspeed_dsa.integrations.torchtitan import build
+
+DIM, VOCABULARY = 64, 512
+
+
+def model() -> deepseek_v3.DeepSeekV3Model.Config:
+    layers = deepseek_v3._build_dsv3_layers(
+        n_layers=4,
+        n_dense_layers=1,
+        dim=DIM,
+        n_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        mscale=0.7,
+        dense_hidden_dim=96,
+        moe_hidden_dim=32,
+        num_experts=4,
+        num_shared_experts=1,
+        router_top_k=2,
+        router_score_func="sigmoid",
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        rope=ComplexRoPE.Config(dim=16, max_seq_len=4096, scaling="yarn", rope_factor=40.0),
+    )
+    for layer in layers:
+        # FlexAttention has no backward on CPUs, and variable lengths no forward.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return deepseek_v3.DeepSeekV3Model.Config(
+        vocab_size=VOCABULARY,
+        dim=DIM,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=DIM, param_init=deepseek_v3._EMBEDDING_INIT
+        ),
+        norm=RMSNorm.Config(normalized_shape=DIM, param_init=deepseek_v3._NORM_INIT),
+        lm_head=Linear.Config(
+            in_features=DIM, out_features=VOCABULARY, param_init=deepseek_v3._output_linear_init(DIM)
+        ),
+        layers=layers,
+        mtp_layers=[],
+    )
+
+
+def tiny() -> Trainer.Config:
+    return Trainer.Config(
+        loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
+        hf_assets_path="tokenizer",
+        metrics=MetricsProcessor.Config(log_freq=1),
+        model_spec=ModelSpec(
+            name="deepseek_v3",
+            flavor="tiny",
+            model=model(),
+            parallelize_fn=deepseek_v3.parallelize_deepseekv3,
+            pipelining_fn=pipeline_llm,
+            post_optimizer_build_fn=register_moe_load_balancing_hook,
+            state_dict_adapter=DeepSeekV3StateDictAdapter,
+        ),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path="corpus"),
+        optimizer=default_adamw(lr=3e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        training=TrainingConfig(
+            local_batch_size=2,
+            seq_len=64,
+            steps=4,
+            disable_cuda_graphs=True,
+            mixed_precision_param="float32",
+        ),
+        checkpoint=CheckpointManager.Config(interval=2, last_save_model_only=False),
+    )
+
+
+def converted() -> Trainer.Config:
+    """``tiny`` with the converters and options of ``$TITAN_CONVERTERS``, JSON."""
+    given = json.loads(os.environ["TITAN_CONVERTERS"])
+    config = tiny()
+    for converter in build(given.pop("names"), **given):
+        config.model_spec.model = converter.build().convert(config.model_spec.model)
+    return config

@@ -1,0 +1,132 @@
+"""Jobs of TorchTitan's training program on CPU ranks, and what they recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[3]
+OLD = Path(sys.prefix) / "torchtitan-0.2"
+"""Folder with the packages of TorchTitan 0.2, beside the environment's 0.3; `make test-hosts` fills it."""
+BACKEND = ("--parallelism.spmd_backend", "partial_dtensor")
+"""What PyTorch before 2.14 can run of TorchTitan 0.3's three ways to hold parameters."""
+
+
+class Record(NamedTuple):
+    """Record of a job."""
+
+    steps: list[tuple[int, float, float]]
+    """Step, loss and norm of the gradients, of the rank that has the loss."""
+    calls: dict[str, int]
+    """Of the operators' functions, by all ranks."""
+    indexer_losses: list[float]
+    """Of all layers on all ranks, in the last step."""
+    initial: dict[str, float]
+    """Sums of squares of the weights before the first step."""
+    weights: dict[str, float]
+    """The same after the last one."""
+    log: str
+
+
+def files(folder: Path) -> Path:
+    """Write a tokenizer and text into a folder, and return it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))[:12]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<bos>", "<eos>"]
+    tokenizer.train_from_iterator(
+        pages, trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet)
+    )
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    config = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    pieces = [page[at : at + 400] for page in pages for at in range(0, len(page), 400)]
+    for name, texts in (("corpus", pieces), ("same", [pages[0][:4000]] * 40)):
+        (folder / name).mkdir()
+        lines = "".join(json.dumps({"text": each}) + "\n" for each in texts)
+        (folder / name / "data.json").write_text(lines)
+    return folder
+
+
+def start(
+    folder: Path, ranks: int, arguments: list[str], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the program with TorchTitan's arguments in a folder, and return how it ended."""
+    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "tests.hosts.torchtitan.on_cpu"]
+    path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env={**os.environ, **settings, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def train(folder: Path, ranks: int, arguments: list[str], **environment: str) -> Record:
+    """Run the program, and return its record; fail with its output if it does."""
+    records = folder / "records"
+    records.mkdir(exist_ok=True)
+    for old in records.iterdir():
+        old.unlink()
+    done = start(folder, ranks, arguments, TITAN_RECORD=str(records), **environment)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    parts: list[dict[str, Any]] = [
+        json.loads((records / f"{rank}.json").read_text()) for rank in range(ranks)
+    ]
+    calls: dict[str, int] = {}
+    for part in parts:
+        for name, count in part["calls"].items():
+            calls[name] = calls.get(name, 0) + count
+    losses = [loss for part in parts for each in part["indexer_losses"] for loss in each.values()]
+    initial, weights = (
+        {plain(name): value for part in parts for name, value in part[when].items()}
+        for when in ("initial", "weights")
+    )
+    return Record([tuple(step) for step in parts[-1]["steps"]], calls, losses, initial, weights, output)
+
+
+def plain(name: str) -> str:
+    """Return a parameter's name without that of a wrapper for recomputation."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def by_config(
+    folder: Path, ranks: int = 1, *arguments: str, converters: dict[str, Any] | None = None
+) -> Record:
+    """Run TorchTitan 0.3, stock or with converters and their options."""
+    name = "tiny" if converters is None else "converted"
+    given = ["--module", "tests.hosts.torchtitan", "--config", name, "--debug.seed", "7", *arguments]
+    if ranks > 1:
+        given += BACKEND
+    return train(folder, ranks, given, TITAN_CONVERTERS=json.dumps(converters))
+
+
+def toml(converters: list[str], dsa: dict[str, Any]) -> str:
+    """Return a configuration for TorchTitan 0.2, as docs/torchtitan.md has it."""
+    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    names = 'converters = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]'
+    section = "".join(f"{key} = {json.dumps(value)}\n" for key, value in dsa.items())
+    head, _, rest = text.replace(names, f"converters = {json.dumps(converters)}").partition("\n[dsa]\n")
+    assert rest, "the page's configuration has a section [dsa]"
+    return f"{head}\n[dsa]\n{section}\n{rest[rest.index('[') :]}"
+
+
+def by_model(folder: Path, ranks: int = 1, *arguments: str, converters: list[str], **dsa: Any) -> Record:
+    """Run TorchTitan 0.2 with converters and the options of sparse attention."""
+    (folder / "job.toml").write_text(toml(converters, dsa))
+    given = ["--job.config_file", "job.toml", *arguments]
+    return train(folder, ranks, given, PYTHONPATH=str(OLD))

@@ -1,0 +1,165 @@
+"""TorchTitan's own training program on a CPU, with stand-ins for what its trainer asks of a device.
+
+``torchrun -m tests.hosts.torchtitan.on_cpu ...`` is ``torchrun -m torchtitan.train ...``. What every rank
+logged and called is written to ``$TITAN_RECORD/RANK.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+
+def name_the_cpu() -> None:
+    """Name the CPU as the device, and give it what the trainer asks of one; before TorchTitan's import."""
+    torch._utils._get_available_device_type = lambda: "cpu"
+    properties = types.SimpleNamespace(total_memory=1 << 34, name="cpu")
+    for name, value in {
+        "get_device_name": lambda device=None: "cpu",
+        "get_device_properties": lambda device=None: properties,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda device=None: {},
+        "current_device": lambda: 0,  # "cpu" in PyTorch, which its own barrier does not take
+    }.items():
+        setattr(torch.cpu, name, value)
+
+
+def sum_over_gloo() -> None:
+    """Let FSDP sum gradients where the trainer asks for a sum times a factor, which gloo does not have."""
+    from torch.distributed.fsdp import FSDPModule
+
+    original = FSDPModule.set_gradient_divide_factor
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        original(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor
+
+
+def as_newer_torch() -> None:
+    """Add what TorchTitan 0.3 uses of PyTorch 2.14, if this one is older."""
+    from torch.distributed.pipelining import schedules
+
+    if hasattr(torch.distributed, "set_timeout"):
+        return
+    torch.distributed.set_timeout = lambda timeout, group=None: None
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        kind.step = taking_microbatches(kind.step)
+
+
+def taking_microbatches(original):
+    """Return a schedule's step that takes microbatches which are cut already, too."""
+
+    def step(self, *args, kwarg_mbs=None, arg_mbs=None, target_mbs=None, losses=None, **kwargs):
+        if kwarg_mbs is None:
+            return original(self, *args, losses=losses, **kwargs)
+        for stage in getattr(self, "_stages", None) or [self._stage]:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        return self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, **kwargs)
+
+    return step
+
+
+def count_integers() -> None:
+    """Let histograms take integers, as on GPUs: the router of TorchTitan 0.2 counts its tokens with one."""
+    original = torch.histc
+
+    def histc(x, *args, **kwargs):
+        return original(x.float(), *args, **kwargs).to(x.dtype)
+
+    torch.histc = histc
+
+
+# -- what is recorded --------------------------------------------------------------------------
+
+calls: Counter[str] = Counter()
+
+
+def count_calls() -> None:
+    """Count the calls of the operators' functions where the converters find them."""
+    from mindspeed_dsa.integrations.torchtitan import latent_attention, layers
+
+    for module, names in (
+        (latent_attention, ("deepseek_sparse_attention",)),
+        (layers, ("rms_norm", "permute", "unpermute", "grouped_matmul")),
+    ):
+        for name in names:
+            setattr(module, name, counted(name, getattr(module, name)))
+
+
+def counted(name: str, function):
+    def count(*args, **kwargs):
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    return count
+
+
+def record(folder: Path) -> None:
+    """Write the record after training: steps as logged, calls, indexer losses, squares of the weights."""
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.train import Trainer
+
+    steps, log, train = [], MetricsProcessor.log, Trainer.train
+
+    def logged(self, step, average, largest, norm, *args, **kwargs):
+        steps.append((step, float(average), float(norm)))
+        return log(self, step, average, largest, norm, *args, **kwargs)
+
+    prepare, tokens = Trainer.post_dataloading_process, []
+
+    def prepared(self, input_dict, labels):
+        tokens.append(int((input_dict["input"] * torch.arange(1, input_dict["input"].shape[1] + 1)).sum()))
+        return prepare(self, input_dict, labels)
+
+    def weights(trainer):
+        return {name: whole(x) for part in trainer.model_parts for name, x in part.named_parameters()}
+
+    def trained(self):
+        initial = weights(self)
+        train(self)
+        from mindspeed_dsa.integrations.torchtitan import indexer_losses
+
+        losses = [indexer_losses(part) for part in self.model_parts]
+        result = {"steps": steps, "calls": calls, "indexer_losses": losses}
+        result |= {"tokens": tokens, "initial": initial, "weights": weights(self)}
+        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+    MetricsProcessor.log, Trainer.train, Trainer.post_dataloading_process = logged, trained, prepared
+
+
+def whole(parameter) -> float:
+    """Return the sum of squares of a parameter, all ranks' parts of it."""
+    parameter = parameter.detach()
+    parameter = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return float(parameter.double().square().sum())
+
+
+if __name__ == "__main__":
+    name_the_cpu()
+    sum_over_gloo()
+    as_newer_torch()
+    import torchtitan.config
+    import torchtitan.train
+
+    by_model = hasattr(torchtitan.config, "JobConfig")  # 0.2
+    if by_model:
+        from tests.hosts.torchtitan import flavors
+
+        count_integers()
+        flavors.add()
+    if "TITAN_RECORD" in os.environ:
+        count_calls()
+        record(Path(os.environ["TITAN_RECORD"]))
+    if by_model:
+        torchtitan.train.main(torchtitan.train.Trainer)
+    else:
+        torchtitan.train.main()
