@@ -14,7 +14,7 @@ pytest.importorskip("torchtitan.config.override", reason="TorchTitan 0.3: make t
 
 DENSE = {"topk": 64, "index_heads": 4, "index_dim": 32, "loss_coeff": 0}
 """Sequences have 64 rows: every key is selected."""
-SPARSE = {"topk": 16, "index_heads": 4, "index_dim": 32}
+SPARSE = {"topk": 4, "index_heads": 4, "index_dim": 32}
 ALL = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
 CALLED = {
     "dsa": {"deepseek_sparse_attention"},
@@ -55,15 +55,15 @@ def stock(folder):
     return run
 
 
-def assert_same(ours: jobs.Record, theirs: jobs.Record, relative: float = 1e-5) -> None:
+def assert_same(ours: jobs.Record, theirs: jobs.Record) -> None:
     assert len(theirs.steps) == 4
     begun, ended = (
         {name: value for name, value in weights.items() if ".indexer." not in name}
         for weights in (ours.initial, ours.weights)
     )
     assert begun == theirs.initial
-    assert ours.steps == [pytest.approx(step, rel=relative) for step in theirs.steps]
-    assert ended == pytest.approx(theirs.weights, rel=relative)
+    assert ours.steps == [pytest.approx(step, rel=1e-5) for step in theirs.steps]
+    assert ended == pytest.approx(theirs.weights, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -72,8 +72,7 @@ def test_losses_with_each_converter_are_those_without(folder, stock, name):
     ours = jobs.by_config(folder, converters={"names": [name], **options})
     assert set(ours.calls) == CALLED[name], "the operators of this converter are called, and no others"
     assert stock().calls == {}
-    # Experts are in bfloat16 whatever the rest is in: sums in another order end in other neighbours.
-    assert_same(ours, stock(), 2e-3 if name in ("permute", "npu_gmm") else 1e-5)
+    assert_same(ours, stock())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,13 +80,13 @@ def test_losses_in_parallel_layouts_are_those_of_stock(folder, stock, layout):
     ranks, arguments = LAYOUTS[layout]
     ours = jobs.by_config(folder, ranks, *arguments, converters={"names": ALL, **DENSE})
     assert set(ours.calls) == set().union(*CALLED.values())
-    assert_same(ours, stock(layout), 2e-3)
+    assert_same(ours, stock(layout))
 
 
 def test_the_indexer_learns_and_sparse_attention_is_another_function(folder, stock):
     still = jobs.by_config(folder, converters={"names": ["npu_dsa"], **SPARSE, "loss_coeff": 0})
     trained = jobs.by_config(folder, converters={"names": ["npu_dsa"], **SPARSE, "loss_coeff": 1.0})
-    assert still.steps[0][1] != pytest.approx(stock().steps[0][1], rel=1e-6), "keys are left out"
+    assert still.steps[0][1] != pytest.approx(stock().steps[0][1], rel=1e-5), "keys are left out"
     assert still.indexer_losses == []
     assert len(trained.indexer_losses) == 4
     assert all(loss > 0 for loss in trained.indexer_losses)
