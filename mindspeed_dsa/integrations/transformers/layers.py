@@ -311,8 +311,9 @@ def _is_plain(linear: Any) -> bool:
         return False
     weight: Any = linear.weight
     bias: Any = linear.bias
-    hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
+    forward = linear._forward_pre_hooks, linear._forward_hooks
+    backward = linear._backward_pre_hooks, linear._backward_hooks
     # Whoever replaces the forward of one module, as accelerate's hooks and some adapters do.
-    hooked = hooked or linear._backward_pre_hooks or "forward" in vars(linear)
+    hooked = any(forward) or any(backward) or "forward" in vars(linear)
     # A DTensor is another type, and one on the meta device is brought by a hook.
     return type(weight) is nn.Parameter and bias is None and weight.device.type != "meta" and not hooked
