@@ -52,7 +52,7 @@ packed = partial(
 )
 
 SHARED_SELECTIONS = (
-    fused("TP2+SP, core attention recomputed", 2, f"{TP2} {CORE_ATTENTION}", quick=True),
+    fused("TP2+SP, core attention recomputed", 2, f"{TP2} {CORE_ATTENTION}"),
     fused("PP2, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}", quick=True),
     sharing("TP2+SP, Megatron's attention", 2, TP2),
     sharing("PP2, Megatron's attention, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}"),
