@@ -7,7 +7,7 @@ types of its fields from their annotations, which are no strings here.
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +40,10 @@ from torchtitan.tools.utils import device_type
 
 
 @dataclass
-class DSA:
-    """Section ``[dsa]``: options of ``npu_dsa``, see :class:`SparseOptions`."""
-
-    topk: int = 2048
-    index_heads: int = 64
-    index_dim: int = 128
-    loss_coeff: float = 0.01
-    stage: Literal["sparse", "warm-up"] = "sparse"
-    rope_layout: Literal["halves", "pairs"] = "halves"
-    backend: str = "auto"
-
-
-@dataclass
 class JobConfig:
-    """Section that ``custom_config_module`` adds to the configuration of a job."""
+    """Section that ``custom_config_module`` adds to a job's configuration: options of ``npu_dsa``."""
 
-    dsa: DSA = field(default_factory=DSA)
+    dsa: SparseOptions = field(default_factory=SparseOptions)
 
 
 # -- layers ------------------------------------------------------------------------------------
@@ -85,7 +72,7 @@ class SparseAttention(deepseek_v3.Attention):
 
     indexer: Indexer
     indexer_loss: Tensor | None = None
-    """Of the last pass in training, a mean over this rank's rows."""
+    """The loss of the last pass in training, a mean over this rank's rows."""
     _core: Attention
 
     def take(self, core: Attention, mesh: Any) -> None:
