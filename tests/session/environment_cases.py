@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mindspeed_dsa.environment import Installation
 
 GB = 10**9
+WHEEL = Installation(Path("/wheel"), "0.16.1")
+CHECKOUT = Installation(Path("/checkout"), "0.16.1")
+TRAINING = Installation(Path("/checkout"), "0.16.1", has_training=True)
 HIDDEN = ("all-to-alls of experts (moe-fb-overlap)",)
+
+
+def _found(*megatrons: Installation) -> dict[str, Any]:
+    """Return the part of a case that says where Python finds Megatron."""
+    return {"machine": {"megatrons": megatrons}}
+
 
 # name, platform, what makes it speak, level, part of what it says, and the change with which it is silent
 CASES = [
@@ -267,11 +277,7 @@ CASES = [
     (
         "deterministic-mode",
         "cpu",
-        {
-            "args": {"deterministic_mode": True},
-            "machine": {"release": "0.16.1"},
-            "checked_by_megatron": True,
-        },
+        {"args": {"deterministic_mode": True}, "machine": {"release": "0.16.1"}, "checked_by_megatron": True},
         "error",
         "NCCL_ALGO not set",
         [
@@ -355,13 +361,7 @@ CASES = [
         "error",
         "--no-create-attention-mask-in-dataloader",
         [
-            {
-                "args": {
-                    "num_workers": 2,
-                    "seq_length": 4096,
-                    "create_attention_mask_in_dataloader": False,
-                }
-            },
+            {"args": {"num_workers": 2, "seq_length": 4096, "create_attention_mask_in_dataloader": False}},
             {"args": {"num_workers": 0, "seq_length": 4096}},
             {"machine": {"local_ranks": 8, "shared_memory": 2**34}},
         ],
@@ -448,50 +448,26 @@ CASES = [
     (
         "two-megatrons",
         "cpu",
-        {
-            "machine": {
-                "megatrons": (
-                    Installation(Path("/checkout"), "0.19.0"),
-                    Installation(Path("/wheel"), "0.16.1"),
-                )
-            }
-        },
+        _found(Installation(Path("/checkout"), "0.19.0"), WHEEL),
         "warning",
         "hides 0.16.1 in",
-        [
-            {"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1"),)}},
-            {"machine": {"megatrons": ()}},
-        ],
+        [_found(CHECKOUT), _found()],
     ),
     (
         "two-megatrons",
         "cpu",
-        {
-            "machine": {
-                "megatrons": (
-                    Installation(Path("/wheel"), "0.16.1"),
-                    Installation(Path("/checkout"), "0.16.1"),
-                )
-            }
-        },
+        _found(WHEEL, CHECKOUT),
         "note",
         "hides 0.16.1 in /checkout, whose changes",
-        [{"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1"),)}}],
+        [_found(CHECKOUT)],
     ),
     (
         "two-megatrons",
         "cpu",
-        {
-            "machine": {
-                "megatrons": (
-                    Installation(Path("/wheel"), "0.16.1"),
-                    Installation(Path("/checkout"), "0.16.1", has_training=True),
-                )
-            }
-        },
+        _found(WHEEL, TRAINING),
         "warning",
         "hides 0.16.1 in /checkout, and megatron.training, which it lacks, comes from there",
-        [{"machine": {"megatrons": (Installation(Path("/checkout"), "0.16.1", has_training=True),)}}],
+        [_found(TRAINING)],
     ),
     (
         "torch-npu-release",
