@@ -66,7 +66,7 @@ CASES = {
 }
 QUICK = ("fused-dsa",)
 COMPILED = {"compile-regions": Case("--compile-regions", bounds=BF16)}
-"""What is compiled, and so cannot be compared where compilation is off."""
+"""Cases that compile, and so cannot be compared where compilation is off."""
 _FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 
 

@@ -26,7 +26,7 @@ from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 
 TOOL = "compute-sanitizer"
 HEADS = (64, 16, 128)
-"""Of the attention: both of Hopper's forward kernels, and two programs for a row."""
+"""The attention's numbers of heads: both of Hopper's forward kernels, and two programs for a row."""
 _SIZES = {"index_heads": 64, "topk": 256}
 _ROWS = 640
 _BEGUN = "called: "

@@ -47,7 +47,7 @@ def on_ranks(measure: str, ranks: int, chunks: int, sizes: Sizes) -> tuple[list[
         sizes: of the model and the batch.
 
     Returns:
-        What each rank has found, and the number of cores there are.
+        The result of each rank, and the number of cores there are.
     """
     cores = sorted(os.sched_getaffinity(0))
     with LinkBed(ranks, None, [cores[rank % len(cores)] for rank in range(ranks)]) as bed:

@@ -35,7 +35,8 @@ _log = logging.getLogger("mkdocs.hooks.site")
 def on_startup(**_: Any) -> None:
     """Copy the package to where mkdocstrings reads it.
 
-    It passes over folders without ``__init__.py``, and shows a role such as ``:func:`` as it is written.
+    mkdocstrings passes over folders without ``__init__.py``, and shows roles such as ``:func:`` as they are
+    written.
     """
     shutil.rmtree(SOURCES, ignore_errors=True)
     shutil.copytree(ROOT / PACKAGE, SOURCES / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))

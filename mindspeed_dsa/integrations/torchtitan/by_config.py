@@ -97,10 +97,10 @@ class SparseAttention(LatentAttention):
         documents: bool
         """Whether rows see their own document alone."""
         rows: int | None = None
-        """Of a step on all ranks; None where the indexer has no loss."""
+        """The rows of a step on all ranks; None where the indexer has no loss."""
 
     indexer_loss: Tensor | None = None
-    """Of the last pass in training, a mean over this rank's rows."""
+    """The loss of the last pass in training, a mean over this rank's rows."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

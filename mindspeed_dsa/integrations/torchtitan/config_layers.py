@@ -74,7 +74,7 @@ class PermutingDispatcher(LocalTokenDispatcher):
 class PermutingExchange(AllToAllTokenDispatcher):
     """TorchTitan's dispatcher of expert parallel ranks, each of which permutes its tokens by the operator.
 
-    What is exchanged, and the order of ranks and experts in it, stay TorchTitan's.
+    TorchTitan decides what is exchanged, and in which order of ranks and experts.
     """
 
     @dataclass(kw_only=True, slots=True)

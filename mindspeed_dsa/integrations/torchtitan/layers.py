@@ -55,7 +55,7 @@ class Routed(NamedTuple):
     rows: Tensor
     """``[tokens * topk, dim]``: expert by expert, in the order of the tokens within each."""
     row_map: Tensor
-    """Of :func:`mindspeed_dsa.ops.moe_permute.permute`."""
+    """The map that :func:`mindspeed_dsa.ops.moe_permute.permute` returns."""
     scores: Tensor
     """``[tokens, experts]``: the router's where a token goes, zero elsewhere."""
     row_scores: Tensor

@@ -49,7 +49,7 @@ def use(
         backend: of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        What has the losses, and undoes it.
+        An object that has the losses, and undoes it.
 
     Raises:
         ImportError: transformers is missing or of another release.

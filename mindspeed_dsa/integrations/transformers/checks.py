@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, check_name
 from mindspeed_dsa.ops.lightning_indexer import OPERATOR
 
 RELEASES = SpecifierSet(">=5.20,<6")
-"""Of transformers, whose layers are called as :mod:`.layers` has it."""
+"""Releases of transformers whose layers are called as :mod:`.layers` has it."""
 _WHO = "mindspeed_dsa.integrations.transformers.use(model)"
 _LOADED_WITH = ("eager", "sdpa")
 _DEVICES = ("cpu", "cuda", "npu")

@@ -34,7 +34,7 @@ class Handed(NamedTuple):
 def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
     """Write selections that somebody hands over as one more file of a recording, and return its path.
 
-    What the other files say of the same rows is replaced.
+    The new file replaces what the others say of the same rows.
 
     Args:
         folder: of the recording; made if need be.
