@@ -31,13 +31,6 @@ def selection(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return ways.run(quick, tell)
 
 
-def pairs(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """The attention's backward by rows and by pairs of rows."""
-    from benchmarks.gpu import pairs as ways
-
-    return ways.run(quick, tell)
-
-
 def layer(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     """Training steps, fused and stock, and a trace."""
     from benchmarks.gpu import layer as steps
@@ -92,7 +85,7 @@ def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 if __name__ == "__main__":
     all_parts = (
-        *(parity, selection, pairs, operators, layer, streams, features),
+        *(parity, selection, operators, layer, streams, features),
         *(compiled, ranks, sanitizer, rivals),
     )
     parts.serve({part.__name__: part for part in all_parts})

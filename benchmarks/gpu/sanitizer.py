@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -22,7 +21,6 @@ from mindspeed_dsa.ops.grouped_matmul import grouped_matmul
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import one_launch
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
-from mindspeed_dsa.ops.sparse_flash_attention import triton as attention
 
 TOOL = "compute-sanitizer"
 HEADS = (64, 16, 128)
@@ -85,9 +83,6 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
         for operator, directions in operator_calls(sizes, torch.bfloat16, device, "triton").items():
             for direction, call in directions.items():
                 yield f"{operator} {direction}, {heads} heads", call
-    sizes = Sizes(length=rows, heads=64, **_SIZES)
-    paired = operator_calls(sizes, torch.bfloat16, device, "triton")["sparse_flash_attention"]["backward"]
-    yield "sparse_flash_attention backward, 64 heads, pairs of rows", partial(_by_pairs, paired)
     # A single row is a window of its own, and of other kinds to the compiler.
     single = operator_calls(Sizes(length=1, heads=64, **_SIZES), torch.bfloat16, device, "triton")
     yield "sparse_flash_attention backward, one row", single["sparse_flash_attention"]["backward"]
@@ -107,11 +102,6 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
 def _selected(operator: Callable[..., object], operands: tuple[torch.Tensor, ...], once: bool) -> object:
     with one_launch(once):
         return operator(*operands, _SIZES["topk"], backend="triton")
-
-
-def _by_pairs(backward: Callable[[], object]) -> object:
-    with mock.patch.object(attention, "PAIRS_OF_ROWS", True):
-        return backward()
 
 
 def main() -> None:

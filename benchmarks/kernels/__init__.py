@@ -23,8 +23,8 @@ TARGETS = (90, 80, 100, 120)
 INDEXERS = {"indexer": (64, 128), "indexer 32 x 128": (32, 128)}
 # Heads, their width, whether they share a key, and index heads.
 DENSE = ((128, 576, True, 64), (16, 192, False, 64), (64, 256, False, 32))
-# Behind what is said of rows that share tiles, and of queries' gradients of two rows at a time.
-SHARED, PAIRED = ", tiles shared", ", pairs of rows"
+# Behind what is said of rows that share tiles.
+SHARED = ", tiles shared"
 # What tells apart kernels of one call, and what is counted of each.
 _FLAGS = ("WITH_OUT", "WITH_SUM", "GATHERED", "RANGES")
 _COUNTED = (
@@ -97,8 +97,6 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
         yield f"{count} heads", partial(cases.run_attention, torch.bfloat16, count)
     if quick:
         return
-    paired = cases.PAIRED_HEADS[0]
-    yield f"{paired} heads{PAIRED}", partial(cases.run_pairs, torch.bfloat16, paired)
     for words, sizes in INDEXERS.items():
         yield words, partial(cases.run_indexer, torch.bfloat16, *sizes)
     for words, (count, dim, fp8, once) in selection.calls(INDEXERS):
@@ -136,7 +134,7 @@ def _rates(target: int, words: str, kernel: Any) -> dict[str, Any]:
     for name, gpu in model.GPUS.items():
         if gpu.target == target:
             found[name] = round(work.useful / model.seconds(kernel, work, gpu) / gpu.flops, 3)
-            if kernel.name in (model.SHARING, model.PAIRS):
+            if kernel.name == model.SHARING:
                 shared = model.attention(kernel, int(words.split()[0]), cases.TOPK, sharers=model.SHARERS)
                 share = shared.useful / model.seconds(kernel, shared, gpu) / gpu.flops
                 found[f"{name}{SHARED}"] = round(share, 3)
@@ -165,8 +163,8 @@ def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
     for name, gpu in model.GPUS.items():
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
-        for call in (f"{heads} heads{kind}" for heads in HEADS for kind in ("", PAIRED)):
-            kernels = rf"\w+_keys_kernel, {call}, WITH_SUM=False", rf"backward_query_\w*kernel, {call}"
+        for call in (f"{heads} heads" for heads in HEADS):
+            kernels = rf"\w+_keys_kernel, {call}, WITH_SUM=False", rf"backward_query_kernel, {call}"
             both = [row for words, row in table.items() if re.fullmatch("|".join(kernels), words)]
             flops = sum(row["useful_flop"] for row in both)
             for kind in ("", SHARED) if any(f"{name}{SHARED}" in row for row in both) else ("",):

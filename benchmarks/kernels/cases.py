@@ -29,8 +29,6 @@ TOPK = 2048
 # Blocks of heads are of 16, 32 or 64; one head, and counts that are no multiples of 16, compile apart.
 HEADS = (16, 32, 64)
 ODD_HEADS = (1, 8, 24, 40)
-# With which queries' gradients may be formed for two rows at a time.
-PAIRED_HEADS = (64, 40)
 # Past 2^31 numbers a stride is passed in 64 bits.
 SHORT, LONG = 8192, 131072
 GLM = MODELS["glm-5"]
@@ -60,8 +58,6 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
             yield f"{words} {kind}", partial(run_quantised_indexer, dtype, heads, dim, once)
     for heads in HEADS:
         yield f"{heads} heads, plain", _in_mode(False, partial(run_plain_attention, dtype, heads))
-    for heads in PAIRED_HEADS if odd else PAIRED_HEADS[:1]:
-        yield f"{heads} heads, pairs of rows", _in_mode(False, partial(run_pairs, dtype, heads))
     if odd:
         yield "128 heads, 128k", partial(run_attention, dtype, 128, length=LONG)
         yield "16 heads, no rope", partial(run_attention, dtype, 16, 128, 128)
@@ -83,7 +79,6 @@ def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Every kernel that is launched where determinism is not asked for, in one small configuration."""
     yield "16 heads", partial(run_attention, dtype, 16, sums=(False,))
     yield "64 heads", partial(run_attention, dtype, 64, sums=(False,))
-    yield "64 heads, pairs of rows", partial(run_pairs, dtype, 64)
     yield "128 heads", partial(run_forward, dtype, 128)
     yield "one row behind others", run_last_row
     yield "16 heads, plain", partial(run_plain_attention, dtype, 16)
@@ -122,16 +117,6 @@ def run_attention(
     """Forward, sum over heads, and backward with and without it."""
     shape = _shape(dtype, heads=heads, dim=dim, value_dim=value_dim, topk=TOPK)
     attention.rehearse(shape, length, length, sums)
-
-
-def run_pairs(dtype: torch.dtype, heads: int) -> None:
-    """Backward on Hopper with the queries' gradient of two rows at a time."""
-    if capability_of(torch.device("meta")) == HOPPER:
-        query, key = meta(1, SHORT, heads, 576, dtype=dtype), meta(1, SHORT, 576, dtype=dtype)
-        indices = meta(1, SHORT, TOPK, dtype=torch.int32)
-        out, lse = meta(1, SHORT, heads, 512, dtype=dtype), meta(1, SHORT, heads, dtype=torch.float32)
-        with mock.patch.object(attention, "PAIRS_OF_ROWS", True):
-            attention.backward(AttentionCall(query, key, indices, 1.0, 512), out, out, lse, False)
 
 
 def run_last_row() -> None:

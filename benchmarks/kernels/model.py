@@ -48,15 +48,13 @@ _REGISTERS = 65536
 # group of warps works between products while another one multiplies.
 _HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel": 16}
 _HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel")
-SHARING, PAIRS = "hopper_backward_keys_kernel", "backward_query_pairs_kernel"
+SHARING = "hopper_backward_keys_kernel"
 # Rows that have a tile in common, as measured on selections of a small model trained on text: of 256 keys two
 # neighbours share 0.70, four 0.46, so that 4 rows take 0.46 + 2 x 0.24 + 4 x 0.30 = 2.14 times a row's keys.
 SHARERS = 1.87
-# And of two neighbours' entries the part that is in tiles of both, by the same selections.
-SHARED_BY_TWO = 0.70
 ATTENTION = (
     *("forward_kernel", "attention_sum_kernel", "backward_keys_kernel", "backward_query_kernel"),
-    *(*_HOPPER, SHARING, PAIRS),
+    *(*_HOPPER, SHARING),
 )
 INDEXER = ("score_slab_kernel", "scores_at_kernel", "score_gradients_kernel")
 DENSE = ("dense_lse_kernel", "dense_sum_kernel")
@@ -132,8 +130,7 @@ def attention(
         value_dim: numbers of a value.
         dim: numbers of a key.
         sharers: rows that have a tile of keys in common, in the mean; the backward's kernel for Hopper
-            gathers it, and adds its gradient, once for all of them, and the one of the queries' gradient once
-            for two.
+            gathers it, and adds its gradient, once for all of them.
     """
     constants = kernel.constants
     block = _HOPPER_HEADS.get(kernel.name) or constants.get("BLOCK_H") or constants["HEADS"]
@@ -151,11 +148,6 @@ def attention(
             )
         moved = heads * (topk * constants.get("PARTS", 1) + dim) * 2
         return Work(programs, 2 * scores * dim, 2 * wanted * dim, programs * keys + moved, moved)
-    if kernel.name == PAIRS:
-        if sharers > 1:
-            keys *= 1 - SHARED_BY_TWO / 2
-        moved = heads * (topk * constants["PARTS"] + dim) * 2
-        return Work(1, 2 * scores * dim, 2 * wanted * dim, keys + moved, moved)
     programs = -(-topk // constants.get("BLOCK_N", 64))
     if kernel.name == "hopper_attention_sum_kernel":
         programs = 1

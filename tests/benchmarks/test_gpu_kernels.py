@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.dsa import cuda
-from benchmarks.gpu import pairs, selection
-from tests.ops.triton_backend import attention, indexer, one_launch
+from benchmarks.gpu import selection
+from tests.ops.triton_backend import indexer, one_launch
 
 PEAK = 1e12
 WAYS = [selection.SLABS, selection.SHORT_SLABS, selection.AT_ONCE]
@@ -77,24 +77,6 @@ def test_one_launch_is_for_lengths_up_to_which_it_was_never_slower():
     assert selection.measured_keys({**found, "S4096, 64 heads, bf16": "does not fit"}) == 0
 
 
-@pytest.mark.full
-def test_the_backward_is_timed_by_rows_and_by_pairs(small, monkeypatch):
-    taken = []
-    monkeypatch.setattr(cuda, "seconds", lambda *_: taken.append(attention.takes_pairs(64, 512, 576)) or 5e-3)
-    found = pairs.run(True, lambda _: None, "cpu")
-    (name,) = found
-    assert taken == [False, True]
-    assert found[name][pairs.PAIRS] == found[name][pairs.SINGLE] == 5
-    assert f"| {name} | 5 | 5 | 1.00 |" in list(pairs.words({"pairs": found}))
-    monkeypatch.setattr(pairs.Problem, "apart", lambda *_: float(attention.PAIRS_OF_ROWS))
-    found = pairs.run(True, lambda _: None, "cpu")
-    why = "two rows differs by 1.0e+00 from the operator's own"
-    assert found[name]["refused"] == why
-    assert pairs.PAIRS not in found[name]
-    assert gpu.failures({"pairs": found}) == {f"pairs, {name}": why}
-    assert list(pairs.words({"pairs": found})) == []
-
-
 TOOL = """#!{python}
 import sys
 at = sys.argv.index("--log-file")
@@ -152,7 +134,6 @@ def test_every_call_under_the_tool_can_be_made(monkeypatch):
         call()
     assert {
         "selection, fp8, one launch",
-        "sparse_flash_attention backward, 64 heads, pairs of rows",
         "grouped product of one row",
         "indexer_kl_loss forward_backward, 2 heads",
     } < set(calls)

@@ -36,7 +36,6 @@ _ROWS = {
     "attention_sum_kernel": ("BLOCK_N",),
     "backward_keys_kernel": ("BLOCK_N",),
     "backward_query_kernel": ("BLOCK_H",),
-    "backward_query_pairs_kernel": ("BLOCK_H",),
     "score_slab_kernel": ("BLOCK_N",),
     "score_and_select_kernel": ("BLOCK_N",),
     "scores_at_kernel": ("BLOCK_N",),

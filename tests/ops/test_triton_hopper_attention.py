@@ -152,19 +152,16 @@ def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(head
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "dtype", "pairs"),
+    ("heads", "dtype"),
     [
-        (1, torch.bfloat16, False),
-        (16, torch.float16, False),
-        (33, torch.bfloat16, False),
-        (33, torch.bfloat16, True),
-        (64, torch.float16, False),
-        (64, torch.float16, True),
-        (128, torch.bfloat16, False),
+        (1, torch.bfloat16),
+        (16, torch.float16),
+        (33, torch.bfloat16),
+        (64, torch.float16),
+        (128, torch.bfloat16),
     ],
 )
-def test_gradients(heads, dtype, pairs, deterministic, on_hopper, monkeypatch):
-    monkeypatch.setattr(attention, "PAIRS_OF_ROWS", pairs)
+def test_gradients(heads, dtype, deterministic, on_hopper):
     torch.use_deterministic_algorithms(deterministic)
     # With few keys the gradients of queries are differences that rounding of the output leaves little of.
     for topk in (65, 130, 300):
@@ -191,10 +188,9 @@ def test_gradients(heads, dtype, pairs, deterministic, on_hopper, monkeypatch):
             assert oracle.relative_error(found[2].cpu(), expected_sum.masked_fill(named < 0, 0)) < 1e-5
 
 
-@pytest.mark.parametrize(("heads", "pairs"), [(16, False), (64, True), (128, False)])
-def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, pairs, on_hopper, monkeypatch):
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, on_hopper, monkeypatch):
     """Those of queries always, those of keys where determinism is asked for, in several chunks of rows."""
-    monkeypatch.setattr(attention, "PAIRS_OF_ROWS", pairs)
     call = many_rows(600, heads)
     out, lse, _ = attention.forward(call, False)
 
@@ -215,14 +211,10 @@ def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, p
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "pairs"),
-    [(1, False), (16, False), (33, False), (33, True), (64, False), (64, True), (128, False)],
-)
+@pytest.mark.parametrize("heads", [1, 16, 33, 64, 128])
 @pytest.mark.parametrize(("rows", "topk"), [(16, 300), (21, 2048)])
-def test_gradients_of_rows_that_share_keys(rows, topk, heads, pairs, deterministic, on_hopper, monkeypatch):
+def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_hopper, monkeypatch):
     """Against the formula in fp64 over the same rows; the workspace holds a few rows at a time."""
-    monkeypatch.setattr(attention, "PAIRS_OF_ROWS", pairs)
     torch.use_deterministic_algorithms(deterministic)
     keys = topk + 200
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, torch.bfloat16))

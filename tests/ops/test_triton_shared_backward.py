@@ -58,18 +58,16 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "rows", "heads", "topk", "chunk", "shares", "pairs"),
+    ("batch", "rows", "heads", "topk", "chunk", "shares"),
     [
-        pytest.param(2, 13, 3, 90, 8, True, True, id="chunks-across-sequences"),
-        pytest.param(1, 9, 33, 90, 4, True, True, id="one-row-at-the-end-in-pairs"),
-        pytest.param(1, 9, 33, 90, 4, True, False, id="one-row-at-the-end", marks=pytest.mark.full),
-        pytest.param(3, 5, 17, 128, 3, False, False, id="chunks-too-small-to-share"),
-        pytest.param(2, 7, 40, 130, 12, True, True, id="pairs-of-two-sequences", marks=pytest.mark.full),
-        pytest.param(2, 7, 40, 130, 12, True, False, id="rows-of-two-sequences", marks=pytest.mark.full),
-        pytest.param(2, 3, 2, 10, 100, False, False, id="less-than-a-tile"),
+        pytest.param(2, 13, 3, 90, 8, True, id="chunks-across-sequences"),
+        pytest.param(1, 9, 33, 90, 4, True, id="one-row-at-the-end"),
+        pytest.param(3, 5, 17, 128, 3, False, id="chunks-too-small-to-share"),
+        pytest.param(2, 7, 40, 130, 12, True, id="rows-of-two-sequences", marks=pytest.mark.full),
+        pytest.param(2, 3, 2, 10, 100, False, id="less-than-a-tile"),
     ],
 )
-def test_gradients(batch, rows, heads, topk, chunk, shares, pairs, deterministic, monkeypatch):
+def test_gradients(batch, rows, heads, topk, chunk, shares, deterministic, monkeypatch):
     torch.use_deterministic_algorithms(deterministic)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     generator = torch.Generator().manual_seed(0)
@@ -100,24 +98,10 @@ def test_gradients(batch, rows, heads, topk, chunk, shares, pairs, deterministic
     monkeypatch.setattr(attention, "tile_bytes", lambda total: chunk * row_bytes)
     monkeypatch.setattr(attention, "share_tiles", share_tiles)
     monkeypatch.setattr(hopper, "takes_backward", lambda *_: True)
-    monkeypatch.setattr(attention, "PAIRS_OF_ROWS", pairs)
     monkeypatch.setattr(hopper, "gradients_of_keys", counted)
-    launched, launch = [], attention.on_grid
-    monkeypatch.setattr(attention, "on_grid", lambda *given: launched.append(given[0]) or launch(*given))
     found = attention.backward(call, grad_out, out, lse, True)
     for value, other in zip(found, expected, strict=True):
         assert (value - other).norm() < 1e-5 * other.norm()
     assert chunks == list(range(0, batch * rows, min(chunk, batch * rows)))
     assert (max(windows) > 0) == shares
-    paired = pairs and heads > 32
-    assert (attention.backward_query_pairs_kernel in launched) == paired
-    assert (attention.backward_query_kernel in launched) == (not paired)
     assert deterministic or heads > 3 or len(windows) == len(chunks)
-
-
-def test_pairs_of_rows_are_left_until_they_are_asked_for(monkeypatch):
-    """No GPU has run that kernel."""
-    assert not any(attention.takes_pairs(heads, 512, 576) for heads in range(1, 129))
-    monkeypatch.setattr(attention, "PAIRS_OF_ROWS", True)
-    assert [heads for heads in range(1, 129) if attention.takes_pairs(heads, 512, 576)] == [*range(33, 65)]
-    assert not attention.takes_pairs(64, 256, 512)

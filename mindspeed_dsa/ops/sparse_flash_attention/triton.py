@@ -31,7 +31,6 @@ from mindspeed_dsa.ops.sparse_flash_attention.triton_kernels import (
     delta_kernel,
     forward_kernel,
 )
-from mindspeed_dsa.ops.sparse_flash_attention.triton_pair_kernels import backward_query_pairs_kernel
 from mindspeed_dsa.ops.triton.common import (
     LOG2E,
     WORKSPACE_BYTES,
@@ -74,12 +73,6 @@ __all__ = [
 
 KIND: Literal["gradients"] = "gradients"
 TAKES_PARTS = False
-PAIRS_OF_ROWS = False
-"""Whether :func:`takes_pairs` may be true: no GPU has run or timed that kernel.
-
-``make gpu ARGS="--only pairs"`` compares and times both ways. It is a value of the module because autograd
-calls the backward in a thread of its own, which does not see context variables of the one that asked.
-"""
 plan_call = takes_every_call
 
 
@@ -276,25 +269,14 @@ def backward(
                     **constants,
                     **key_tiles,
                 )
-            if on_hopper and takes_pairs(heads, value_dim, dim):
-                pair_tiles = _tiles(64, 32, 8, 5) | {"PARTS": 2}
-                on_grid(backward_query_pairs_kernel, triton.cdiv(count, 2) * pair_tiles["PARTS"])(
-                    *(key_value, indices[of_chunk], shared.ends[of_chunk], lengths, grad_scores, grad_query),
-                    *(first, count, rows, key_length, heads, stored, topk, *key_value.stride()[:2]),
-                    *(value_dim, dim - value_dim),
-                    GROUPS=groups,
-                    WIDEN=widen(query),
-                    **pair_tiles,
-                )
-            else:
-                head_blocks = triton.cdiv(stored, query_tiles["BLOCK_H"])
-                on_grid(backward_query_kernel, count * head_blocks * query_tiles["PARTS"])(
-                    *(key_value, indices[of_chunk], lengths, grad_scores, grad_query, first),
-                    *(rows, key_length, heads, stored, topk, *key_value.stride()[:2]),
-                    GROUPS=groups,
-                    **constants,
-                    **query_tiles,
-                )
+            head_blocks = triton.cdiv(stored, query_tiles["BLOCK_H"])
+            on_grid(backward_query_kernel, count * head_blocks * query_tiles["PARTS"])(
+                *(key_value, indices[of_chunk], lengths, grad_scores, grad_query, first),
+                *(rows, key_length, heads, stored, topk, *key_value.stride()[:2]),
+                GROUPS=groups,
+                **constants,
+                **query_tiles,
+            )
             if gathered is not None:
                 add_ordered_rows(grad_key_value, gathered[:count], order, part)
     else:
@@ -302,15 +284,6 @@ def backward(
     if factor is not None:
         grad_query, grad_key_value = grad_query.div_(factor), grad_key_value.div_(factor)
     return grad_query.to(query.dtype), grad_key_value.view(key_value.shape), summed
-
-
-def takes_pairs(heads: int, value_dim: int, dim: int) -> bool:
-    """Return whether the queries' gradient of rows that share tiles is formed for two rows at a time.
-
-    Only where :data:`PAIRS_OF_ROWS` says so. Of more heads a row fills such a program by itself, and fewer
-    would leave rows of its products empty.
-    """
-    return PAIRS_OF_ROWS and 32 < heads <= 64 and (value_dim, dim - value_dim) == (512, 64)
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
