@@ -25,7 +25,7 @@ def parity(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 
 def selection(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
-    """Scores and the selection from them, in one launch and in slabs, in bf16 and FP8."""
+    """Scores and the selection from them, in slabs of two sizes, in bf16 and FP8."""
     from benchmarks.gpu import selection as ways
 
     return ways.run(quick, tell)

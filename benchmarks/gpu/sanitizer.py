@@ -19,7 +19,6 @@ from benchmarks.dsa.problem import Sizes
 from benchmarks.parts import ROOT
 from mindspeed_dsa.ops.grouped_matmul import grouped_matmul
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
-from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import one_launch
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
 
 TOOL = "compute-sanitizer"
@@ -93,15 +92,8 @@ def calls(device: str, rows: int = _ROWS) -> Iterator[tuple[str, Callable[[], ob
 
     operands = drawn(1, rows, 64, 128), drawn(1, rows, 128), drawn(1, rows, 64)
     for name, operator in (("bf16", lightning_indexer), ("fp8", quantised_indexer)):
-        for once in (False, True):
-            words = "one launch" if once else "slabs"
-            yield f"selection, {name}, {words}", partial(_selected, operator, operands, once)
+        yield f"selection, {name}", partial(operator, *operands, _SIZES["topk"], backend="triton")
     yield "grouped product of one row", partial(grouped_matmul, drawn(1, 64), drawn(3, 64, 128), [0, 1, 0])
-
-
-def _selected(operator: Callable[..., object], operands: tuple[torch.Tensor, ...], once: bool) -> object:
-    with one_launch(once):
-        return operator(*operands, _SIZES["topk"], backend="triton")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Scores and the selection from them in each way that there is: slabs of rows, one launch, bf16 and FP8."""
+"""Scores and the selection from them: slabs of many rows and of few, bf16 and FP8."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = tuple(sorted({model.index_heads for model in MODELS.values()}, reverse=T
 _TOPK = MODELS["deepseek-v3.2"].topk
 _ROUNDS, _FEW, _LONG = 7, 3, 30_000
 """Calls that are timed; of longer sequences, few."""
-SLABS, SHORT_SLABS, AT_ONCE = "slabs", "slabs of 1024 rows", "one launch"
+SLABS, SHORT_SLABS = "slabs", "slabs of 1024 rows"
 BF16, FP8 = "bf16", "fp8"
 
 
@@ -89,7 +89,7 @@ def _compared(sizes: Sizes, operator: Callable[..., Any], peak: float, device: s
     expected: tuple[Tensor, ...] | None = None
     found: dict[str, Any] = {}
     rounds = _FEW if sizes.length > _LONG else _ROUNDS
-    for way in (SLABS, SHORT_SLABS, AT_ONCE):
+    for way in (SLABS, SHORT_SLABS):
         with _in_way(way):
             results = select()
             expected = results if expected is None else expected
@@ -106,24 +106,10 @@ def _compared(sizes: Sizes, operator: Callable[..., Any], peak: float, device: s
 def _in_way(way: str) -> Iterator[None]:
     # The report is written where there may be no Triton.
     from mindspeed_dsa.ops.lightning_indexer import triton as indexer
-    from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import one_launch
 
     rows = indexer.SLAB_ROWS if way == SHORT_SLABS else indexer.SELECTED_ROWS
-    with mock.patch.object(indexer, "SELECTED_ROWS", rows), one_launch(way == AT_ONCE):
+    with mock.patch.object(indexer, "SELECTED_ROWS", rows):
         yield
-
-
-def measured_keys(found: Mapping[str, Any]) -> int:
-    """Return up to how many keys one launch was never slower than slabs, from the shortest sequences on."""
-    most = 0
-    for length in sorted(LENGTHS):
-        rows = [found.get(f"S{length}, {heads} heads, {dtype}") for heads in HEADS for dtype in (BF16, FP8)]
-        if not all(isinstance(row, dict) and AT_ONCE in row for row in rows):
-            break
-        if any(row[AT_ONCE][name] > row[SLABS][name] for row in rows for name in ("ms", "ms_behind")):
-            break
-        most = length
-    return most
 
 
 def words(found: Mapping[str, Any]) -> Iterator[str]:
@@ -158,5 +144,3 @@ def words(found: Mapping[str, Any]) -> Iterator[str]:
             if isinstance(row, dict)
         ),
     )
-    yield ""
-    yield f"One launch is never slower up to {measured_keys(part)} keys (MEASURED_KEYS)."

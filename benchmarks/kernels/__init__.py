@@ -71,14 +71,14 @@ def _counts(
         selecting: gets Hopper's kernels that form scores to select from, by the words of their call.
     """
     from benchmarks.kernels.compiled import SHARED_MEMORY, compiled
-    from benchmarks.kernels.selection import AT_ONCE, SLABS
+    from benchmarks.kernels.selection import SCORES
 
     found: dict[str, dict[str, Any]] = {}
     for words, kernel in compiled(target, _calls(heads, quick), each=True):
         flags = [f"{name}={kernel.constants[name]}" for name in _FLAGS if name in kernel.constants]
         name = ", ".join([kernel.name, words, *flags])
         print(f"sm_{target}: {name}", file=sys.stderr, flush=True)
-        if target == TARGETS[0] and kernel.name in (SLABS, AT_ONCE):
+        if target == TARGETS[0] and kernel.name == SCORES:
             selecting[words] = kernel
         found[name] = {
             "kernel": kernel.name,
@@ -99,9 +99,7 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
         return
     for words, sizes in INDEXERS.items():
         yield words, partial(cases.run_indexer, torch.bfloat16, *sizes)
-    for words, (count, dim, fp8, once) in selection.calls(INDEXERS):
-        run_one = cases.run_quantised_indexer if fp8 else cases.run_selection
-        yield words, partial(run_one, torch.bfloat16, count, dim, once)
+        yield selection.in_fp8(words), partial(cases.run_quantised_indexer, torch.bfloat16, *sizes)
     for count, dim, shared, index_heads in DENSE:
         words = f"dense, {count} heads of {dim}"
         yield words, partial(cases.run_loss, torch.bfloat16, count, dim, shared, index_heads=index_heads)
@@ -109,7 +107,7 @@ def _calls(heads: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _selection(kernels: dict[str, Any]) -> dict[str, Any]:
-    """By GPU of Hopper and problem the bounds of two launches for each slab, and of one."""
+    """By GPU of Hopper and problem the bounds of scores and of the selection from them."""
     from benchmarks.kernels import model, selection
 
     hopper = {name: gpu for name, gpu in model.GPUS.items() if gpu.target == TARGETS[0]}

@@ -14,7 +14,6 @@ from mindspeed_dsa.ops.grouped_matmul import Groups
 from mindspeed_dsa.ops.grouped_matmul import triton as grouped
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer
-from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import one_launch
 from mindspeed_dsa.ops.moe_permute import triton as permutation
 from mindspeed_dsa.ops.quantised_indexer import triton as quantised
 from mindspeed_dsa.ops.sparse_flash_attention import hopper
@@ -52,10 +51,7 @@ def all_cases(dtype: torch.dtype, odd: bool = False) -> Iterator[Call]:
                 yield words, _in_mode(deterministic, partial(run_indexer, dtype, heads, dim, use_relu))
     for heads, dim in INDEXERS:
         words = f"indexer {heads} x {dim}"
-        yield f"{words} in one launch", partial(run_selection, dtype, heads, dim)
-        for once in (False, True):
-            kind = "in fp8, in one launch" if once else "in fp8"
-            yield f"{words} {kind}", partial(run_quantised_indexer, dtype, heads, dim, once)
+        yield f"{words} in fp8", partial(run_quantised_indexer, dtype, heads, dim)
     for heads in HEADS:
         yield f"{heads} heads, plain", _in_mode(False, partial(run_plain_attention, dtype, heads))
     if odd:
@@ -83,7 +79,6 @@ def quick_cases(dtype: torch.dtype) -> Iterator[Call]:
     yield "one row behind others", run_last_row
     yield "16 heads, plain", partial(run_plain_attention, dtype, 16)
     yield "indexer 8 x 64", partial(run_indexer, dtype, 8, 64)
-    yield "indexer 8 x 64 in one launch", partial(run_selection, dtype, 8, 64)
     yield "indexer 64 x 128 in fp8", partial(run_quantised_indexer, dtype, 64, 128)
     yield "loss, 16 heads of 192 per head", partial(run_loss, dtype, 16, 192, False)
     yield "64 experts", partial(run_permutation, dtype)
@@ -153,20 +148,11 @@ def run_indexer(dtype: torch.dtype, heads: int, dim: int, use_relu: bool = True)
         indexer.rehearse(shape, SHORT, SHORT, use_relu)
 
 
-def run_selection(dtype: torch.dtype, heads: int, dim: int, once: bool = True) -> None:
-    """Selection alone, in one launch or in two for each slab of scores."""
-    shape = _shape(dtype, heads=heads, head_dim=dim, topk=TOPK)
-    if indexer.unsupported_index_sizes(shape, heads, dim) is None:
-        with one_launch(once):
-            indexer.select(*indexer.rehearsed_call(shape, SHORT, SHORT))
-
-
-def run_quantised_indexer(dtype: torch.dtype, heads: int, dim: int, once: bool = False) -> None:
+def run_quantised_indexer(dtype: torch.dtype, heads: int, dim: int) -> None:
     """Selection by products of e4m3 numbers, or of the same in bf16, as the target takes them."""
     shape = _shape(dtype, heads=heads, head_dim=dim, topk=TOPK)
     if indexer.unsupported_index_sizes(shape, heads, dim) is None:
-        with one_launch(once):
-            quantised.rehearse(shape, SHORT, SHORT)
+        quantised.rehearse(shape, SHORT, SHORT)
 
 
 def run_loss(

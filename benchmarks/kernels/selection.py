@@ -1,12 +1,8 @@
-"""Bounds of scores and the selection from them, causal rows: two launches for each slab, and one for all.
-
-In two launches nothing is multiplied while rows select, and whole slabs pass through memory. In one, rows
-select beside products, and the ring of scores stays in the second-level cache: what is short bounds both.
-"""
+"""Bounds of scores and the selection from them, causal rows: nothing is multiplied while rows select."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +11,7 @@ from benchmarks.kernels.compiled import Kernel
 from benchmarks.kernels.model import Gpu, Work
 
 LENGTHS = (8192, 32768, 131072)
-SLABS, AT_ONCE = "score_slab_kernel", "score_and_select_kernel"
+SCORES = "score_slab_kernel"
 # Instructions of the pass that lists a row's scores, for each; counted in what was compiled.
 _LISTED = 29
 # Steps of both bisections, in the sample and in the list, for normally distributed scores: 10 and 14; in each
@@ -23,50 +19,30 @@ _LISTED = 29
 _STEPS, _ENTRIES, _PER_ENTRY = 24, 4096, 2
 
 
-def words(heads: int, dim: int, fp8: bool, once: bool) -> str:
-    """Return the words of a call that selects."""
-    kinds = [f"selection by {heads} x {dim}", *(["fp8"] if fp8 else []), *(["one launch"] if once else [])]
-    return ", ".join(kinds)
-
-
-def calls(sizes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
-    """Yield words, and heads, their width, whether in FP8 and whether in one launch."""
-    for heads, dim in sizes.values():
-        for fp8 in (False, True):
-            for once in (False, True):
-                yield words(heads, dim, fp8, once), (heads, dim, fp8, once)
+def in_fp8(words: str) -> str:
+    """Return the words of a call whose products are of e4m3 numbers."""
+    return f"{words}, fp8"
 
 
 def bounds(kernels: Mapping[str, Kernel], sizes: Mapping[str, tuple[int, int]], gpu: Gpu) -> dict[str, Any]:
-    """Return milliseconds by problem: ``scores``, ``selection``, their sum ``two launches``, ``one launch``.
+    """Return milliseconds by problem: ``scores``, ``selection`` and their sum ``both``.
 
     Args:
         kernels: by the words of their call, those that form scores.
-        sizes: heads and their width.
+        sizes: heads and their width, by the words of the call in bf16.
         gpu: whose rates count; of numbers in FP8 twice the products.
     """
     found: dict[str, Any] = {}
-    for heads, dim in sizes.values():
-        for fp8 in (False, True):
-            apart, together = (kernels[words(heads, dim, fp8, once)] for once in (False, True))
-            rates = replace(gpu, flops=gpu.flops * 2) if fp8 else gpu
+    for words, (heads, dim) in sizes.items():
+        for kind, called, bytes_of_one in (("bf16", words, 2), ("fp8", in_fp8(words), 1)):
+            rates = replace(gpu, flops=gpu.flops * 2) if kind == "fp8" else gpu
+            kernel = kernels[called]
             for length in LENGTHS:
-                kind = "fp8" if fp8 else "bf16"
-                of_scores, of_selection = scores(apart, length, 1 if fp8 else 2), selection(length)
                 ms = {
-                    "scores": model.seconds(apart, of_scores, rates) * 1e3,
-                    "selection": _selecting(of_selection, rates) * 1e3,
+                    "scores": model.seconds(kernel, scores(kernel, length, bytes_of_one), rates) * 1e3,
+                    "selection": _selecting(selection(length), rates) * 1e3,
                 }
-                both = Work(
-                    1,
-                    of_scores.flops,
-                    of_scores.useful,
-                    of_scores.l2 + of_selection.l2,
-                    0,
-                    operations=of_scores.operations + of_selection.operations,
-                )
-                ms["two launches"] = ms["scores"] + ms["selection"]
-                ms["one launch"] = model.seconds(together, both, rates) * 1e3
+                ms["both"] = ms["scores"] + ms["selection"]
                 found[f"S{length}, {heads} x {dim}, {kind}"] = {
                     name: round(each, 3) for name, each in ms.items()
                 }

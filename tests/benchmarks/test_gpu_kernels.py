@@ -10,10 +10,10 @@ import torch
 from benchmarks import gpu
 from benchmarks.dsa import cuda
 from benchmarks.gpu import selection
-from tests.ops.triton_backend import indexer, one_launch
+from tests.ops.triton_backend import indexer
 
 PEAK = 1e12
-WAYS = [selection.SLABS, selection.SHORT_SLABS, selection.AT_ONCE]
+WAYS = [selection.SLABS, selection.SHORT_SLABS]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def small(monkeypatch):
     launched = []
 
     def seconds(call, rounds, before=None):
-        launched.append((one_launch.takes_one_launch(6), indexer.SELECTED_ROWS))
+        launched.append(indexer.SELECTED_ROWS)
         return 4e-3 if before is None else 3e-3
 
     monkeypatch.setattr(cuda, "seconds", seconds)
@@ -41,40 +41,25 @@ def test_ways_of_the_selection_are_timed_beside_each_other(small):
             # Of the triangle of pairs, two operations for each of 2 x 32 numbers.
             rate = 6 * 7 / 2 * 2 * 2 * 32 / 3e-3
             assert row == {"ms": 4, "ms_behind": 3, "fraction_of_matmul": pytest.approx(rate / PEAK)}
-    each = [(False, 4096), (False, 1024), (True, 4096)]
-    assert small[::2] == small[1::2] == each * 2
+    assert small[::2] == small[1::2] == [4096, 1024] * 2
     text = list(selection.words({"selection": found}))
-    assert "| S6, 2 heads, fp8: one launch | 4 | 3 | 0% | 1.00 |" in text
-    assert text[-1] == "One launch is never slower up to 0 keys (MEASURED_KEYS)."
+    assert "| S6, 2 heads, fp8: slabs of 1024 rows | 4 | 3 | 0% | 1.00 |" in text
 
 
 @pytest.mark.full
 def test_a_way_that_selects_otherwise_is_not_timed(small, monkeypatch):
-    select = indexer.select_whole
-    monkeypatch.setattr(indexer, "select_whole", lambda *given: (select(*given)[0] + 1, select(*given)[1]))
+    select = indexer.select_by
+
+    def select_by(*given):
+        indices, scores = select(*given)
+        return indices + (indexer.SELECTED_ROWS == 1024), scores
+
+    monkeypatch.setattr(indexer, "select_by", select_by)
     found = selection.run(True, lambda _: None, "cpu")
-    why = "one launch selects otherwise than slabs"
+    why = "slabs of 1024 rows selects otherwise than slabs"
     assert found["S6, 2 heads, bf16"]["refused"] == why
-    assert selection.AT_ONCE not in found["S6, 2 heads, bf16"]
+    assert selection.SHORT_SLABS not in found["S6, 2 heads, bf16"]
     assert gpu.failures({"selection": found}) == {"selection, S6, 2 heads, bf16": why}
-
-
-def test_one_launch_is_for_lengths_up_to_which_it_was_never_slower():
-    def row(ratio):
-        return {
-            selection.SLABS: {"ms": 2.0, "ms_behind": 1.0},
-            selection.AT_ONCE: {"ms": 2.0, "ms_behind": ratio},
-        }
-
-    found = {
-        f"S{length}, {heads} heads, {dtype}": row(1.0)
-        for length in (4096, 8192, 32768)
-        for heads in selection.HEADS
-        for dtype in (selection.BF16, selection.FP8)
-    }
-    assert selection.measured_keys(found) == 32768
-    assert selection.measured_keys({**found, "S8192, 32 heads, fp8": row(1.1)}) == 4096
-    assert selection.measured_keys({**found, "S4096, 64 heads, bf16": "does not fit"}) == 0
 
 
 TOOL = """#!{python}
@@ -82,7 +67,7 @@ import sys
 at = sys.argv.index("--log-file")
 open(sys.argv[at + 1], "w").write({log!r})
 assert sys.argv[at + 3 :] == ["-m", "benchmarks.gpu.sanitizer"], sys.argv
-print("called: selection, bf16, slabs")
+print("called: selection, bf16")
 sys.exit({code})
 """
 WRONG = """========= COMPUTE-SANITIZER
@@ -110,7 +95,7 @@ def test_wrong_accesses_fail_with_their_kernels(log, code, failure, tmp_path, mo
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     found = sanitizer.run(tmp_path, 60.0)
-    assert found["calls"] == ["selection, bf16, slabs"]
+    assert found["calls"] == ["selection, bf16"]
     assert gpu.failures({"sanitizer": found}) == ({"sanitizer": failure} if failure else {})
 
 
@@ -133,7 +118,7 @@ def test_every_call_under_the_tool_can_be_made(monkeypatch):
     for call in calls.values():
         call()
     assert {
-        "selection, fp8, one launch",
+        "selection, fp8",
         "grouped product of one row",
         "indexer_kl_loss forward_backward, 2 heads",
     } < set(calls)

@@ -51,16 +51,14 @@ def test_traffic_of_the_attention():
     assert padded.flops == 4 * padded.useful
 
 
-def test_one_launch_is_bound_by_what_is_short_and_two_by_one_after_the_other():
-    sizes = {"": (64, 128)}
+def test_scores_and_selection_are_bound_one_after_the_other():
     tiles = {"HEADS": 64, "DIM": 128, "BLOCK_N": 256, "BLOCK_Q": 32}
-    beside = replace(GOOD, shared=115712, registers=107, constants=tiles, products={"n64k16 from memory": 16})
-    kernels = {words: beside for words, _ in selection.calls(sizes)}
-    found = selection.bounds(kernels, sizes, H200)
+    scores = replace(GOOD, shared=115712, registers=107, constants=tiles, products={"n64k16 from memory": 16})
+    found = selection.bounds({"": scores, selection.in_fp8(""): scores}, {"": (64, 128)}, H200)
     assert len(found) == 2 * len(selection.LENGTHS)
-    for problem, ms in found.items():
-        assert ms["two launches"] == pytest.approx(ms["scores"] + ms["selection"], abs=2e-3)
-        assert ms["scores"] <= ms["one launch"] < ms["two launches"], problem
+    for ms in found.values():
+        assert ms["both"] == pytest.approx(ms["scores"] + ms["selection"], abs=2e-3)
+        assert 0 < ms["selection"] < ms["scores"]
     pairs = 8192 * 8193 / 2
     assert found["S8192, 64 x 128, bf16"]["scores"] == pytest.approx(pairs * 16384 / 989e12 * 1e3, abs=1e-3)
     half = found["S8192, 64 x 128, fp8"]["scores"] / found["S8192, 64 x 128, bf16"]["scores"]

@@ -37,7 +37,6 @@ _ROWS = {
     "backward_keys_kernel": ("BLOCK_N",),
     "backward_query_kernel": ("BLOCK_H",),
     "score_slab_kernel": ("BLOCK_N",),
-    "score_and_select_kernel": ("BLOCK_N",),
     "scores_at_kernel": ("BLOCK_N",),
     "score_gradients_kernel": ("BLOCK_N", "BLOCK_J"),
     "dense_lse_kernel": ("BLOCK_M",),

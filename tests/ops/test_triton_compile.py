@@ -31,7 +31,7 @@ KERNELS = {
     *HOPPER_KERNELS,
     *("backward_keys_kernel", "backward_query_kernel"),
     *("score_slab_kernel", "select_kernel", "scores_at_kernel", "score_gradients_kernel"),
-    *("score_and_select_kernel", "quantise_kernel"),
+    "quantise_kernel",
     *("divergence_kernel", "dense_lse_kernel", "dense_sum_kernel", "dense_key_gradient_kernel"),
     *("list_rows_kernel", "gather_kernel", "add_up_kernel", "weighted_gather_kernel", "scatter_probs_kernel"),
     *("multiply_kernel", "weight_gradient_kernel"),

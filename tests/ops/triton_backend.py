@@ -16,7 +16,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 from mindspeed_dsa.ops.grouped_matmul import triton as grouped  # noqa: E402
 from mindspeed_dsa.ops.indexer_kl_loss import triton as kl_loss  # noqa: E402
 from mindspeed_dsa.ops.lightning_indexer import triton as indexer  # noqa: E402
-from mindspeed_dsa.ops.lightning_indexer import triton_one_launch as one_launch  # noqa: E402
 from mindspeed_dsa.ops.moe_permute import triton as permutation  # noqa: E402
 from mindspeed_dsa.ops.quantised_indexer import triton as quantised  # noqa: E402
 from mindspeed_dsa.ops.sparse_flash_attention import hopper, shared_tiles  # noqa: E402
@@ -36,7 +35,6 @@ __all__ = [
     "hopper",
     "indexer",
     "kl_loss",
-    "one_launch",
     "permutation",
     "quantised",
     "shared_tiles",

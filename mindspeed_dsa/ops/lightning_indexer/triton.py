@@ -20,7 +20,6 @@ from mindspeed_dsa.ops.lightning_indexer.triton_kernels import (
     score_slab_kernel,
     scores_at_kernel,
 )
-from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import Scored, select_at_once, takes_one_launch
 from mindspeed_dsa.ops.lightning_indexer.triton_selection import select_kernel, selection_constants
 from mindspeed_dsa.ops.precision import gradient_dtype, raising_factor
 from mindspeed_dsa.ops.row_ranges import Ranges
@@ -114,19 +113,11 @@ def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
     query, key, weights = call.query, call.key, call.weights
-    if takes_one_launch(key.shape[1]):
-        return select_whole(Scored(query, key, weights), topk, ranges, call.use_relu)
 
     def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
         score_slab(query[b, rows], key[b], weights[b, rows], starts, ends, slab, call.use_relu)
 
     return select_by(call, topk, ranges, score)
-
-
-def select_whole(scored: Scored, topk: int, ranges: Ranges, use_relu: bool) -> tuple[Tensor, Tensor]:
-    """Return what :func:`select` does, by one launch; neither operands nor results are empty."""
-    heads, dim = scored.query.shape[2:]
-    return select_at_once(scored, topk, ranges, use_relu, _slab_tiles(scored.query, heads, dim))
 
 
 def select_by(

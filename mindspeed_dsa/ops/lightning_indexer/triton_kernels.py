@@ -42,7 +42,7 @@ def head_scores(
 
 
 @triton.jit
-def score_block(
+def score_slab_kernel(
     query,
     key,
     weights,
@@ -52,8 +52,6 @@ def score_block(
     slab,
     rows,
     key_length,
-    first_row,
-    first_key,
     query_row,
     query_head,
     key_row,
@@ -68,11 +66,14 @@ def score_block(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Write the scores of a block of rows with a tile of keys: the keys stay, the rows' heads stream by.
+    """One program per block of rows and tile of keys: the keys stay, the rows' heads stream by.
 
-    ``slab`` is ``[rows, key_length]``. A tile that no row of the block sees is skipped, not written. Scores
+    ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped, not written. Scores
     are multiplied by ``factors`` of their keys, if there are any.
     """
+    tiles = tl.cdiv(key_length, BLOCK_N)
+    first_key = (tl.program_id(0) % tiles) * BLOCK_N
+    first_row = (tl.program_id(0) // tiles) * BLOCK_Q
     row = first_row + tl.arange(0, BLOCK_Q)
     low = tl.load(starts + row, mask=row < rows, other=0)
     high = tl.load(ends + row, mask=row < rows, other=0)
@@ -101,61 +102,6 @@ def score_block(
             if factors is not None:
                 scores *= tl.load(factors + position, mask=inside, other=0.0)
             tl.store(slab + at * key_length + position, scores, mask=inside)
-
-
-@triton.jit
-def score_slab_kernel(
-    query,
-    key,
-    weights,
-    factors,
-    starts,
-    ends,
-    slab,
-    rows,
-    key_length,
-    query_row,
-    query_head,
-    key_row,
-    weight_row,
-    weight_head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    USE_RELU: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """One program per block of rows and tile of keys: :func:`score_block`."""
-    tiles = tl.cdiv(key_length, BLOCK_N)
-    score_block(
-        query,
-        key,
-        weights,
-        factors,
-        starts,
-        ends,
-        slab,
-        rows,
-        key_length,
-        tl.program_id(0) // tiles * BLOCK_Q,
-        tl.program_id(0) % tiles * BLOCK_N,
-        query_row,
-        query_head,
-        key_row,
-        weight_row,
-        weight_head,
-        HEADS,
-        DIM,
-        BLOCK_J,
-        BLOCK_D,
-        BLOCK_N,
-        BLOCK_Q,
-        USE_RELU,
-        WIDEN,
-    )
 
 
 @triton.jit

@@ -192,25 +192,33 @@ def store_kept(out_indices, out_scores, positions, scores, seen, last, wanted, a
 
 
 @triton.jit
-def select_row(
-    scores_of_row,
+def select_kernel(
+    slab,
+    starts,
+    ends,
     listed_indices,
     listed_scores,
     topk_indices,
     topk_scores,
-    start,
-    end,
     key_length,
     topk,
     LIST: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the topk highest scores of a row's range, ascending positions, -1 at the tail.
+    """One program per row: the topk highest scores of its range, ascending positions, -1 at the tail.
 
-    ``listed_indices`` and ``listed_scores`` are ``[LIST]``, for the program's own use. What is selected
+    ``listed_indices`` and ``listed_scores`` are ``[rows, LIST]``, for the programs' own use. What is selected
     depends on the scores alone: counts do not depend on the order in which threads count.
     """
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + row)
+    end = tl.load(ends + row)
+    scores_of_row = slab + row * key_length
+    listed_indices += row * LIST
+    listed_scores += row * LIST
+    topk_indices += row * topk
+    topk_scores += row * topk
     length = tl.maximum(end - start, 0)
     lane = tl.arange(0, BLOCK)
     taken = tl.minimum(length, topk)
@@ -280,36 +288,3 @@ def select_row(
         empty = (slot >= taken) & (slot < topk)
         tl.store(topk_indices + slot, -1, mask=empty)
         tl.store(topk_scores + slot, float("-inf"), mask=empty)
-
-
-@triton.jit
-def select_kernel(
-    slab,
-    starts,
-    ends,
-    listed_indices,
-    listed_scores,
-    topk_indices,
-    topk_scores,
-    key_length,
-    topk,
-    LIST: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program per row: :func:`select_row` with its part of each tensor, which are ``[rows, ...]``."""
-    row = tl.program_id(0).to(tl.int64)
-    select_row(
-        slab + row * key_length,
-        listed_indices + row * LIST,
-        listed_scores + row * LIST,
-        topk_indices + row * topk,
-        topk_scores + row * topk,
-        tl.load(starts + row),
-        tl.load(ends + row),
-        key_length,
-        topk,
-        LIST,
-        SAMPLE,
-        BLOCK,
-    )

@@ -17,10 +17,8 @@ from mindspeed_dsa.ops.lightning_indexer.triton import (
     rehearsed_call,
     score_slab,
     select_by,
-    select_whole,
     unsupported_with,
 )
-from mindspeed_dsa.ops.lightning_indexer.triton_one_launch import Scored, takes_one_launch
 from mindspeed_dsa.ops.quantised_indexer.arithmetic import QuantisedCall
 from mindspeed_dsa.ops.quantised_indexer.triton_quantise import quantise
 from mindspeed_dsa.ops.row_ranges import Ranges
@@ -53,10 +51,6 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
     """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
     dtype = operand_dtype(call.query.device, call.query.shape[3])
     key, of_key = quantise(call.key, call.powers_of_two, dtype)
-    if takes_one_launch(key.shape[1]):
-        query, of_query = quantise(call.query, call.powers_of_two, dtype)
-        scored = Scored(query, key, call.weights.float() * of_query, of_key)
-        return select_whole(scored, topk, ranges, call.use_relu)[0]
 
     def score(b: int, rows: slice, starts: Tensor, ends: Tensor, slab: Tensor) -> None:
         query, of_query = quantise(call.query[b, rows], call.powers_of_two, dtype)
