@@ -21,16 +21,16 @@ from benchmarks.gpu import beside, bounds, words
 from benchmarks.registry import Metrics
 
 PARTS = {
-    "parity": 180,
-    "selection": 35,
-    "operators": 55,
-    "layer": 75,
-    "streams": 10,
-    "features": 60,
-    "compiled": 15,
-    "ranks": 10,
-    "sanitizer": 20,
-    "rivals": 10,
+    "parity": 130,
+    "selection": 50,
+    "operators": 45,
+    "layer": 60,
+    "streams": 14,
+    "features": 75,
+    "compiled": 25,
+    "ranks": 20,
+    "sanitizer": 45,
+    "rivals": 6,
 }
 """Seconds that each has for certain. What others leave, or did not ask for, is added.
 

@@ -91,7 +91,8 @@ def run(
     train = cache(partial(measure, deterministic=True))
     found: dict[str, Any] = {}
     for name, case in cases.items():
-        off, on = (f"{model} {case.off} {flags}" for flags in (case.instead, case.on))
+        # In one spelling, so that jobs of several cases run once.
+        off, on = (" ".join(f"{model} {case.off} {flags}".split()) for flags in (case.instead, case.on))
         found[name] = compared(train(off), train(on), case)
         tell(found)
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mindspeed_dsa import platforms
 from mindspeed_dsa.megatron.gathered_weights import wait_for_all_weights
-from mindspeed_dsa.megatron.two_streams import Streams
+from mindspeed_dsa.megatron.two_streams import LEAST_TOKENS, Streams
 
 _streams: WeakKeyDictionary[platforms.Platform, Any] = WeakKeyDictionary()
 """Second stream of each platform, one for all layers."""
@@ -36,8 +36,11 @@ def is_worth(streams: Streams, states: Tensor) -> bool:
 
     On a CPU, where there is nothing to wait for, it does whatever the size.
     """
-    large = states[..., 0].numel() >= streams.least_tokens
-    return streams.second and (large or not platforms.current().asynchronous)
+    platform, least = platforms.current(), streams.least_tokens
+    if least is None:
+        least = LEAST_TOKENS.get(platform.name, 0)
+    large = states[..., 0].numel() >= least
+    return streams.second and (large or not platform.asynchronous)
 
 
 def keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:

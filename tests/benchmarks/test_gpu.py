@@ -208,6 +208,18 @@ def test_features_train_as_without_them_and_do_something():
     assert "refused" not in features.compared(SIDE, moved, exact), "work is on another stream"
 
 
+def test_a_job_of_several_cases_runs_once(monkeypatch):
+    trained, alone = [], []
+    monkeypatch.setattr(features, "measure", lambda flags, **_: trained.append(flags) or SIDE)
+    monkeypatch.setattr(ranks, "measure", lambda flags: alone.append(flags) or SIDE)
+    monkeypatch.setattr(ranks, "_of_ranks", lambda flags, seconds: FAST)
+    assert features.run(model="-m").keys() == features.CASES.keys()
+    # Fused DSA itself is what other features are compared with, swapped attention one of six such jobs.
+    assert len(trained) == len(set(trained)) == len(features.CASES) - 1 + 6
+    assert ranks.run(False, 60.0, lambda _: None, "-m").keys() == ranks.CASES.keys()
+    assert alone == ["-m --use-fused-dsa", "-m --use-fused-dsa --pack-documents --micro-batch-size 1"]
+
+
 def test_parts_of_a_layer_beside_each_other():
     """The same bits on a CPU as on a GPU, by the same code; and from which size on nothing is slower."""
     found = streams.run(quick=True, rounds=1)

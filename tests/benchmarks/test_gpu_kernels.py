@@ -66,6 +66,7 @@ TOOL = """#!{python}
 import sys
 at = sys.argv.index("--log-file")
 open(sys.argv[at + 1], "w").write({log!r})
+assert sys.argv[1:at] == ["--tool", "memcheck", "--report-api-errors", "no"], sys.argv
 assert sys.argv[at + 3 :] == ["-m", "benchmarks.gpu.sanitizer"], sys.argv
 print("called: selection, bf16")
 sys.exit({code})

@@ -47,7 +47,7 @@ def check_streams(args: Any, options: Options) -> Iterator[str]:
     """Yield what in a job's arguments does not go with a second stream."""
     streams = options.streams
     yield from _check_work(args, streams)
-    if streams.least_tokens < 0:
+    if streams.least_tokens is not None and streams.least_tokens < 0:
         yield f"--two-streams-min-tokens {streams.least_tokens}: use a number of tokens, at least 0"
     if argument(args, "overlap_moe_expert_parallel_comm") and not streams.pairs:
         yield (
@@ -105,7 +105,7 @@ FEATURE = Feature(
         Flag(
             "--two-streams-min-tokens",
             "Leave microbatches on the first stream that have fewer tokens on a rank; default: "
-            f"{LEAST_TOKENS}.",
+            f"{LEAST_TOKENS['cuda']} on a GPU, 0 elsewhere.",
             kind="value",
             type=int,
             metavar="N",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -209,6 +210,16 @@ def test_few_tokens_stay_on_the_first_stream(pool):
     for least, waits in ((tokens, 4), (tokens + 1, 0)):
         ((found,),) = pool.run(f"{CASES}:watched_layer", 1, dropped=[None], tokens=least)
         assert (found["waits"], found["races"]) == (waits, [])
+
+
+def test_how_many_tokens_are_few_is_the_platforms_unless_it_is_said(monkeypatch):
+    platform = OrderedPlatform()
+    monkeypatch.setattr(platforms, "_current", platform)
+    for name, given, least in (("npu", None, 0), ("cuda", None, 8192), ("cuda", 0, 0), ("npu", 3, 3)):
+        monkeypatch.setattr(type(platform), "name", name)
+        options = Options.of(SimpleNamespace(two_streams=True, two_streams_min_tokens=given)).streams
+        for tokens in {max(0, least - 1), least}:
+            assert second_stream.is_worth(options, torch.empty(tokens, 1, 2)) == (tokens >= least), name
 
 
 def test_one_stream_is_said(caplog, monkeypatch):
