@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import itertools
 import numbers
 import os
@@ -236,16 +237,22 @@ def _own_names(flags: Iterable[Flag]) -> set[str]:
 
 def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
     """Misspelt flags of ours among the tokens of a command line, each with what was meant."""
-    names = _own_names(flags)
+    names = frozenset(_own_names(flags))
     found = {}
     for token in tokens:
         name = token.partition("=")[0]
         if name.startswith("--") and name not in names:
-            close = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+            close = _closest(name, names)
             # One whose every word is right is another flag, as Megatron's --recompute-num-layers is.
-            if close and set(name.split("-")) - set(close[0].split("-")):
-                found[name] = close[0]
+            if close and set(name.split("-")) - set(close.split("-")):
+                found[name] = close
     return found
+
+
+@functools.lru_cache(maxsize=1024)  # each step of a job's start looks at the same command line
+def _closest(name: str, names: frozenset[str]) -> str:
+    """Return the name that a misspelling may stand for; empty if it resembles none."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.85)), "")
 
 
 def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:

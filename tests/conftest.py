@@ -8,11 +8,13 @@ import random
 import sys
 from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from tests.support.import_graph import Sources
     from tests.support.pool import WorkerPool
 
 
@@ -78,6 +80,15 @@ def pool() -> Iterator[WorkerPool]:
 
     with WorkerPool() as workers:
         yield workers
+
+
+@pytest.fixture(scope="session", name="sources")
+def _sources() -> Sources:
+    """Every module of the package, parsed once: that takes seconds."""
+    import mindspeed_dsa
+    from tests.support.import_graph import Sources
+
+    return Sources(Path(mindspeed_dsa.__file__).parent, mindspeed_dsa.__name__)
 
 
 @pytest.fixture(autouse=True)

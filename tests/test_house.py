@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 import mindspeed_dsa
 from tests.support.import_graph import Sources
 
@@ -21,11 +19,6 @@ SMALL = {
     "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",
 }
 """Files below :data:`SMALLEST` lines that only their own folder imports, and why they stand alone."""
-
-
-@pytest.fixture(scope="module")
-def sources() -> Sources:
-    return Sources(FOLDER, PACKAGE)
 
 
 def short(module: str) -> str:

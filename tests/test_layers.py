@@ -14,7 +14,7 @@ import pytest
 
 import mindspeed_dsa
 from mindspeed_dsa.features import KINDS, built_in, declared_in, shipped
-from tests.support.import_graph import Sources, circles, upward
+from tests.support.import_graph import circles, upward
 
 PACKAGE = "mindspeed_dsa"
 FOLDER = Path(mindspeed_dsa.__file__).parent
@@ -42,11 +42,6 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 HEAVY = {"torch", "megatron", "torch_npu", "triton", "transformer_engine"}
 FEATURE_FILES = sorted((FOLDER / "features").rglob("feature.py"))
 FEATURES = f"{PACKAGE}.features"
-
-
-@pytest.fixture(scope="module")
-def sources() -> Sources:
-    return Sources(FOLDER, PACKAGE)
 
 
 def kind_of(module: str) -> str:

@@ -212,7 +212,7 @@ def with_fsdp2(name: str, ranks: int, flags: str, model: str = "", **switches: A
 @pytest.mark.parametrize(
     "layout",
     [
-        with_fsdp2("DP2, fp32", 2, ""),
+        with_fsdp2("DP2, fp32", 2, "", "--num-layers 2"),
         pytest.param(
             with_fsdp2("PP2 x VPP2 x EP2", 4, f"{PP2} {VPP2} {EP2}", BF16, **WITH_SWAP),
             marks=pytest.mark.full,

@@ -9,6 +9,7 @@ import errno
 import gc
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -101,10 +102,16 @@ def die_in_the_write_of_step_4(place: Any) -> None:
     checkpoint.save = saving
 
 
-def write_late(*args: object) -> None:
-    """Write a rank's file when the steps that follow are long over."""
-    time.sleep(LATE_S)
-    WRITE(*args)
+def write_late(shards: torch_dist.Shards) -> None:
+    """Write a rank's file when training has made its next step; the last one waits for all of LATE_S."""
+    folder = Path(shards.path)
+    step = int(re.findall(r"iter_(\d+)", folder.name)[0])
+    end = time.monotonic() + LATE_S
+    while len((folder.parents[1] / "metrics.jsonl").read_text().splitlines()) <= step:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    WRITE(shards)
 
 
 def write_never(*args: object) -> None:

@@ -80,7 +80,7 @@ def these(*quick: tuple[int, Any], full: Iterable[tuple[int, Any]] = ()) -> list
     ("case", "ranks", "options"),
     of_each(
         {
-            REUSE: ["dp1", "dp2, distributed", "dp2, distributed, overlap"],
+            REUSE: ["dp1", "dp2, distributed, overlap"],
             SWAP: ["dp2, distributed, overlap"],
             VIRTUAL: ["dp2, distributed"],
         },

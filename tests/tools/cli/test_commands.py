@@ -13,8 +13,10 @@ from mindspeed_dsa.__main__ import COMMANDS, main
 from tests.support import fork, warm
 
 
-def command(*argv, run=warm.run):
-    return run([sys.executable, "-m", "mindspeed_dsa", *argv], capture_output=True, text=True, timeout=120)
+def command(*argv):
+    return warm.run(
+        [sys.executable, "-m", "mindspeed_dsa", *argv], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_every_command_is_there_and_explains_itself(capsys):
@@ -77,7 +79,7 @@ def test_doctor_lists_every_feature_when_all_are_off(capsys):
 
 
 def test_doctor_with_dsa_patches_for_real():
-    done = command("doctor", "--json", "--experimental-attention-variant", "dsa", run=subprocess.run)
+    done = command("doctor", "--json", "--experimental-attention-variant", "dsa")
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings["problems"]
     states = {site["target"]: site["state"] for site in findings["sites"]}

@@ -115,7 +115,11 @@ def test_a_gradient_that_would_come_a_step_late_stops_the_first_step(pool):
 
 @pytest.mark.parametrize(
     ("precision", "switches"),
-    [("bf16", {}), ("fp32", {}), pytest.param("fp32", SWAPPED, marks=pytest.mark.full)],
+    [
+        ("bf16", {}),
+        pytest.param("fp32", {}, marks=pytest.mark.full),
+        pytest.param("fp32", SWAPPED, marks=pytest.mark.full),
+    ],
 )
 def test_checkpoints_go_from_the_distributed_optimizer_and_back(pool, tmp_path, precision, switches):
     arguments = {"folder": str(tmp_path), "precision": precision, **switches}

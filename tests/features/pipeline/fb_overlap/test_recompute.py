@@ -194,7 +194,7 @@ def test_losses_and_tokens_count_once(pool, recomputed):
 
 def test_a_recomputed_layer_keeps_its_input(pool):
     """Bytes of two more layers; beside the input where rows have gone, and states of random generators."""
-    size = 64
+    size = 32
     bytes_of_input = 4 * SEQUENCE * size * 32
 
     def kept(**overrides):
@@ -214,7 +214,7 @@ def test_a_recomputed_layer_keeps_its_input(pool):
 @pytest.mark.parametrize("selecting", [1, 2])
 def test_layers_that_share_keep_one_selection(pool, selecting):
     """Its indices alone come on top of the layers' inputs: once for the layers that read it, not for each."""
-    size, topk = 64, 8
+    size, topk = 32, 8
     shared, own = (
         pool.run(
             f"{CASES}:kept",

@@ -29,13 +29,13 @@ if find_spec("einops"):  # Megatron asks for it as soon as there are hierarchica
     ]
 
 
-def rounds(enabled: bool) -> list[tuple[int, int]]:
-    """Threads and process groups after each of ten rounds of set-up, use and destruction."""
+def rounds(enabled: bool, count: int) -> list[tuple[int, int]]:
+    """Threads and process groups after each of ``count`` rounds of set-up, use and destruction."""
     from megatron.core import parallel_state
 
     found = []
     with mindspeed_dsa.enabled(mindspeed_platform="cpu") if enabled else contextlib.nullcontext():
-        for number in range(10):
+        for number in range(count):
             parallel_state.initialize_model_parallel(**_LAYOUTS[number % len(_LAYOUTS)])
             dist.all_reduce(torch.ones(1000), group=parallel_state.get_tensor_and_data_parallel_group())
             parallel_state.destroy_model_parallel()
