@@ -31,6 +31,7 @@ _OPTIONS = {"num_warps": 4, "maxnreg": 168}
 if HAS_GLUON:
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_attention_sum import hopper_attention_sum_kernel
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_backward import hopper_backward_keys_kernel
+    from mindspeed_dsa.ops.sparse_flash_attention.hopper_backward_rows import hopper_backward_rows_kernel
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_few_heads import hopper_few_heads_forward_kernel
     from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import hopper_forward_kernel
 
@@ -149,6 +150,62 @@ def gradients_of_keys(
         num_warps=8,
         maxnreg=168,
     )
+
+
+def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
+    """Return whether :func:`gradients_of_rows` computes this.
+
+    Fewer heads leave most of a program's 64 empty and add as much to the keys' gradients. The sum over heads
+    is of two programs at most: they give the same in either order.
+    """
+    return (
+        _HEADS // 2 < query.shape[2] <= _SUMMED_HEADS
+        and takes(query, key_value, value_dim)
+        and _in_lines(grad_out)
+    )
+
+
+def gradients_of_rows(
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor, Tensor | None],
+    indices: Tensor,
+    lengths: Tensor,
+    softmax_scale: float,
+) -> None:
+    """All gradients, those of the keys added with atomics, in no fixed order.
+
+    Args:
+        inputs: query, keys, gradient of the output, log-sum-exp and delta.
+        results: gradients of queries, ``[batch, rows, heads, 576]``; of keys, ``[batch * key_length, 576]``
+            fp32, zeros before; and the sum over heads or None, ``[batch, rows, topk]`` fp32, zeros before.
+        indices: as for :func:`forward`.
+        lengths: as for :func:`forward`.
+        softmax_scale: of the scores.
+    """
+    query, key_value, grad_out, lse, delta = inputs
+    grad_query, grad_keys, summed = results
+    batch, rows, heads, _ = query.shape
+    on_grid(hopper_backward_rows_kernel, batch * rows * triton.cdiv(heads, _HEADS))(
+        *(query, key_value, indices, lengths, grad_out, lse, delta),
+        *(grad_query, grad_keys, lse if summed is None else summed),
+        *(rows, key_value.shape[1], heads, indices.shape[2]),
+        *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
+        *(softmax_scale, softmax_scale * LOG2E),
+        WITH_SUM=summed is not None,
+        num_warps=4,
+        maxnreg=256,
+    )
+    grad_keys.copy_(in_order(grad_keys))
+
+
+def in_order(grad_keys: Tensor) -> Tensor:
+    """Return ``[keys, 576]`` with its columns in order.
+
+    Args:
+        grad_keys: as ``hopper_backward_rows_kernel`` leaves them: of 16 columns those that one of four
+            threads of a product has are beside each other, two and the two that are 8 behind.
+    """
+    return grad_keys.view(len(grad_keys), -1, 4, 2, 2).transpose(2, 3).reshape(grad_keys.shape)
 
 
 def _multiprocessors(device: torch.device) -> int:

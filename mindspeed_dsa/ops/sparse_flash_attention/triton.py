@@ -3,7 +3,8 @@
 The backward recomputes the probabilities once, tile of keys by tile of keys, over all heads: the gradient of
 a key leaves a program once per row that selected it, whatever the number of heads, and on Hopper once for up
 to four neighbours that did. The gradient of the scores goes through memory to a second kernel, which is a
-plain product with the gathered keys. Rows are cut into chunks that bound this memory.
+plain product with the gathered keys. Rows are cut into chunks that bound this memory. With more than 32 heads
+on Hopper one kernel forms all gradients of a row, in no fixed order of sums.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ def backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     query, key_value, topk_indices = _operands(call)
     softmax_scale, value_dim, grad_out = call.softmax_scale, call.value_dim, dense_rows(grad_out)
-    (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
-    key_length, device = key_value.shape[1], query.device
+    batch, key_length, dim = key_value.shape
+    device = query.device
     factor = None
     if query.dtype == torch.float16 and grad_out.numel() > 0:
         # The kernel rounds the gradient of the scores, smaller than this by a probability, to fp16.
@@ -210,80 +211,101 @@ def backward(
         summed = torch.zeros(topk_indices.shape, dtype=torch.float32, device=device)
     if topk_indices.numel() > 0:
         lengths = row_lengths(topk_indices, key_length)
-        all_indices = topk_indices.view(batch * rows, topk)
-        delta = _delta(grad_out, out)
-        constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
-        key_tiles = _backward_keys_tiles(query, heads)
-        query_tiles = _backward_query_tiles(query, heads, value_dim)
-        on_hopper = hopper.takes_backward(query, key_value, grad_out, value_dim, topk)
-        # Where a kernel stores the gradient of a head, see `backward_query_kernel`.
-        stored, groups = heads, 1
-        if on_hopper:
-            block_heads = hopper.backward_heads(heads)
-            stored, groups = triton.cdiv(heads, block_heads) * block_heads, block_heads // 8
-        row_bytes = topk * (stored * query.element_size() + (4 * dim if deterministic else 0))
-        workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
-        chunk = max(1, min(batch * rows, workspace // row_bytes))
-        if on_hopper and chunk < batch * rows:
-            chunk = whole_chunk(chunk)
-        grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
-        gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
-        target = grad_key_value if gathered is None else gathered
-        # As many as are put in order within a bound: for each entry a sort takes up to 32 bytes, tiles ten,
-        # and those of before are let go of afterwards.
-        order_bytes = WORKSPACE_BYTES // 42 if deterministic else WORKSPACE_BYTES // 8 // 10
-        ordered_rows = max(1, order_bytes // (chunk * topk)) * chunk
-        for first in range(0, batch * rows, chunk):
-            count = min(chunk, batch * rows - first)
-            if first % ordered_rows == 0:
-                ahead = slice(first, first + ordered_rows)
-                indices = all_indices[ahead]
-                if on_hopper:
-                    shared = share_tiles(indices, lengths[ahead], first, rows, key_length, chunk)
-                    tasks, bounds = tasks_of(shared.ends, lengths[ahead], topk, chunk)
-                    indices = shared.indices
-                if deterministic:
-                    ids = key_ids(indices, first, rows, key_length, batch * key_length)
-                    if on_hopper:
-                        ids.masked_fill_(added_by_others(shared.ends, topk), batch * key_length)
-                    order = order_by_key(ids, batch * key_length, chunk)
-            part = first % ordered_rows // chunk
-            of_chunk = slice(part * chunk, part * chunk + count)
-            if on_hopper:
-                hopper.gradients_of_keys(
-                    (query, key_value, grad_out, lse, delta),
-                    (grad_scores, summed, target),
-                    (indices[of_chunk], shared.places[of_chunk], tasks, bounds[part]),
-                    *(first, softmax_scale, not deterministic),
-                )
-            else:
-                on_grid(backward_keys_kernel, count * triton.cdiv(topk, key_tiles["BLOCK_N"]))(
-                    *(query, key_value, topk_indices, lengths, grad_out, lse, delta),
-                    *(grad_scores, lse if summed is None else summed, target),
-                    *(first, rows, key_length, heads, topk),
-                    *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
-                    *(softmax_scale, softmax_scale * LOG2E),
-                    WITH_SUM=summed is not None,
-                    ATOMIC=gathered is None,
-                    ALIGNED=aligned(query) and aligned(grad_out),
-                    **constants,
-                    **key_tiles,
-                )
-            head_blocks = triton.cdiv(stored, query_tiles["BLOCK_H"])
-            on_grid(backward_query_kernel, count * head_blocks * query_tiles["PARTS"])(
-                *(key_value, indices[of_chunk], lengths, grad_scores, grad_query, first),
-                *(rows, key_length, heads, stored, topk, *key_value.stride()[:2]),
-                GROUPS=groups,
-                **constants,
-                **query_tiles,
-            )
-            if gathered is not None:
-                add_ordered_rows(grad_key_value, gathered[:count], order, part)
+        inputs = (query, key_value, grad_out, lse, _delta(grad_out, out))
+        results = (grad_query, grad_key_value, summed)
+        if not deterministic and hopper.takes_rows(query, key_value, grad_out, value_dim):
+            hopper.gradients_of_rows(inputs, results, topk_indices, lengths, softmax_scale)
+        else:
+            _backward_by_tiles(call, inputs, results, topk_indices, lengths, deterministic)
     else:
         grad_query.zero_()
     if factor is not None:
         grad_query, grad_key_value = grad_query.div_(factor), grad_key_value.div_(factor)
     return grad_query.to(query.dtype), grad_key_value.view(key_value.shape), summed
+
+
+def _backward_by_tiles(
+    call: AttentionCall,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor, Tensor | None],
+    topk_indices: Tensor,
+    lengths: Tensor,
+    deterministic: bool,
+) -> None:
+    """Form gradients of keys and scores, chunk of rows by chunk, and from these those of queries."""
+    query, key_value, grad_out, lse, delta = inputs
+    grad_query, grad_key_value, summed = results
+    softmax_scale, value_dim = call.softmax_scale, call.value_dim
+    (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
+    key_length, device = key_value.shape[1], query.device
+    all_indices = topk_indices.view(batch * rows, topk)
+    constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
+    key_tiles = _backward_keys_tiles(query, heads)
+    query_tiles = _backward_query_tiles(query, heads, value_dim)
+    on_hopper = hopper.takes_backward(query, key_value, grad_out, value_dim, topk)
+    # Where a kernel stores the gradient of a head, see `backward_query_kernel`.
+    stored, groups = heads, 1
+    if on_hopper:
+        block_heads = hopper.backward_heads(heads)
+        stored, groups = triton.cdiv(heads, block_heads) * block_heads, block_heads // 8
+    row_bytes = topk * (stored * query.element_size() + (4 * dim if deterministic else 0))
+    workspace = tile_bytes(grad_key_value) if deterministic else WORKSPACE_BYTES
+    chunk = max(1, min(batch * rows, workspace // row_bytes))
+    if on_hopper and chunk < batch * rows:
+        chunk = whole_chunk(chunk)
+    grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
+    gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
+    target = grad_key_value if gathered is None else gathered
+    # As many as are put in order within a bound: for each entry a sort takes up to 32 bytes, tiles ten,
+    # and those of before are let go of afterwards.
+    order_bytes = WORKSPACE_BYTES // 42 if deterministic else WORKSPACE_BYTES // 8 // 10
+    ordered_rows = max(1, order_bytes // (chunk * topk)) * chunk
+    for first in range(0, batch * rows, chunk):
+        count = min(chunk, batch * rows - first)
+        if first % ordered_rows == 0:
+            ahead = slice(first, first + ordered_rows)
+            indices = all_indices[ahead]
+            if on_hopper:
+                shared = share_tiles(indices, lengths[ahead], first, rows, key_length, chunk)
+                tasks, bounds = tasks_of(shared.ends, lengths[ahead], topk, chunk)
+                indices = shared.indices
+            if deterministic:
+                ids = key_ids(indices, first, rows, key_length, batch * key_length)
+                if on_hopper:
+                    ids.masked_fill_(added_by_others(shared.ends, topk), batch * key_length)
+                order = order_by_key(ids, batch * key_length, chunk)
+        part = first % ordered_rows // chunk
+        of_chunk = slice(part * chunk, part * chunk + count)
+        if on_hopper:
+            hopper.gradients_of_keys(
+                inputs,
+                (grad_scores, summed, target),
+                (indices[of_chunk], shared.places[of_chunk], tasks, bounds[part]),
+                *(first, softmax_scale, not deterministic),
+            )
+        else:
+            on_grid(backward_keys_kernel, count * triton.cdiv(topk, key_tiles["BLOCK_N"]))(
+                *(query, key_value, topk_indices, lengths, grad_out, lse, delta),
+                *(grad_scores, lse if summed is None else summed, target),
+                *(first, rows, key_length, heads, topk),
+                *(*query.stride()[:3], *key_value.stride()[:2], *grad_out.stride()[:3]),
+                *(softmax_scale, softmax_scale * LOG2E),
+                WITH_SUM=summed is not None,
+                ATOMIC=gathered is None,
+                ALIGNED=aligned(query) and aligned(grad_out),
+                **constants,
+                **key_tiles,
+            )
+        head_blocks = triton.cdiv(stored, query_tiles["BLOCK_H"])
+        on_grid(backward_query_kernel, count * head_blocks * query_tiles["PARTS"])(
+            *(key_value, indices[of_chunk], lengths, grad_scores, grad_query, first),
+            *(rows, key_length, heads, stored, topk, *key_value.stride()[:2]),
+            GROUPS=groups,
+            **constants,
+            **query_tiles,
+        )
+        if gathered is not None:
+            add_ordered_rows(grad_key_value, gathered[:count], order, part)
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:

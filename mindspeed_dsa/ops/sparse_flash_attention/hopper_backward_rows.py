@@ -1,0 +1,343 @@
+"""Gradients of sparse flash attention on Hopper for many heads, in Gluon: a row and 64 heads to a program.
+
+Queries and output gradients of a row stay in shared memory, and tiles of 64 keys pass through. Two warp
+groups have parts of their own. One gathers keys and computes probabilities and gradients of scores, which the
+other reads from shared memory. The other forms the gradients of these keys, 64 columns at a time, and adds
+them to memory while its next columns are multiplied: the additions bound the kernel. The gradient of the
+queries is kept in registers of both, about half of its columns in each.
+
+Entries that are no keys are gathered as zeros: they give nothing to the queries, and nothing of them is
+added.
+Each warp group has all the registers that there are for a thread, and spills none of them in a loop.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
+    BLOCK,
+    COPIES,
+    COPYING,
+    LOG2E,
+    TAIL,
+    TILE,
+    VALUE,
+    barrier_of,
+    copy_rows,
+    kept_inside,
+    load_indices,
+    place_of_row,
+    power_of_two,
+)
+from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import HALF, OUTPUT, SCORES
+
+# Columns of a key's gradient that are multiplied at a time.
+SLICE: gl.constexpr = gl.constexpr(64)
+SLICES: gl.constexpr = gl.constexpr((VALUE.value + TAIL.value) // SLICE.value)
+# Keys whose scores are computed at a time: beside the queries' gradient registers have no room for all 64.
+FEW: gl.constexpr = gl.constexpr(32)
+FEW_SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FEW.value, 16]))
+NARROW: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+
+
+@gluon.jit
+def entries_of(row_indices, first, length, layout: gl.constexpr, COUNT: gl.constexpr):
+    """Entries of a row from the first one on, -1 behind its last key."""
+    place = first + gl.arange(0, COUNT, layout=layout)
+    return gl.load(row_indices + place, mask=place < length, other=-1)
+
+
+@gluon.jit
+def gather_keys(entries, keys, key_row, key_length, k_value, k_tail, key_full):
+    """Copy keys of a tile, zeros for entries that are none."""
+    for few in gl.static_range(2):
+        index = entries[few]
+        valid = (index >= 0) & (index < key_length)
+        starts = keys + index.to(gl.int64) * key_row
+        copy_rows(k_value.index(few), starts, valid, 0, VALUE)
+        copy_rows(k_tail.index(few), starts, valid, VALUE, TAIL)
+    async_copy.mbarrier_arrive(key_full, increment_count=False)
+
+
+@gluon.jit
+def store_columns(target, first_head, heads, sums, FIRST: gl.constexpr):
+    """Columns of the gradient of a row's queries, for the heads that there are."""
+    layout: gl.constexpr = sums.type.layout
+    head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+    column = FIRST + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+    offsets = head.to(gl.int64)[:, None] * (VALUE + TAIL) + column[None, :]
+    gl.store(target + offsets, sums.to(target.dtype.element_ty), mask=(head < heads)[:, None])
+
+
+@gluon.jit
+def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, WITH_SUM: gl.constexpr):
+    """The group that copies, and computes scores, their gradients and the first half of the queries'."""
+    row_indices, length, key_length = row
+    base, query_head, grad_base, grad_head = queries
+    lse, delta, first_head, heads = of_heads
+    key_value, key_row = keys
+    grad_query, attention_sum = results
+    softmax_scale, scale_log2 = scales
+    q_value, q_tail, grad_value, k_value, k_tail, probabilities, gradients = tiles
+    row_full, key_full, key_empty, ready, consumed = barriers
+    copied: gl.constexpr = gl.SliceLayout(1, COPIES)
+    head = first_head + gl.arange(0, BLOCK, layout=copied)
+    is_head = head < heads
+    starts = base + head.to(gl.int64) * query_head
+    copy_rows(q_value.index(0), starts, is_head, 0, VALUE)
+    copy_rows(q_tail.index(0), starts, is_head, VALUE, TAIL)
+    copy_rows(grad_value.index(0), grad_base + head.to(gl.int64) * grad_head, is_head, 0, VALUE)
+    async_copy.mbarrier_arrive(row_full, increment_count=False)
+    entries = (
+        entries_of(row_indices, 0, length, copied, FEW),
+        entries_of(row_indices, FEW, length, copied, FEW),
+    )
+    gather_keys(entries, key_value, key_row, key_length, k_value, k_tail, key_full)
+    head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, FEW_SCORES))
+    dtype: gl.constexpr = q_value.dtype
+    probabilities = probabilities.reinterpret(dtype, [2, BLOCK, FEW], NARROW)
+    gradients = gradients.reinterpret(dtype, [2, BLOCK, FEW], NARROW)
+    norm = gl.load(lse + head, mask=head < heads, other=float("inf")) * LOG2E
+    row_delta = gl.load(delta + head, mask=head < heads, other=0.0) * softmax_scale
+    acc_value = gl.full([BLOCK, HALF], 0.0, gl.float32, layout=OUTPUT)
+    acc_tail = gl.full([BLOCK, TAIL], 0.0, gl.float32, layout=SCORES)
+    mbarrier.wait(row_full, 0)
+    tiles_of_row = gl.cdiv(length, BLOCK)
+    for tile in range(tiles_of_row):
+        phase = tile & 1
+        first = (tile + 1) * BLOCK
+        following = (
+            entries_of(row_indices, first, length, copied, FEW),
+            entries_of(row_indices, first + FEW, length, copied, FEW),
+        )
+        mbarrier.wait(key_full, phase)
+        fence_async_shared()
+        for few in range(kept_inside(2)):
+            none = gl.full([BLOCK, FEW], 0.0, gl.float32, layout=FEW_SCORES)
+            only = kept_inside(0)
+            value = k_value.index(few).permute((1, 0))
+            # [heads, keys] each
+            scores = warpgroup_mma(q_value.index(only), value, none, use_acc=False, is_async=True)
+            scores = warpgroup_mma(
+                q_tail.index(only), k_tail.index(few).permute((1, 0)), scores, is_async=True
+            )
+            inner = warpgroup_mma(grad_value.index(only), value, none, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            # At most 1, also of entries that are no keys: an infinite gradient times their zeros is NaN.
+            weight = power_of_two(gl.minimum(scores * scale_log2 - norm[:, None], 0.0))
+            if WITH_SUM:
+                columns: gl.constexpr = gl.SliceLayout(0, FEW_SCORES)
+                begin = tile * BLOCK + few * FEW
+                key = entries_of(row_indices, begin, length, columns, FEW)
+                # Of the two programs that a row has at most, in either order.
+                gl.atomic_add(
+                    attention_sum + begin + gl.arange(0, FEW, layout=columns),
+                    gl.sum(weight, axis=0),
+                    mask=(key >= 0) & (key < key_length),
+                    sem="relaxed",
+                )
+            inner = warpgroup_mma_wait(0, deps=(inner,))
+            gradient = weight * (inner * softmax_scale - row_delta[:, None])
+            mbarrier.wait(consumed, phase ^ 1)
+            probabilities.index(few).store(weight.to(dtype))
+            gradients.index(few).store(gradient.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(ready)
+        only = kept_inside(0)
+        for few in gl.static_range(2):
+            gradient = gradients.index(few)
+            acc_value = warpgroup_mma(
+                gradient, k_value.index(only + few).slice(0, HALF, 1), acc_value, is_async=True
+            )
+            acc_tail = warpgroup_mma(gradient, k_tail.index(only + few), acc_tail, is_async=True)
+        acc_value, acc_tail = warpgroup_mma_wait(0, deps=(acc_value, acc_tail))
+        mbarrier.wait(key_empty, phase)
+        if tile + 1 < tiles_of_row:
+            gather_keys(following, key_value, key_row, key_length, k_value, k_tail, key_full)
+    store_columns(grad_query, first_head, heads, acc_value, 0)
+    store_columns(grad_query, first_head, heads, acc_tail, VALUE)
+
+
+@gluon.jit
+def slice_of_keys(tiles, only, NUMBER: gl.constexpr):
+    """Begin to form some columns of the gradients of a tile's keys, ``[keys, columns]``."""
+    q_value, q_tail, grad_value, _k_value, _k_tail, probabilities, gradients = tiles
+    acc = gl.full([BLOCK, SLICE], 0.0, gl.float32, layout=SCORES)
+    gradient = gradients.index(only).permute((1, 0))
+    if NUMBER * SLICE < VALUE:
+        grad_slice = grad_value.index(only).slice(NUMBER * SLICE, SLICE, 1)
+        weights = probabilities.index(only).permute((1, 0))
+        acc = warpgroup_mma(weights, grad_slice, acc, use_acc=False, is_async=True)
+        query = q_value.index(only).slice(NUMBER * SLICE, SLICE, 1)
+        return warpgroup_mma(gradient, query, acc, is_async=True)
+    # The output has no such columns.
+    return warpgroup_mma(gradient, q_tail.index(only), acc, use_acc=False, is_async=True)
+
+
+@gluon.constexpr_function
+def _places(lines):
+    """Layout of sums at their places in memory: see :func:`add_slice`."""
+    row, place = [4, 0], [0, 16]
+    registers, threads = (row, place) if lines else (place, row)
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], registers, [0, 32]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], threads],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+
+
+@gluon.jit
+def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
+    """Sums of 64 columns to rows of memory, with atomics; rows without a key to nowhere.
+
+    Of 16 columns a thread of a product has two, and two that are 8 behind. They are neighbours in memory, so
+    that it adds them at once; ``hopper.in_order`` puts columns back. Threads then exchange half of their
+    rows: the numbers of eight are 128 bytes of a row.
+    """
+    layout: gl.constexpr = _places(True)
+    # [keys, 16 columns, half of them, thread, number] to [..., thread, half, number]
+    apart = gl.permute(gl.reshape(sums, [BLOCK, SLICE // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+    placed = gl.convert_layout(gl.reshape(apart, [BLOCK, SLICE]), _places(False), assert_trivial=True)
+    placed = gl.convert_layout(placed, layout)
+    place = FIRST + gl.arange(0, SLICE, layout=gl.SliceLayout(0, layout))
+    valid = ((index >= 0) & (index < key_length))[:, None]
+    gl.atomic_add(grad_keys + offsets[:, None] + place[None, :], placed, mask=valid, sem="relaxed")
+
+
+@gluon.jit
+def add_tiles(row, queries, results, tiles, barriers):
+    """The group that adds keys' gradients to memory, and forms the second half of the queries'."""
+    row_indices, length, key_length = row
+    first_head, heads = queries
+    grad_query, grad_keys = results
+    _q_value, _q_tail, _grad_value, k_value, _k_tail, _probabilities, gradients = tiles
+    key_empty, ready, consumed = barriers
+    acc = gl.full([BLOCK, HALF], 0.0, gl.float32, layout=OUTPUT)
+    rows: gl.constexpr = gl.SliceLayout(1, _places(True))
+    few_gradients = gradients.reinterpret(gradients.dtype, [2, BLOCK, FEW], NARROW)
+    for tile in range(gl.cdiv(length, BLOCK)):
+        index = load_indices(row_indices, tile, length, rows)
+        offsets = index.to(gl.int64) * (VALUE + TAIL)
+        # Who arrives has seen all copies, and has fenced them.
+        mbarrier.wait(ready, tile & 1)
+        only = kept_inside(0)
+        current = slice_of_keys(tiles, only, 0)
+        for few in gl.static_range(2):
+            values = k_value.index(only + few).slice(HALF, HALF, 1)
+            acc = warpgroup_mma(few_gradients.index(few), values, acc, is_async=True)
+        for number in gl.static_range(SLICES - 1):
+            following = slice_of_keys(tiles, only, number + 1)
+            if number == 0:
+                # The gradient of the queries, and two products of the columns behind.
+                current = warpgroup_mma_wait(4, deps=(current,))
+            elif number == 1:
+                current, acc = warpgroup_mma_wait(2, deps=(current, acc))
+                mbarrier.arrive(key_empty)
+            elif number + 2 < SLICES:
+                current = warpgroup_mma_wait(2, deps=(current,))
+            else:
+                current, following = warpgroup_mma_wait(0, deps=(current, following))
+                mbarrier.arrive(consumed)
+            add_slice(grad_keys, offsets, index, key_length, current, number * SLICE)
+            current = following
+        add_slice(grad_keys, offsets, index, key_length, current, (SLICES - 1) * SLICE)
+    store_columns(grad_query, first_head, heads, acc, HALF)
+
+
+@gluon.jit
+def hopper_backward_rows_kernel(
+    query,
+    key_value,
+    indices,
+    lengths,
+    grad_out,
+    lse,
+    delta,
+    grad_query,
+    grad_keys,
+    attention_sum,
+    rows_per_batch,
+    key_length,
+    heads,
+    topk,
+    query_batch,
+    query_row,
+    query_head,
+    key_batch,
+    key_row,
+    grad_batch,
+    grad_row,
+    grad_head,
+    softmax_scale,
+    scale_log2,
+    WITH_SUM: gl.constexpr,
+):
+    """One program per row and 64 heads; keys of 512 + 64 numbers in two bytes each.
+
+    ``grad_query`` is ``[rows, heads, 576]``, ``grad_keys`` ``[batch * key_length, 576]`` fp32 and
+    ``attention_sum`` ``[rows, topk]`` fp32; the last two are added to, with atomics.
+    """
+    head_blocks = gl.cdiv(heads, BLOCK)
+    row = (gl.program_id(0) // head_blocks).to(gl.int64)
+    first_head = (gl.program_id(0) % head_blocks) * BLOCK
+    base, keys, length = place_of_row(
+        row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
+    )
+    batch = row // rows_per_batch
+    grad_base = grad_out + batch * grad_batch + (row % rows_per_batch) * grad_row
+
+    dtype: gl.constexpr = query.dtype.element_ty
+    tiles = (
+        gl.allocate_shared_memory(dtype, [1, BLOCK, VALUE], TILE),  # queries
+        gl.allocate_shared_memory(dtype, [1, BLOCK, TAIL], TILE),
+        gl.allocate_shared_memory(dtype, [1, BLOCK, VALUE], TILE),  # output gradients
+        gl.allocate_shared_memory(dtype, [2, FEW, VALUE], TILE),  # keys
+        gl.allocate_shared_memory(dtype, [2, FEW, TAIL], TILE),
+        gl.allocate_shared_memory(dtype, [1, BLOCK, BLOCK], NARROW),  # probabilities, [heads, keys]
+        gl.allocate_shared_memory(dtype, [1, BLOCK, BLOCK], NARROW),  # gradients of scores, [heads, keys]
+    )
+    row_full, key_full = barrier_of(COPYING), barrier_of(COPYING)
+    key_empty, ready, consumed = barrier_of(1), barrier_of(1), barrier_of(1)
+    barriers = (row_full, key_full, key_empty, ready, consumed)
+    scales = (softmax_scale, scale_log2)
+    attended = (indices + row * topk, length, key_length)
+    of_heads = (lse + row * heads, delta + row * heads, first_head, heads)
+    queries = (base, query_head, grad_base, grad_head)
+    out = grad_query + row * heads * (VALUE + TAIL)
+    summed = attention_sum + row * topk
+    of_batch = grad_keys + batch * key_length * (VALUE + TAIL)
+    gl.warp_specialize(
+        [
+            (
+                score_tiles,
+                (
+                    attended,
+                    queries,
+                    of_heads,
+                    (keys, key_row),
+                    (out, summed),
+                    scales,
+                    tiles,
+                    barriers,
+                    WITH_SUM,
+                ),
+            ),
+            (
+                add_tiles,
+                (attended, (first_head, heads), (out, of_batch), tiles, (key_empty, ready, consumed)),
+            ),
+        ],
+        [4],
+        [256],
+    )
