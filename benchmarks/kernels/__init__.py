@@ -154,7 +154,7 @@ def _work(words: str, kernel: Any) -> Any:
 
 
 def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """By GPU: each kernel in each call, and the two kernels of the attention's backward together."""
+    """By GPU: each kernel in each call, and the kernels of the attention's backward together."""
     from benchmarks.kernels import model
 
     found: dict[str, dict[str, float]] = {}
@@ -162,7 +162,10 @@ def _model(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, 
         table = tables.get(f"sm_{gpu.target}", {})
         fractions = {words: row[name] for words, row in table.items() if name in row}
         for call in (f"{heads} heads" for heads in HEADS):
-            kernels = rf"\w+_keys_kernel, {call}, WITH_SUM=False", rf"backward_query_kernel, {call}"
+            kernels = (
+                rf"(\w+_keys_kernel|{model.ROWS}), {call}, WITH_SUM=False",
+                rf"backward_query_kernel, {call}",
+            )
             both = [row for words, row in table.items() if re.fullmatch("|".join(kernels), words)]
             flops = sum(row["useful_flop"] for row in both)
             for kind in ("", SHARED) if any(f"{name}{SHARED}" in row for row in both) else ("",):

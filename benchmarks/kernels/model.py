@@ -47,7 +47,9 @@ _REGISTERS = 65536
 # Heads of a program of the attention's forward, for kernels that only know one number of them; in these one
 # group of warps works between products while another one multiplies.
 _HOPPER_HEADS = {"hopper_forward_kernel": 64, "hopper_few_heads_forward_kernel": 16}
-_HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel")
+ROWS = "hopper_backward_rows_kernel"
+_ROWS_HEADS = 64
+_HOPPER = (*_HOPPER_HEADS, "hopper_attention_sum_kernel", ROWS)
 SHARING = "hopper_backward_keys_kernel"
 # Rows that have a tile in common, as measured on selections of a small model trained on text: of 256 keys two
 # neighbours share 0.70, four 0.46, so that 4 rows take 0.46 + 2 x 0.24 + 4 x 0.30 = 2.14 times a row's keys.
@@ -133,6 +135,16 @@ def attention(
             gathers it, and adds its gradient, once for all of them.
     """
     constants = kernel.constants
+    if kernel.name == ROWS:
+        programs = -(-heads // _ROWS_HEADS)
+        # Scores, gradients of probabilities, of queries, and of keys by two ways. A key is read in two bytes
+        # a number, and its gradient added in four.
+        width, moved = 3 * dim + 2 * value_dim, heads * (2 * dim + value_dim) * 2
+        scores, wanted = programs * _ROWS_HEADS * topk, heads * topk
+        return Work(
+            *(programs, 2 * scores * width, 2 * wanted * width, programs * 6 * topk * dim + moved, moved),
+            *(scores, 8 * scores),
+        )
     block = _HOPPER_HEADS.get(kernel.name) or constants.get("BLOCK_H") or constants["HEADS"]
     padded = -(-heads // block) * block
     scores, wanted = padded * topk, heads * topk

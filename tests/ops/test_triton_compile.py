@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[2]
 """The release of Triton that budgets hold for."""
 HOPPER_KERNELS = {
     *("hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"),
-    *("hopper_backward_keys_kernel", "find_shared_kernel", "reorder_kernel", "list_tasks_kernel"),
+    *(
+        "hopper_backward_rows_kernel",
+        "hopper_backward_keys_kernel",
+        "find_shared_kernel",
+        "reorder_kernel",
+        "list_tasks_kernel",
+    ),
 }
 KERNELS = {
     *("row_lengths_kernel", "add_rows_by_key_kernel"),
