@@ -125,7 +125,7 @@ def test_a_quick_run(tmp_path):
     assert metrics["serialised"] == metrics["over_limit"] == 0
     elsewhere = {
         *("hopper_forward_kernel", "forward_kernel", "attention_sum_kernel", "backward_keys_kernel"),
-        model.PAIRS,
+        model.ROWS,
     }
     assert set(metrics["spill_bytes"]) >= set(model.ATTENTION) - elsewhere
     assert set(metrics["model_fraction_of_peak"]) == {"H100", "H200"}
