@@ -22,7 +22,8 @@ from typing import Any
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds of silence, seconds between probes, and probes: a machine that is gone is missed after 25 s."""
 _REACHED_WITHIN_S = 5.0
-_TRIES = 5
+_TRIES = 9
+"""In about five seconds, since the first follow each other quickly."""
 _LEAVES = b"leaves"
 _CALLERS = 8
 """Connections that have not said yet whose they are; of more, the oldest is closed."""

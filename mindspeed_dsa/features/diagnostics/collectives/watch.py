@@ -37,6 +37,9 @@ from mindspeed_dsa.runs.files import RunError, try_lock, write_atomically
 
 _PERIOD_S = 1.0
 """Each rank then asks the file system about two files: of thousands, it may be one that all share."""
+_FIRST_S = 0.05
+"""Until the first look; each of the next ones comes after twice as long, up to the period. A look connects this
+rank to the next, whose end on another machine is not noticed before."""
 _GRACE_S = 10.0
 """From the loss of a rank to the end of the others, for launchers and handlers that end them better."""
 _CLOSING_S = 0.2
@@ -90,7 +93,7 @@ class Watch:
         self._ring = Ring(store, self._job, self._rank, self._ranks, self._host, os.getpid())
         self._request = self._folder / f".request-{self._job}"
         self._seen = 0
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # the main thread, which has failed, and this one's
         self._failure: tuple[str, list[str]] | None = None
         self._stopped = threading.Event()
         self._woken, self._wake = os.pipe()
@@ -132,9 +135,11 @@ class Watch:
     # -- what makes it write ----------------------------------------------------------------------
 
     def _watch(self) -> None:
+        period_s = _FIRST_S
         while not self._stopped.is_set():
             try:
-                ready = _ready([self._woken, *self._ring.waited_for()])
+                ready = _ready([self._woken, *self._ring.waited_for()], period_s)
+                period_s = min(2 * period_s, _PERIOD_S)
                 for number in os.read(self._woken, 64) if self._woken in ready else b"":
                     self._signalled(number)
                 if self._stopped.is_set():
@@ -335,7 +340,8 @@ class Watch:
     def _ask(self, reason: str) -> None:
         """Write this rank's record, and have the others write theirs."""
         asked = {"rank": self._rank, "reason": reason, "lost": self._lost}
-        write_atomically(self._request, json.dumps(asked))
+        with self._writing:
+            write_atomically(self._request, json.dumps(asked))
         self._write(reason)
         if self._failure is None and not self._lost:  # else there is a better line
             self._log.warning("%s: see python -m mindspeed_dsa hang %s", reason, self._folder)
@@ -361,7 +367,7 @@ class Watch:
             recorder.groups(),
             self._write_torchs(),
         )
-        with self._writing:  # the main thread and this one
+        with self._writing:
             files.write(self._folder, record)
 
     def _write_torchs(self) -> str:
@@ -403,13 +409,13 @@ class Watch:
         return lock
 
 
-def _ready(waited_for: list[Any]) -> list[Any]:
+def _ready(waited_for: list[Any], period_s: float) -> list[Any]:
     """Wait for one that can be read; ``select`` refuses descriptors from 1024 on, which large jobs have."""
     by_number = {each if isinstance(each, int) else each.fileno(): each for each in waited_for}
     poll = select.poll()
     for number in by_number:
         poll.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poll.poll(1000 * _PERIOD_S)]
+    return [by_number[number] for number, _ in poll.poll(1000 * period_s)]
 
 
 def _is_ours(handler: Any) -> bool:

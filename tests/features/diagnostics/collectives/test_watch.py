@@ -7,6 +7,9 @@ import os
 import resource
 import signal
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,14 +33,13 @@ def high():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_descriptors_of_large_jobs_are_waited_for(high, monkeypatch):
-    monkeypatch.setattr(watch, "_PERIOD_S", 0.05)
+def test_descriptors_of_large_jobs_are_waited_for(high):
     mine, other = high
-    assert watch._ready([mine]) == []
+    assert watch._ready([mine], 0.05) == []
     other.sendall(b"a word")
-    assert mine in watch._ready([mine])
+    assert mine in watch._ready([mine], 0.05)
     other.close()
-    assert mine in watch._ready([mine])
+    assert mine in watch._ready([mine], 0.05)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,17 @@ def test_what_follows_a_loss_is_recorded_and_not_printed(monkeypatch, error):
         signal.signal(signal.SIGCHLD, before)
     assert recorded == [f"failed with RuntimeError: {error}"]
     assert printed == []
+
+
+def test_two_threads_that_notice_a_loss_at_once_both_record_it(monkeypatch, tmp_path):
+    """The main one, whose connection is broken, and the watch's: neither takes the other's unfinished file."""
+    recorded = []
+    rank = object.__new__(watch.Watch)
+    rank._rank, rank._lost, rank._failure = 0, {"1": "killed"}, None
+    rank._request, rank._writing = tmp_path / ".request", threading.Lock()
+    rank._write = recorded.append
+    monkeypatch.setattr(os, "fsync", lambda descriptor: time.sleep(0.05))
+    reasons = ["rank 1 died", "failed with RuntimeError: Connection reset by peer"]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(rank._ask, reasons))
+    assert sorted(recorded) == sorted(reasons)
