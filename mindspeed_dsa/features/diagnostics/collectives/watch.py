@@ -38,8 +38,8 @@ from mindspeed_dsa.runs.files import RunError, try_lock, write_atomically
 _PERIOD_S = 1.0
 """Each rank then asks the file system about two files: of thousands, it may be one that all share."""
 _FIRST_S = 0.05
-"""Until the first look; each of the next ones comes after twice as long, up to the period. A look connects this
-rank to the next, whose end on another machine is not noticed before."""
+"""Until the first look; each of the next ones comes after twice as long, up to the period. A look connects
+this rank to the next, whose end on another machine is not noticed before."""
 _GRACE_S = 10.0
 """From the loss of a rank to the end of the others, for launchers and handlers that end them better."""
 _CLOSING_S = 0.2

@@ -94,7 +94,7 @@ def test_what_follows_a_loss_is_recorded_and_not_printed(monkeypatch, error):
 
 
 def test_two_threads_that_notice_a_loss_at_once_both_record_it(monkeypatch, tmp_path):
-    """The main one, whose connection is broken, and the watch's: neither takes the other's unfinished file."""
+    """The main one, its connection broken, and the watch's: neither takes the other's unfinished file."""
     recorded = []
     rank = object.__new__(watch.Watch)
     rank._rank, rank._lost, rank._failure = 0, {"1": "killed"}, None
