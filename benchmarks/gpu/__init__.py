@@ -1,6 +1,6 @@
 """All that needs a GPU, in one go of at most eight minutes, and one report of it.
 
-Tests of the kernels on the device, ways of the selection beside each other, the operators
+Tests of the kernels on the device, ways of the selection and of the backward beside each other, the operators
 beside the model's bounds, whole training steps with and without fused DSA and other features, a trace,
 compute-sanitizer, and attention beside other projects'. Every part is a process of its own: one that fails,
 or leaves the device in a bad state, costs its own figures only.
@@ -21,8 +21,9 @@ from benchmarks.gpu import beside, bounds, words
 from benchmarks.registry import Metrics
 
 PARTS = {
-    "parity": 130,
-    "selection": 50,
+    "parity": 125,
+    "selection": 40,
+    "backward": 22,
     "operators": 45,
     "layer": 60,
     "streams": 14,
@@ -102,7 +103,7 @@ def failures(found: dict[str, Any]) -> dict[str, str]:
     failed |= {f"parity, {test}": why for test, why in found.get("parity", {}).get("failures", {}).items()}
     if "refused" in found.get("sanitizer", {}):
         failed["sanitizer"] = found["sanitizer"]["refused"]
-    for name in ("selection", "layer", "features", "streams", "compiled", "ranks"):
+    for name in ("selection", "backward", "layer", "features", "streams", "compiled", "ranks"):
         for case, row in found.get(name, {}).items():
             if isinstance(row, dict) and "refused" in row:
                 failed[f"{name}, {case}"] = row["refused"]

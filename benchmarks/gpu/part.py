@@ -31,6 +31,13 @@ def selection(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return ways.run(quick, tell)
 
 
+def backward(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """The attention's backward by rows and by tiles of keys."""
+    from benchmarks.gpu import backward as ways
+
+    return ways.run(quick, tell)
+
+
 def layer(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     """Training steps, fused and stock, and a trace."""
     from benchmarks.gpu import layer as steps
@@ -85,7 +92,7 @@ def rivals(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
 
 if __name__ == "__main__":
     all_parts = (
-        *(parity, selection, operators, layer, streams, features),
+        *(parity, selection, backward, operators, layer, streams, features),
         *(compiled, ranks, sanitizer, rivals),
     )
     parts.serve({part.__name__: part for part in all_parts})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.gpu import beside, selection
+from benchmarks.gpu import backward, beside, selection
 from benchmarks.gpu.streams import least_tokens
 from benchmarks.parts import rows_of, table
 
@@ -18,7 +18,7 @@ def report(found: Mapping[str, Any], device: str) -> str:
         device: the GPU's name.
     """
     parts = (
-        *(_summary, _model, selection.words, _operators, beside.words),
+        *(_summary, _model, selection.words, backward.words, _operators, beside.words),
         *(layers, features, streams, _trace),
     )
     lines = [f"# {device}", ""]

@@ -74,7 +74,10 @@ def test_a_part_that_fails_costs_its_own_figures_only(tmp_path, monkeypatch, cap
     answers = {
         "parity": (0, [{"passed": 3, "skipped": 0, "failures": {"test_x::test_y": "not close"}}], ""),
         "operators": (1, [{"matmul_tflops": 700.0}], "Traceback\nRuntimeError: an illegal memory access"),
-        **{name: (0, [{}], "") for name in ("streams", "selection", "sanitizer", "compiled", "ranks")},
+        **{
+            name: (0, [{}], "")
+            for name in ("streams", "selection", "backward", "sanitizer", "compiled", "ranks")
+        },
         "layer": (0, [{}, {"a": {"stock": SIDE, "fused": FAST}, "b": {**NO_FUSED, "refused": "w"}}], ""),
     }
 

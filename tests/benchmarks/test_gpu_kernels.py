@@ -1,4 +1,4 @@
-"""Parts of ``make gpu`` that are about kernels alone: ways of the selection, and compute-sanitizer."""
+"""Parts of ``make gpu`` about kernels: ways of the selection and the backward, and compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.dsa import cuda
-from benchmarks.gpu import selection
-from tests.ops.triton_backend import indexer
+from benchmarks.gpu import backward, selection
+from tests.ops.triton_backend import hopper, indexer
 
 PEAK = 1e12
 WAYS = [selection.SLABS, selection.SHORT_SLABS]
@@ -60,6 +60,25 @@ def test_a_way_that_selects_otherwise_is_not_timed(small, monkeypatch):
     assert found["S6, 2 heads, bf16"]["refused"] == why
     assert selection.SHORT_SLABS not in found["S6, 2 heads, bf16"]
     assert gpu.failures({"selection": found}) == {"selection, S6, 2 heads, bf16": why}
+
+
+@pytest.mark.full
+def test_the_backward_is_timed_by_rows_and_by_tiles(small, monkeypatch):
+    monkeypatch.setattr(hopper, "takes_rows", lambda *_: True)
+    taken = []
+    monkeypatch.setattr(cuda, "seconds", lambda *_: taken.append(hopper.takes_rows()) or 4e-3)
+    found = backward.run(True, lambda _: None, "cpu")
+    (name,) = found
+    assert taken == [False, True]
+    assert found[name][backward.TILES] == found[name][backward.ROWS] == 4
+    assert f"| {name} | 4 | 4 | 1.00 |" in list(backward.words({"backward": found}))
+    monkeypatch.setattr(backward.Problem, "apart", lambda *_: float(hopper.takes_rows()))
+    found = backward.run(True, lambda _: None, "cpu")
+    why = "by rows differs by 1.0e+00 from the operator's own"
+    assert found[name]["refused"] == why
+    assert backward.ROWS not in found[name]
+    assert gpu.failures({"backward": found}) == {f"backward, {name}": why}
+    assert list(backward.words({"backward": found})) == []
 
 
 TOOL = """#!{python}

@@ -106,6 +106,17 @@ def test_the_committed_result_and_the_page_made_of_it():
     assert page.page(text, metrics) == text, "run python -m benchmarks.kernels.page"
 
 
+def test_a_row_reads_its_keys_and_adds_their_gradients_once_for_64_heads():
+    """Two bytes a number read and four added, and five products of pairs of a head and a key."""
+    rows = replace(GOOD, name=model.ROWS, constants={"WITH_SUM": False})
+    one, two = (model.attention(rows, heads, 2048) for heads in (40, 128))
+    assert (one.programs, two.programs) == (1, 2)
+    assert one.l2 == 2048 * 576 * (2 + 4) + 40 * (576 + 512 + 576) * 2
+    assert two.l2 == 2 * 2048 * 576 * (2 + 4) + 128 * (576 + 512 + 576) * 2
+    assert one.useful == 2 * 40 * 2048 * (3 * 576 + 2 * 512)
+    assert one.flops / one.useful == 64 / 40
+
+
 def test_the_interpreter_is_refused():
     done = warm.run(
         [sys.executable, "-m", "benchmarks", "kernels-static", "--quick"],

@@ -27,7 +27,7 @@ def places():
 
 
 def gradients_of_rows(inputs, results, indices, lengths, softmax_scale):
-    """What the kernel leaves."""
+    """Leave what the kernel leaves."""
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_keys, summed = results
     (batch, rows, heads, _), keys = query.shape, key_value.shape[1]

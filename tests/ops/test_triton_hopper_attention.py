@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
-from mindspeed_dsa.ops.triton.common import dense_rows
 from mindspeed_dsa.ops.triton.launch import rehearsal
 from tests.ops import oracle
 from tests.ops.random_inputs import drifting_indices, random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
-from tests.ops.triton_backend import DEVICE, attention, hopper
+from tests.ops.triton_backend import DEVICE, attention, common, hopper
 
 SIZES = [
     *((heads, torch.bfloat16) for heads in (1, 16, 33, 64, 128, 200)),
@@ -78,9 +77,9 @@ def test_the_gradient_that_an_up_projection_leaves_is_taken(batch, monkeypatch):
     (grad,) = torch.autograd.grad(torch.einsum("bshc,hdc->sbhd", latent_out, value).sum(), latent_out)
     tensors = rows_of(batch, 2, 8, 576), rows_of(batch, 9, 576)
     with rehearsal(90, lambda kernel: None):
-        assert hopper.takes_backward(*tensors, dense_rows(grad), 512, 2048)
-    assert torch.equal(dense_rows(grad), grad)
-    assert dense_rows(grad).data_ptr() == grad.data_ptr()
+        assert hopper.takes_backward(*tensors, common.dense_rows(grad), 512, 2048)
+    assert torch.equal(common.dense_rows(grad), grad)
+    assert common.dense_rows(grad).data_ptr() == grad.data_ptr()
 
 
 @pytest.mark.parametrize(("heads", "dtype"), SIZES)

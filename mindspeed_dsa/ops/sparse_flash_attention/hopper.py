@@ -172,7 +172,7 @@ def gradients_of_rows(
     lengths: Tensor,
     softmax_scale: float,
 ) -> None:
-    """All gradients, those of the keys added with atomics, in no fixed order.
+    """Form all gradients, those of the keys added with atomics, in no fixed order.
 
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.

@@ -7,8 +7,7 @@ them to memory while its next columns are multiplied: the additions bound the ke
 queries is kept in registers of both, about half of its columns in each.
 
 Entries that are no keys are gathered as zeros: they give nothing to the queries, and nothing of them is
-added.
-Each warp group has all the registers that there are for a thread, and spills none of them in a loop.
+added. Each warp group has all the registers that there are for a thread, and spills none of them in a loop.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     load_indices,
     place_of_row,
     power_of_two,
+    seen_as,
 )
 from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import HALF, OUTPUT, SCORES
 
@@ -104,8 +104,8 @@ def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, 
     gather_keys(entries, key_value, key_row, key_length, k_value, k_tail, key_full)
     head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, FEW_SCORES))
     dtype: gl.constexpr = q_value.dtype
-    probabilities = probabilities.reinterpret(dtype, [2, BLOCK, FEW], NARROW)
-    gradients = gradients.reinterpret(dtype, [2, BLOCK, FEW], NARROW)
+    probabilities = seen_as(probabilities, dtype, [2, BLOCK, FEW], NARROW)
+    gradients = seen_as(gradients, dtype, [2, BLOCK, FEW], NARROW)
     norm = gl.load(lse + head, mask=head < heads, other=float("inf")) * LOG2E
     row_delta = gl.load(delta + head, mask=head < heads, other=0.0) * softmax_scale
     acc_value = gl.full([BLOCK, HALF], 0.0, gl.float32, layout=OUTPUT)
@@ -201,7 +201,7 @@ def _places(lines):
 def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
     """Sums of 64 columns to rows of memory, with atomics; rows without a key to nowhere.
 
-    Of 16 columns a thread of a product has two, and two that are 8 behind. They are neighbours in memory, so
+    A thread of a product has two of 16 columns, and two that are 8 behind. They are neighbours in memory, so
     that it adds them at once; ``hopper.in_order`` puts columns back. Threads then exchange half of their
     rows: the numbers of eight are 128 bytes of a row.
     """
@@ -225,7 +225,7 @@ def add_tiles(row, queries, results, tiles, barriers):
     key_empty, ready, consumed = barriers
     acc = gl.full([BLOCK, HALF], 0.0, gl.float32, layout=OUTPUT)
     rows: gl.constexpr = gl.SliceLayout(1, _places(True))
-    few_gradients = gradients.reinterpret(gradients.dtype, [2, BLOCK, FEW], NARROW)
+    few_gradients = seen_as(gradients, gradients.dtype, [2, BLOCK, FEW], NARROW)
     for tile in range(gl.cdiv(length, BLOCK)):
         index = load_indices(row_indices, tile, length, rows)
         offsets = index.to(gl.int64) * (VALUE + TAIL)

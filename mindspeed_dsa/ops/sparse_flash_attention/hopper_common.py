@@ -8,8 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
 
-# Renamed with Triton 3.9.
+# Both renamed with Triton 3.8 or 3.9.
 load_asynchronously = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 LOG2E: gl.constexpr = gl.constexpr(LOG2E_VALUE)
 # Keys of a tile, columns of a value and of the rest of a key.
 BLOCK: gl.constexpr = gl.constexpr(64)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 OLD = Path(sys.prefix) / "torchtitan-0.2"
 """Folder with the packages of TorchTitan 0.2, beside the environment's 0.3; `make test-hosts` fills it."""
 BACKEND = ("--parallelism.spmd_backend", "partial_dtensor")
-"""What PyTorch before 2.14 can run of TorchTitan 0.3's three ways to hold parameters."""
+"""The one of TorchTitan 0.3's three ways to hold parameters that PyTorch before 2.14 can run."""
 
 
 class Record(NamedTuple):
@@ -22,9 +22,9 @@ class Record(NamedTuple):
     steps: list[tuple[int, float, float]]
     """Step, loss and norm of the gradients, of the rank that has the loss."""
     calls: dict[str, int]
-    """Of the operators' functions, by all ranks."""
+    """Calls of the operators' functions, by all ranks."""
     indexer_losses: list[float]
-    """Of all layers on all ranks, in the last step."""
+    """Losses of the indexers of all layers on all ranks, in the last step."""
     initial: dict[str, float]
     """Sums of squares of the weights before the first step."""
     weights: dict[str, float]

@@ -1,0 +1,87 @@
+"""The attention's backward on Hopper by rows, beside tiles of keys that rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.dsa import cuda
+from benchmarks.dsa.problem import Sizes
+from benchmarks.gpu.projects import Problem
+from benchmarks.parts import Tell, rows_of, table
+from benchmarks.registry import Metrics
+from benchmarks.released import MODELS
+
+DEVIATION = 5e-3
+"""Distance of gradients by norm above which nothing is timed: both round the same products to bf16, but add
+in other orders."""
+ROWS, TILES = "by rows", "by tiles"
+_SIZES = ((8192, 64), (8192, 128), (32768, 64))
+_SHARED = (None, 0.8)
+"""Part of a row's keys that the next one has, too; None for what chance gives."""
+_ROUNDS = 7
+
+
+def problems(quick: bool = False) -> list[tuple[Sizes, float | None]]:
+    """Return sizes and shared parts, what matters first; with ``quick`` a small one."""
+    if quick:
+        return [(Sizes(length=24, heads=2, topk=8), 0.8)]
+    model = MODELS["deepseek-v3.2"]
+    return [
+        (Sizes.of(model, length=length, heads=heads), shared)
+        for length, heads in _SIZES
+        for shared in _SHARED
+    ]
+
+
+def run(quick: bool, tell: Tell, device: str = "cuda") -> Metrics:
+    """By problem and way the milliseconds of a backward, or ``refused``.
+
+    Args:
+        quick: a small problem.
+        tell: called with all figures so far after each problem.
+        device: where.
+    """
+    from mindspeed_dsa.ops.sparse_flash_attention import hopper
+
+    takes_rows = hopper.takes_rows
+    found: dict[str, Any] = {}
+    for sizes, shared in problems(quick):
+        kind = "independent rows" if shared is None else f"neighbours share {shared}"
+        problem = Problem(sizes, device, shared)
+        backward, row = problem.ours["backward"], {}
+        found[f"S{sizes.length}, {sizes.heads} heads, {kind}"] = row
+        for way, takes in ((TILES, lambda *_: False), (ROWS, takes_rows)):
+            with mock.patch.object(hopper, "takes_rows", takes):
+                row[f"{way}, apart"] = problem.apart("backward", backward())
+                if not row[f"{way}, apart"] <= DEVIATION:
+                    row["refused"] = f"{way} differs by {row[f'{way}, apart']:.1e} from the operator's own"
+                    break
+                row[way] = cuda.seconds(backward, _ROUNDS, backward) * 1e3
+        tell(found)
+        del problem, backward
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return found
+
+
+def words(found: Mapping[str, Any]) -> Iterator[str]:
+    """Section of the report; nothing if the part did not run.
+
+    Args:
+        found: metrics of the case ``gpu``.
+    """
+    rows = {name: row for name, row in rows_of(found, "backward").items() if ROWS in row}
+    if not rows:
+        return
+    yield "## Backward by rows and by tiles that rows share"
+    yield ""
+    yield "Milliseconds of a whole backward; by rows is what more than 32 heads take on Hopper."
+    yield ""
+    yield from table(
+        ("", ROWS, TILES, f"{ROWS} / {TILES}"),
+        ((name, row[ROWS], row[TILES], f"{row[ROWS] / row[TILES]:.2f}") for name, row in rows.items()),
+    )
