@@ -24,6 +24,8 @@ NOT_TORCHS = {
     *("_ActionsContainer", "_actions", "_option_string_actions"),
     # named tuples, import specs
     *("_asdict", "_replace", "_initializing"),
+    # Triton before 3.9, where it has no underscore
+    "_reinterpret",
     # TorchTitan
     *("_combine_token_exchange", "_unpermute"),
     # Megatron and Transformer Engine

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
 
-# Both renamed with Triton 3.8 or 3.9.
+# Renamed with Triton 3.8, and with 3.9.
 load_asynchronously = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _memory = gl.shared_memory_descriptor
 seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
