@@ -38,7 +38,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train soak test test-full test-npu test-hosts test-matrix test-pythons next lint format bench gpu npu compat docs \
+.PHONY: help venv train soak test test-processors test-full test-npu test-hosts test-matrix test-pythons next lint format bench gpu npu compat docs \
 	site dist test-wheel
 
 help:  ## this list
@@ -67,6 +67,9 @@ soak: $(STAMP)  ## an hour of kills, full disks, slow links and damaged files, i
 
 test: $(STAMP)  ## quick tests: one case per parallel layout
 	$(BIN)/python -m pytest $(XDIST) $(SLOWEST) -m "not full" $(ARGS)
+
+test-processors: $(STAMP)  ## the quick tests as other processors, thread counts and measurements run them
+	$(BIN)/python -m tests.processors $(XDIST) $(ARGS)
 
 test-full: $(STAMP)  ## every test
 	$(BIN)/python -m pytest $(XDIST) $(SLOWEST) $(ARGS)

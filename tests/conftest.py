@@ -44,9 +44,10 @@ def _import_triton() -> None:
 
 _import_triton()
 
-from tests.support import sources  # noqa: E402  after Triton, like everything else
+from tests.support import sources, stand_in  # noqa: E402  after Triton, like everything else
 
 sources.parse_once()
+stand_in.take_from_environment()
 
 pytest_plugins = ["tests.support.figures"]
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Client
 from typing import TextIO
 
 import mindspeed_dsa
-from tests.support import sources, third_party, worker
+from tests.support import sources, stand_in, third_party, worker
 
 _MEGATRON = (
     "megatron.core.dist_checkpointing",
@@ -35,6 +35,7 @@ def preload() -> None:
     """Import what workers need, so that each of them is forked with it."""
     gc.disable()  # imports leave no garbage
     third_party.load(third_party.OF_CASES)
+    stand_in.take_from_environment()
     sources.parse_once()
     sources.check_all()
     third_party.out_of_sight()

@@ -256,7 +256,7 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
 
     def run(count: int) -> float:
         rows = weights[0].new_full((count, hidden), 0.01)
-        return _slowest(lambda: experts.run_expert(weights, rows, rows.new_ones(count)), group)
+        return _fastest(lambda: experts.run_expert(weights, rows, rows.new_ones(count)), group)
 
     def send(size: int) -> float:
         # All ranks send to the next one, so each link is used in both directions, as tokens use it.
@@ -264,14 +264,19 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
         data = torch.zeros(size, dtype=torch.uint8, device=weights[0].device)
         received = torch.empty_like(data)
         to, sender = ([size * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
-        return _slowest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
+        return _fastest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
 
+    seconds = {"rows": run(_ROWS), "bytes": send(_BYTES), "call": run(1), "message": send(1)}
+    seconds = slowest(seconds, group)
     numel = sum(weight.numel() for weight in weights)
     return Rates(
-        matmul=2 * numel * _ROWS / run(_ROWS), link=_BYTES / send(_BYTES), call=run(1), message=send(1)
+        matmul=2 * numel * _ROWS / seconds["rows"],
+        link=_BYTES / seconds["bytes"],
+        call=seconds["call"],
+        message=seconds["message"],
     )
 
 
-def _slowest(work: Callable[[], object], group: Any) -> float:
-    """Return the seconds of the slowest rank's fastest round, the same on all ranks."""
-    return slowest({"": min(timed(work, group) for _ in range(_ROUNDS))}, group)[""]
+def _fastest(work: Callable[[], object], group: Any) -> float:
+    """Return the seconds of this rank's fastest round; all ranks of the group call this."""
+    return min(timed(work, group) for _ in range(_ROUNDS))
