@@ -45,6 +45,10 @@ ACCEPT_MINDSPEED = Flag(
     "now are translated, needless ones are dropped, and unserved ones that change results are refused.",
 )
 GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR, ACCEPT_MINDSPEED)
+REMOVED = {
+    "--dsa-cpu-bf16": "CPUs widen bf16 to fp32 for every product; omit it",
+}
+"""Flags of the release before, which this one refuses; each with what to do."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def read(
     flags = unique(flags)
     api = dict(api or {})
     environ = os.environ if environ is None else environ
-    problems = _unknown(flags, api, environ)
+    problems = _removed(api, environ, argv) + _unknown(flags, api, environ)
     problems += unavailable if problems else ()
     from_argv, mentioned, argv_problems = _read_argv(flags, argv)
     problems += argv_problems
@@ -338,13 +342,24 @@ def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], 
     return vars(namespace), mentioned, []
 
 
+def _removed(api: Mapping[str, Any], environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
+    """Report flags of the release before that this one lacks, wherever they are set."""
+    given = {token.partition("=")[0] for token in itertools.takewhile(lambda t: t != "--", argv)}
+    return [
+        f"{name} was removed: {remedy}"
+        for name, remedy in REMOVED.items()
+        if name in given or (flag := Flag(name, "")).dest in api or flag.env in environ
+    ]
+
+
 def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
     problems = []
-    known = {flag.dest for flag in flags}
+    removed = [Flag(name, "") for name in REMOVED]
+    known = {flag.dest for flag in (*flags, *removed)}
     for dest in api:
         if dest not in known:
             problems.append(f"there is no switch {dest!r}{_suggest(dest, known)}")
-    known = {flag.env for flag in flags}
+    known = {flag.env for flag in (*flags, *removed)}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             problems.append(f"environment variable {name} is unknown{_suggest(name, known)}")

@@ -165,3 +165,19 @@ def test_a_flag_that_lacks_one_of_our_words_is_another_flag():
     assert settings.near_misses(["--recompute-nrom-num-layers"], flags) == {
         "--recompute-nrom-num-layers": "--recompute-norm-num-layers"
     }
+
+
+@pytest.mark.parametrize("name", settings.REMOVED)
+def test_removed_flags_are_refused_with_the_way_out(name):
+    assert name not in {flag.name for flag in all_flags()}
+    flag, remedy = Flag(name, ""), settings.REMOVED[name]
+    for given in (
+        {"argv": ["--other", name, "x"]},
+        {"argv": [f"{name}=x"]},
+        {"environ": {flag.env: "x"}},
+        {"api": {flag.dest: "x"}},
+    ):
+        with pytest.raises(SettingsError) as refused:
+            read(**given)
+        assert str(refused.value) == f"mindspeed_dsa: {name} was removed: {remedy}"
+    read(argv=["--", name])

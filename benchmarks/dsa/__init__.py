@@ -18,7 +18,6 @@ from benchmarks.dsa.floor import floor_multiples
 from benchmarks.dsa.problem import Sizes, require_same_results
 from benchmarks.registry import Metrics
 from benchmarks.released import MODELS, Released
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 
 # What a CPU measures of a released model, which keeps the widths of its heads, latents and hidden states.
 SCALED = {"length": 4096, "heads": 16, "index_heads": 16, "topk": 512}
@@ -110,11 +109,7 @@ def _cuda(model: Released, device: str, quick: bool) -> Metrics:
 
 
 def _of_machine() -> Metrics:
-    operand = operand_dtype(torch.bfloat16)
-    return {
-        "threads": torch.get_num_threads(),
-        "bf16_operands": "widened to fp32" if operand == torch.float32 else "multiplied as they are",
-    }
+    return {"threads": torch.get_num_threads()}
 
 
 PARTS: dict[str, Callable[[Released, str, bool], Metrics]] = {

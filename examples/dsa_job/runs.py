@@ -17,7 +17,6 @@ _FREE = {dest for dest, flag in FLAGS.items() if flag.free} | {
     "virtual_pipeline_model_parallel_size",
     *FUSED_PARTS,
     "dsa_backend",
-    "dsa_cpu_bf16",
     "dsa_fuse_kl_in_backward",
 }
 

@@ -129,7 +129,6 @@ class Options:
         absorb: the absorbed form may be taken.
         absorb_always: it is, whatever the length.
         stage: of the indexer's training, one of :data:`STAGES`.
-        cpu_bf16: how CPUs multiply bf16, see :data:`mindspeed_dsa.ops.cpu.bf16.Way`.
         padding: of sequences that ranks do not divide.
         precision: by which keys are selected, one of :data:`PRECISIONS`.
     """
@@ -144,7 +143,6 @@ class Options:
     fuse_kl_in_backward: bool
     cp_block_rows: int
     keep_gathered: bool
-    cpu_bf16: str
     padding: Padding = field(default_factory=Padding)
     precision: str = "full"
 
@@ -190,7 +188,6 @@ class Options:
             fuse_kl_in_backward=bool(getattr(settings, "dsa_fuse_kl_in_backward", False)),
             cp_block_rows=getattr(settings, "cp_block_rows", None) or 0,
             keep_gathered=bool(getattr(settings, "cp_keep_gathered", False)),
-            cpu_bf16=getattr(settings, "dsa_cpu_bf16", None) or "auto",
             padding=Padding.of(settings),
             precision=getattr(settings, "dsa_indexer_precision", None) or "full",
         )

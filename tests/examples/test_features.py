@@ -11,7 +11,6 @@ from dsa_job.arguments import parse_args
 
 import mindspeed_dsa
 from mindspeed_dsa import log, session
-from mindspeed_dsa.ops.cpu.products import has_bf16_product
 
 from .conftest import JobServer, records
 
@@ -72,31 +71,6 @@ def test_what_is_measured_is_refused_before_anything_is_built(flags: str) -> Non
     with pytest.raises(mindspeed_dsa.SettingsError, match="which --deterministic-mode rules out"):
         enabled(*flags.split())
     enabled(*flags.split(), "--no-deterministic-mode")
-
-
-@pytest.mark.parametrize(
-    ("flags", "way"),
-    [
-        (["--dsa-cpu-bf16", "native"], "as they are: as asked for"),
-        ([], "widened to fp32: deterministic algorithms are on, which rule out a measured choice"),
-        pytest.param(
-            ["--no-deterministic-mode"], r"(as they are|widened to fp32): \S+ ms, and \S+ ms widened"
-        ),
-    ],
-    ids=["native", "deterministic", "measured"],
-)
-def test_a_job_says_how_it_multiplies_bf16(
-    jobs: JobServer, tmp_path: Path, flags: list[str], way: str
-) -> None:
-    if not has_bf16_product():
-        pytest.skip("this PyTorch has no product of bf16 operands with a fp32 result")
-    finished = jobs.run(
-        tmp_path / "run", "--train-iters", "2", "--eval-iters", "0", "--no-save", "--bf16", *flags
-    )
-    assert finished.code == 0, finished.output
-    text = "bf16 operands of products with many rows are multiplied "
-    (line,) = (line for line in finished.output.splitlines() if text in line)
-    assert re.search(way, line), line
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops import backend, checks
+from mindspeed_dsa.ops.cpu import threads as cpu_threads
 from mindspeed_dsa.ops.sparse_flash_attention import by_head, cpu_heads
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head, sparse_attention_by_head
 from tests.ops import oracle
@@ -187,3 +188,16 @@ def test_bad_input_is_refused():
         sparse_attention_by_head(query, key, value.double(), indices, 1.0)
     with pytest.raises(ValueError, match="must lie in"):
         sparse_attention_by_head(query, key, value, indices + 10, 1.0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 9, 12])
+@pytest.mark.parametrize("keys", [192, 257])
+def test_threads_and_odd_lengths_change_nothing(threads, keys, monkeypatch):
+    monkeypatch.setattr(cpu_threads, "_SMALL", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tensors, grad = inputs(2, 40, keys, 4, 12, 8, torch.bfloat16)
+        check(tensors, grad, random_indices(2, 40, keys, 30, empty_rows=(3,)), 0.3)
+    finally:
+        torch.set_num_threads(before)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa import platforms
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.call import Call
@@ -25,7 +24,6 @@ from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs,
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.compiled_attention import steps_of
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.ops.cpu import bf16
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -70,18 +68,6 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
         return attend(call)
 
     return forward
-
-
-def settle_bf16(context: Context[Options]) -> None:
-    """Take the way to multiply bf16 on CPUs that ``--dsa-cpu-bf16`` names, or one for all ranks.
-
-    Called before the model is built; a collective call if the choice is open and there are several ranks.
-    Tensor parallel ranks sum their probabilities over keys that each has selected for itself, so near-ties
-    must be decided alike.
-    """
-    if platforms.current().name == "cpu":
-        bf16.use(context.options.cpu_bf16)
-        bf16.agree()
 
 
 def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:

@@ -41,7 +41,6 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
             "or use --dsa-backend auto"
         )
     problems += _platform_problems(chosen.backend)
-    problems += bf16_problems(chosen.cpu_bf16)
     if chosen.fuse_kl_in_backward:
         problems += _fuse_problems(chosen, args)
     if chosen.precision != "full":
@@ -65,18 +64,6 @@ def _platform_problems(backend: str) -> list[str]:
         interpreter = ", or set TRITON_INTERPRET=1 to run its kernels in the interpreter (slow, for tests)"
     problem = f"--dsa-backend {backend} runs on platform {home}, and this is {platform}"
     return [f"{problem}; use --dsa-backend auto{interpreter}"]
-
-
-def bf16_problems(way: str) -> list[str]:
-    """Report a way to multiply bf16 on CPUs that this process cannot go."""
-    if way == "auto":
-        return []
-    if platforms.current().name != "cpu":
-        return [f"--dsa-cpu-bf16 {way} is for platform cpu, and this is {platforms.current().name}; omit it"]
-    from mindspeed_dsa.ops.cpu.bf16 import why_not_native
-
-    problem = why_not_native() if way == "native" else ""
-    return [f"--dsa-cpu-bf16 {way}: {problem}"] if problem else []
 
 
 def _fuse_problems(chosen: Options, args: Any) -> list[str]:
@@ -165,15 +152,6 @@ _BACKEND = Flag(
     default="auto",
     choices=("auto", "reference", "chunked", "cpu", "triton", "npu"),
 )
-_CPU_BF16 = Flag(
-    "--dsa-cpu-bf16",
-    "How the DSA operators multiply bf16 on CPUs: 'native' as it is, 'widened' in fp32; 'auto' measures both "
-    "once, takes the faster on all ranks and logs it, and widens under deterministic algorithms, which rule "
-    "out a measured choice.",
-    kind="value",
-    default="auto",
-    choices=("auto", "native", "widened"),
-)
 _PRECISION = Flag(
     "--dsa-indexer-precision",
     "Arithmetic that keys are selected by: 'full', on queries and keys as the model projects them; 'fp8', as "
@@ -194,7 +172,6 @@ FUSED = Feature(
     flags=(
         *_SWITCHES,
         _BACKEND,
-        _CPU_BF16,
         _PRECISION,
         _FUSE_KL,
         EXPERIMENTAL_ATTENTION_VARIANT,
@@ -203,7 +180,6 @@ FUSED = Feature(
     active=fused_wanted,
     options=Options.of,
     check=check_fused,
-    on_finalize=f"{_IMPL}.core_attention:settle_bf16",
     doc="fused-dsa.md",
     patches=(
         Patch(

@@ -37,19 +37,13 @@ class Scratch:
         self.dtype = dtype
         self._buffers: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, name: str, *shape: int) -> Tensor:
         """An uninitialised contiguous tensor; overlaps what the same name returned before."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=dtype or self.dtype)
+            buffer = self._buffers[name] = torch.empty(size, dtype=self.dtype)
         return buffer[:size].view(shape)
-
-    def rounded(self, name: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """``numbers`` as an operand of this dtype: themselves where they have it."""
-        if numbers.dtype == dtype:
-            return numbers
-        return self(f"rounded {name}", *numbers.shape, dtype=dtype).copy_(numbers)
 
 
 @dataclass(frozen=True)
@@ -77,8 +71,7 @@ class Block:
             tile's part of ``indices``, of ``invalid`` and of each of ``rows``.
         """
         rows_per_tile, (count, width) = self._tile_rows, self.indices.shape
-        size, dtype = self._key.shape[1], self._key.dtype
-        keys = self._scratch("keys", min(rows_per_tile, count), width, size, dtype=dtype)
+        keys = self._scratch("keys", min(rows_per_tile, count), width, self._key.shape[1])
         flat = keys.view(-1, keys.shape[2])
         parts = [x.split(rows_per_tile) for x in (self.indices, *rows)]
         hidden = None if self.invalid is None else self.invalid.split(rows_per_tile)
@@ -104,7 +97,6 @@ def over_blocks(
     key: Tensor,
     topk_indices: Tensor,
     scratch_per_entry: int,
-    operand: torch.dtype,
     work: Callable[[Iterator[Block], Scratch], Result],
 ) -> list[Result]:
     """Cut the rows of ``topk_indices`` into blocks and hand them to ``work``.
@@ -117,7 +109,6 @@ def over_blocks(
         topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside of the keys
             are none.
         scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
-        operand: dtype of the gathered keys.
         work: takes its blocks in order. A block's width is the least that holds every valid entry of the
             block, rounded up, so that rows with few visible keys cost little.
 
@@ -125,9 +116,10 @@ def over_blocks(
         What ``work`` returned in each thread, in a fixed order.
     """
     batch, query_length, topk = topk_indices.shape
+    dtype = compute_dtype(key.dtype)
     # The latent keys are small; in the dtype of the products they are gathered as is.
-    keys = [one.detach().to(operand).contiguous() for one in key]
-    tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * operand.itemsize, topk * scratch_per_entry)
+    keys = [one.detach().to(dtype).contiguous() for one in key]
+    tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * dtype.itemsize, topk * scratch_per_entry)
     cuts = []
     slot = torch.arange(1, topk + 1, dtype=torch.int32)
     for b in range(batch):
@@ -149,7 +141,7 @@ def over_blocks(
             yield Block(b, part, indices.contiguous(), invalid, keys[b], tile_rows, scratch)
 
     def of_thread(share: Sequence[_Cut]) -> Result:
-        scratch = Scratch(compute_dtype(key.dtype))
+        scratch = Scratch(dtype)
         return work(blocks(share, scratch), scratch)
 
     return share_out(cuts, of_thread)
@@ -178,11 +170,6 @@ def add_to_keys(total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: S
     if one_by_one(2 * m * width * b.shape[2], a.dtype):
         for i in range(n):
             total.index_add_(0, indices[i], linear(a[i].t(), b[i].t()))
-    elif a.dtype == torch.bfloat16:
-        products = scratch("products", width, b.shape[2])
-        for i in range(n):
-            product(a[i].t(), b[i], products)
-            total.index_add_(0, indices[i], products)
     else:
         products = scratch("products", n, width, b.shape[2])
         product(a.transpose(1, 2), b, products)

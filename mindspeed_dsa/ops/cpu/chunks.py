@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.checks import names_key
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch
 from mindspeed_dsa.ops.cpu.products import compute_dtype
 from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
@@ -115,7 +114,7 @@ def over_chunks(
     """
     batch, query_length, _ = topk_indices.shape
     key_length, dtype = key.shape[1], compute_dtype(key.dtype)
-    keys = key.detach().to(operand_dtype(key.dtype)).contiguous()
+    keys = key.detach().to(dtype).contiguous()
     workers = worker_count(batch * query_length * heads * key_length)
     threads = max(torch.get_num_threads() // workers, 1)
     most = threads * _CHUNK_BYTES // (heads * min(widest or key_length, key_length) * dtype.itemsize)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, over_blocks
 from mindspeed_dsa.ops.cpu.products import compute_dtype, linear, product
 from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient as divergence_and_gradient
@@ -37,13 +36,12 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
     """Return main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
     query, topk_indices = call.query, call.topk_indices
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
-    operand = operand_dtype(query.dtype, heads)
     summed = torch.zeros(topk_indices.shape, dtype=dtype)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = scratch("query", *query[at].shape, dtype=operand).copy_(query[at])
+            q = scratch("query", *query[at].shape).copy_(query[at])
             scores = scratch("scores", rows, heads, width)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
                 product(q_, keys.mT, scores_, call.softmax_scale)
@@ -57,14 +55,14 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)
 
-    over_blocks(call.key_value, topk_indices, 2 * heads, operand, work)
+    over_blocks(call.key_value, topk_indices, 2 * heads, work)
     return summed
 
 
 def dense_loss_and_gradients(
     call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Do as ``chunked.dense_loss_and_gradients``, with products in the processor's fast dtype."""
+    """Do as ``chunked.dense_loss_and_gradients``, with products by the fastest library."""
     index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
     starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights
@@ -72,9 +70,6 @@ def dense_loss_and_gradients(
     index_heads = index_query.shape[2]
     # What either side is in: the sides may differ.
     dtype = torch.promote_types(compute_dtype(index_query.dtype), compute_dtype(query.dtype))
-    operand, main_operand = (
-        dtype if dtype == torch.float64 else operand_dtype(x.dtype) for x in (index_query, query)
-    )
     loss = torch.zeros((), dtype=torch.float64)
     grad_query, grad_weights = (
         torch.empty_like(x, dtype=gradient_dtype(x.dtype)) for x in (index_query, index_weights)
@@ -82,7 +77,7 @@ def dense_loss_and_gradients(
     grad_key = torch.zeros(index_key.shape, dtype=dtype)
     rows = max(1, _DENSE_BLOCK // (max(heads, index_heads) * max(key.shape[1], 1)))
     for b in range(batch):
-        main_key, keys = key[b].to(main_operand), index_key[b].to(operand).contiguous()
+        main_key, keys = key[b].to(dtype), index_key[b].to(dtype).contiguous()
         for first in range(0, query_length, rows):
             at = (b, slice(first, min(first + rows, query_length)))
             high = max(int(ends[at].max()), 0)
@@ -93,11 +88,11 @@ def dense_loss_and_gradients(
             position = torch.arange(low, high, dtype=torch.int32)
             valid = (position >= starts[at][:, None]) & (position < ends[at][:, None])
 
-            summed = _attention_sum(query[at].to(main_operand), main_key[low:high], softmax_scale, valid)
+            summed = _attention_sum(query[at].to(dtype), main_key[low:high], softmax_scale, valid)
             if tp_group is not None:
                 dist.all_reduce(summed, group=tp_group)
 
-            q, w = index_query[at].to(operand), index_weights[at].to(dtype)
+            q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
             flat = q.reshape(-1, q.shape[2])
             # [rows, index_heads, keys]
             products = linear(flat, keys[low:high], relu=call.index.use_relu).view(*q.shape[:2], -1)
@@ -112,7 +107,7 @@ def dense_loss_and_gradients(
             if call.index.use_relu:
                 # The derivative of relu at zero is zero.
                 grad_product = torch.ops.aten.threshold_backward(grad_product, products, 0)
-            slopes = grad_product.view(flat.shape[0], -1).to(operand)
+            slopes = grad_product.view(flat.shape[0], -1)
             pulled = torch.empty(flat.shape, dtype=dtype)
             product(slopes, keys[low:high], pulled)
             grad_query[at] = pulled.view(q.shape)

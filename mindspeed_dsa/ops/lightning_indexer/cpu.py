@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Algorithm, ShapeClass, algorithm, takes_every_call
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu.chunks import rows_of_sequences
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
@@ -51,19 +50,17 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each."""
-    operand = operand_dtype(call.query.dtype)
 
     def score(slab: Slab, seen: slice, kept: int, scratch: Scratch) -> Tensor:
-        return slab_scores(slab, seen, operand, call.use_relu, scratch)
+        return slab_scores(slab, seen, call.use_relu, scratch)
 
-    return select_by(call, topk, ranges, operand, score)
+    return select_by(call, topk, ranges, score)
 
 
 def select_by(
     call: IndexerCall,
     topk: int,
     ranges: Ranges,
-    operand: torch.dtype,
     score: Callable[[Slab, slice, int, Scratch], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Select by scores that a function returns for some rows at a time.
@@ -72,7 +69,6 @@ def select_by(
         call: the operator's.
         topk: entries per row.
         ranges: the keys that each row sees.
-        operand: dtype of the products' operands.
         score: returns the scores of a slab's rows with a range of keys, ``[g, rows, keys]``, from the slab,
             the range, how many keys of it are selected at most, and a thread's scratch.
 
@@ -85,7 +81,7 @@ def select_by(
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    keys = key.detach().to(operand).contiguous()
+    keys = key.detach().to(dtype).contiguous()
     products_per_row = query.shape[2] * key.shape[1]
     most = min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_TOGETHER)
     together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
@@ -165,13 +161,14 @@ def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
     return [_Bounds(*slab) for slab in torch.stack([low.minimum(high), high, fewest], dim=-1).tolist()]
 
 
-def slab_scores(slab: Slab, seen: slice, operand: torch.dtype, use_relu: bool, scratch: Scratch) -> Tensor:
+def slab_scores(slab: Slab, seen: slice, use_relu: bool, scratch: Scratch) -> Tensor:
     """Return the scores of a slab's rows with a range of keys: ``[g, rows, keys]``."""
     some, rows, heads, dim = slab.query.shape
     weights = slab.weights.to(scratch.dtype).reshape(some * rows, 1, heads)
     scores = weights.new_empty(some, rows, seen.stop - seen.start)
     width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (some * rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
-    flat = scratch.rounded("query", slab.query.reshape(some, rows * heads, dim), operand)
+    flat = scratch("query", some, rows * heads, dim)
+    flat.view(some, rows, heads, dim).copy_(slab.query)
     for first in range(seen.start, seen.stop, width):
         part = slice(first, min(first + width, seen.stop))
         # [g, rows * heads, width], in cache
@@ -219,13 +216,12 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
     """Return the scores at given entries: ``[batch, query_length, topk]``."""
     query, key, weights = call.query, call.key, call.weights
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
-    operand = operand_dtype(query.dtype, heads)
     out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            products, q = scratch("products", rows, heads, width), query[at].to(operand)
+            products, q = scratch("products", rows, heads, width), query[at].to(dtype)
             for keys, _, _, (q_, products_) in block.tiles(q, products):
                 product(q_, keys.mT, products_)
             if call.use_relu:
@@ -235,7 +231,7 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
                 scores.masked_fill_(block.invalid, -torch.inf)
             out[at][:, :width] = scores
 
-    over_blocks(key, topk_indices, heads, operand, work)
+    over_blocks(key, topk_indices, heads, work)
     return out
 
 
@@ -257,7 +253,6 @@ def _gathered_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, weights = call.query, call.key, call.weights
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
-    operand = operand_dtype(query.dtype, heads)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
 
@@ -265,11 +260,11 @@ def _gathered_gradients(
         grad_key = torch.zeros(key.shape, dtype=dtype)
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q, w = query[at].to(operand), weights[at].to(dtype)[..., None]
+            q, w = query[at].to(dtype), weights[at].to(dtype)[..., None]
             grad = grad_scores[at][:, None, :width].to(dtype)
             if block.invalid is not None:
                 grad = grad.masked_fill(block.invalid[:, None], 0)
-            weighted = torch.mul(q, w, out=scratch("weighted", *q.shape, dtype=operand))
+            weighted = torch.mul(q, w, out=scratch("weighted", *q.shape))
             # Gradient of the products without the weight of the head, and its product with the keys: the
             # gradients of query and weights are both one step from it.
             grad_product = scratch("grad_product", rows, heads, width)
@@ -286,12 +281,11 @@ def _gathered_gradients(
                     )
                 else:
                     slopes.copy_(grad_.expand_as(slopes))
-                rounded = scratch.rounded("slopes", slopes, operand)
-                product(rounded, keys, pulled_)
-                add_to_keys(grad_key[block.batch], indices, rounded, weighted_, scratch)
+                product(slopes, keys, pulled_)
+                add_to_keys(grad_key[block.batch], indices, slopes, weighted_, scratch)
             grad_weights[at] = (q * pulled).sum(dim=-1)
             grad_query[at] = pulled.mul_(w)
         return grad_key
 
-    grad_key = sum_in_order(over_blocks(key, topk_indices, heads, operand, work))
+    grad_key = sum_in_order(over_blocks(key, topk_indices, heads, work))
     return grad_query, grad_key, grad_weights

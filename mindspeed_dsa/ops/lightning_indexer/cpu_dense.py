@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch, sum_in_order
 from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Chunk, over_chunks, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
@@ -15,16 +14,12 @@ from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 
 # Keys of one product: what lies between the products of a chunk stays in cache, however many keys there are.
 _TILE_KEYS = 256
-# Large products of bf16 operands gain more than small ones do: with 16 heads and 8 times the selected
-# keys, gathering took twice the time of the whole attention's backward, on 16 cores of a Xeon with AMX.
-_MORE_IN_BF16 = 2
 
 
 def declines(call: IndexerCall, topk_indices: Tensor, grad_scores: Tensor) -> str | None:
     """Return why this form is not right for a call, or not faster than gathering keys; or None."""
-    more = _MORE_IN_BF16 if operand_dtype(call.query.dtype) == torch.bfloat16 else 1
     topk = topk_indices.shape[2]
-    most = more * most_keys(call.query.shape[2], topk)
+    most = most_keys(call.query.shape[2], topk)
     if call.key.shape[1] > most:
         return f"it is faster up to {most / max(topk, 1):.1f} times as many keys as are selected"
     if not products_are_finite(grad_scores, call.query, call.key, call.weights):
@@ -47,7 +42,7 @@ def score_gradients(
     """Do as :func:`mindspeed_dsa.ops.lightning_indexer.cpu.score_gradients`."""
     query, key, weights = call.query, call.key, call.weights
     heads, dim = query.shape[2:]
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    dtype = compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
 
@@ -57,9 +52,7 @@ def score_gradients(
             at = (chunk.batch, chunk.rows)
             some, rows = chunk.columns.shape[:2]
             w = weights[at].to(dtype)[..., None]
-            q, weighted = (
-                scratch(name, some, rows * heads, dim, dtype=operand) for name in ("q", "weighted")
-            )
+            q, weighted = (scratch(name, some, rows * heads, dim) for name in ("q", "weighted"))
             # Gradient of the products without the weight of the head, times the keys: the gradients of query
             # and weights are both one step from it.
             pulled = scratch("pulled", some, rows * heads, dim)
@@ -83,9 +76,8 @@ def score_gradients(
                     )
                 else:
                     slopes_by_head.copy_(grad[..., tile])
-                rounded = scratch.rounded("slopes", slopes, operand)
-                product(rounded, keys, pulled, add=tile.start > 0)
-                product(rounded.mT, weighted, total[:, tile], add=True)
+                product(slopes, keys, pulled, add=tile.start > 0)
+                product(slopes.mT, weighted, total[:, tile], add=True)
             grad_weights[at] = (by_head * pulled_by_head).sum(dim=-1)
             grad_query[at] = pulled_by_head.mul_(w)
         return grad_key

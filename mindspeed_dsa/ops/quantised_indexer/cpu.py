@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch
 from mindspeed_dsa.ops.lightning_indexer import cpu as indexer
 from mindspeed_dsa.ops.lightning_indexer.cpu import Slab, select_by, slab_scores
@@ -34,23 +33,21 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
     """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
     key, of_key = quantise(call.key, call.powers_of_two)
     length, largest = longest_key(key, of_key), float(of_key.nan_to_num(0.0, 0.0, 0.0).max())
-    operand = operand_dtype(call.query.dtype)
 
     def score(slab: Slab, seen: slice, kept: int, scratch: Scratch) -> Tensor:
         query, of_query = quantise(slab.query, call.powers_of_two)
         weights = slab.weights.float() * of_query
         slab = slab._replace(query=query, weights=weights)
         factors = of_key[slab.sequences, seen]
-        scores = slab_scores(slab, seen, operand, call.use_relu, scratch).mul_(factors[:, None])
+        scores = slab_scores(slab, seen, call.use_relu, scratch).mul_(factors[:, None])
         if kept < scores.shape[-1]:
             difference = largest_difference(query, weights, length[slab.sequences], largest)
             near = _near_the_last(scores, slab, seen, kept, difference)
             _settle(scores, near, slab, key[slab.sequences, seen], factors, call.use_relu)
         return scores
 
-    # Values of e4m3 are exact in bf16 as well.
     quantised = QuantisedCall(call.query, key, call.weights, call.use_relu)
-    return select_by(quantised, topk, ranges, operand, score)[0]
+    return select_by(quantised, topk, ranges, score)[0]
 
 
 def _near_the_last(scores: Tensor, slab: Slab, seen: slice, kept: int, difference: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def _most_keys(topk: int, heads: int, widths: tuple[int, int]) -> float:
 
     That form masks keys, and the absorbed one gathers them once for all heads: the more heads, the better for
     it. They meet where masking and gathering of absorbed keys do, but later, as keys by head are narrower.
-    Measured on two busy cores of an x86 without bf16 products, in processor time, as a multiple of ``topk``:
+    Measured on two busy cores of an x86, in processor time, as a multiple of ``topk``:
     with DeepSeek-V3.2's widths 14 with 16 heads, 6 with 64 and 5 with 128, with GLM-5's 8 to 9 with 16 and
     4 to 5 with 64, these in fp32 and bf16. ``python -m benchmarks dsa --only forms`` measures it again. A
     function of sizes rather than a measurement on the spot, because all ranks, and all runs of a job, have to

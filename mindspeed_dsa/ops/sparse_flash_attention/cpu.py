@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Algorithm, ShapeClass, algorithm, takes_every_call
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
 from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense
@@ -63,7 +62,7 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, query_length, heads, dim = query.shape
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype, heads)
+    dtype = compute_dtype(query.dtype)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if with_sum else None
@@ -71,7 +70,7 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = scratch("query", rows, heads, dim, dtype=operand).copy_(query[at])
+            q = scratch("query", rows, heads, dim).copy_(query[at])
             scores, probabilities = (
                 scratch(name, rows, heads, width) for name in ("scores", "probabilities")
             )
@@ -82,7 +81,7 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
                     s_.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(s_, dim=-1, out=p_)
                 # The value is a slice of the key; the product with the dense key is faster.
-                product(scratch.rounded("probabilities", p_, operand), keys, o_)
+                product(p_, keys, o_)
             out[at] = full[..., :value_dim]
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
@@ -96,7 +95,7 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
                 if attention_sum is not None:
                     attention_sum[at].masked_fill_(empty[:, None], 0)
 
-    over_blocks(key_value, topk_indices, 2 * heads, operand, work)
+    over_blocks(key_value, topk_indices, 2 * heads, work)
     return out, lse, attention_sum
 
 
@@ -106,7 +105,7 @@ def _backward(
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     heads, dim = query.shape[2:]
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype, heads)
+    dtype = compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if with_sum else None
 
@@ -116,11 +115,11 @@ def _backward(
             at, (rows, width) = (block.batch, block.rows), block.indices.shape
             # Query over gradient: one product gives the scores and the gradient of the probabilities, and
             # one gives both paths into the key.
-            stacked = scratch("stacked", rows, 2 * heads, dim, dtype=operand)
+            stacked = scratch("stacked", rows, 2 * heads, dim)
             stacked[:, :heads] = query[at]
             stacked[:, heads:, :value_dim] = grad_out[at]
             stacked[:, heads:, value_dim:] = 0
-            delta = (stacked[:, heads:, :value_dim].to(dtype) * out[at]).sum(dim=-1, keepdim=True)
+            delta = (stacked[:, heads:, :value_dim] * out[at]).sum(dim=-1, keepdim=True)
             both = scratch("both", rows, 2 * heads, width)
             probabilities = scratch("probabilities", rows, heads, width)
             grad_q = scratch("grad_query", rows, heads, dim)
@@ -136,13 +135,12 @@ def _backward(
                 # In place: the upper half becomes the gradient of the scores, the lower the probabilities.
                 torch.mul(grad_p.sub_(delta_), p_, out=scores).mul_(softmax_scale)
                 grad_p.copy_(p_)
-                slopes = scratch.rounded("both", both_, operand)
-                product(slopes[:, :heads], keys, grad_q_)
-                add_to_keys(total, indices, slopes, stacked_, scratch)
+                product(scores, keys, grad_q_)
+                add_to_keys(total, indices, both_, stacked_, scratch)
             grad_query[at] = grad_q
             if attention_sum is not None:
                 torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
         return grad_key_value
 
-    grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, operand, work))
+    grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, work))
     return grad_query, grad_key_value, attention_sum

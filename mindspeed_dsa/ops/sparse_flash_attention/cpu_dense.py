@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch, sum_in_order
 from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Chunk, over_chunks, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
@@ -52,7 +51,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, query_length, heads, dim = query.shape
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    dtype = compute_dtype(query.dtype)
     out = torch.empty(batch, query_length, heads, value_dim, dtype=query.dtype)
     lse = torch.empty(batch, query_length, heads, dtype=dtype)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
@@ -62,7 +61,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
             at = (chunk.batch, chunk.rows)
             counts, duplicates = _counts(chunk, scratch)
             some, rows, width = counts.shape
-            q = scratch("query", some, rows * heads, dim, dtype=operand)
+            q = scratch("query", some, rows * heads, dim)
             q.view(some, rows, heads, dim).copy_(query[at])
             scores, probabilities = (
                 scratch(name, some, rows * heads, width) for name in ("scores", "probabilities")
@@ -72,8 +71,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
             by_head = scores.view(some, rows, heads, width)
             by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
             torch.softmax(scores, dim=-1, out=probabilities)
-            rounded = scratch.rounded("probabilities", probabilities, operand)
-            product(rounded, chunk.key[..., :value_dim], full)
+            product(probabilities, chunk.key[..., :value_dim], full)
             out[at] = full.view(some, rows, heads, value_dim)
             # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
             lse[at] = (scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()).view(some, rows, heads)
@@ -98,7 +96,7 @@ def backward(
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     heads, dim = query.shape[2:]
-    dtype, operand = compute_dtype(query.dtype), operand_dtype(query.dtype)
+    dtype = compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
     lowest = torch.finfo(dtype).min
@@ -109,11 +107,11 @@ def backward(
             at = (chunk.batch, chunk.rows)
             counts, duplicates = _counts(chunk, scratch)
             some, rows, width = counts.shape
-            q = scratch("query", some, rows * heads, dim, dtype=operand)
-            grad = scratch("grad", some, rows * heads, value_dim, dtype=operand)
+            q = scratch("query", some, rows * heads, dim)
+            grad = scratch("grad", some, rows * heads, value_dim)
             q.view(some, rows, heads, dim).copy_(query[at])
             grad.view(some, rows, heads, value_dim).copy_(grad_out[at])
-            delta = (grad.to(dtype) * out[at].flatten(1, 2)).sum(dim=-1, keepdim=True)
+            delta = (grad * out[at].flatten(1, 2)).sum(dim=-1, keepdim=True)
             probabilities, grad_scores = (
                 scratch(name, some, rows * heads, width) for name in ("probabilities", "grad_scores")
             )
@@ -124,13 +122,11 @@ def backward(
             by_head.sub_(lse[at][..., None].clamp_min(lowest)).clamp_max_(0).exp_().mul_(counts[:, :, None])
             product(grad, chunk.key[..., :value_dim].mT, grad_scores)
             grad_scores.sub_(delta).mul_(probabilities)
-            slopes = scratch.rounded("slopes", grad_scores, operand)
-            product(slopes, chunk.key, grad_q, softmax_scale)
+            product(grad_scores, chunk.key, grad_q, softmax_scale)
             grad_query[at] = grad_q.view(some, rows, heads, dim)
             total = grad_key_value[chunk.batch, chunk.keys]
-            rounded = scratch.rounded("probabilities", probabilities, operand)
-            product(slopes.mT, q, total, softmax_scale, add=True)
-            product(rounded.mT, grad, total[..., :value_dim], add=True)
+            product(grad_scores.mT, q, total, softmax_scale, add=True)
+            product(probabilities.mT, grad, total[..., :value_dim], add=True)
             if attention_sum is not None:
                 _sum_heads(chunk, by_head, counts if duplicates else None, attention_sum[at], scratch)
         return grad_key_value

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Call
-from mindspeed_dsa.ops.cpu.bf16 import operand_dtype
 from mindspeed_dsa.ops.cpu.blocks import Scratch
 from mindspeed_dsa.ops.cpu.chunks import NOT_FINITE, Cut, cut_rows, products_are_finite
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
@@ -77,10 +76,9 @@ def forward(call: HeadsCall, with_sum: bool) -> tuple[Tensor, Tensor | None]:
     """
     query, key, value, topk_indices = call.query, call.key, call.value, call.topk_indices
     heads, value_dim, dtype = query.shape[2], value.shape[3], compute_dtype(query.dtype)
-    operand = operand_dtype(query.dtype)
     out = query.new_empty(*query.shape[:3], value_dim)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
-    keys, values = (_by_head(x.detach(), operand) for x in (key, value))
+    keys, values = (_by_head(x.detach(), dtype) for x in (key, value))
     plan = _Plan.of(topk_indices, key.shape[1], heads, dtype)
 
     def work(share: Sequence[_Chunk]) -> None:
@@ -90,12 +88,11 @@ def forward(call: HeadsCall, with_sum: bool) -> tuple[Tensor, Tensor | None]:
             some, rows, width = mask.shape
             total = scratch("total", some, rows, width).zero_() if attention_sum is not None else None
             for part in _parts(range(heads), plan.heads):
-                q = _rows_by_head(query[at][:, :, part], operand, scratch, "query")
+                q = _rows_by_head(query[at][:, :, part], scratch, "query")
                 scores = _masked_scores(q, keys[at[0], part, chunk.keys], mask, call.softmax_scale, scratch)
                 torch.softmax(scores, dim=-1, out=scores)
-                probabilities = scratch.rounded("probabilities", scores, operand)
                 full = scratch("out", *q.shape[:2], rows, value_dim)
-                _multiply(probabilities, values[at[0], part, chunk.keys], full)
+                _multiply(scores, values[at[0], part, chunk.keys], full)
                 out[at][:, :, part] = full.transpose(1, 2)
                 if total is not None:
                     total.add_(scores[:, 0] if scores.shape[1] == 1 else scores.sum(1))
@@ -115,7 +112,7 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return the gradients of query, key and value."""
     query, key, value, softmax_scale = call.query, call.key, call.value, call.softmax_scale
     batch, key_length, heads, dim = key.shape
-    value_dim, dtype, operand = value.shape[3], compute_dtype(query.dtype), operand_dtype(query.dtype)
+    value_dim, dtype = value.shape[3], compute_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -133,7 +130,7 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
         for of, group in share:
             shape = (of.stop - of.start, group.stop - group.start, key_length)
             keys, values = (
-                scratch(name, *shape, x.shape[3], dtype=operand).copy_(x[of, :, group].transpose(1, 2))
+                scratch(name, *shape, x.shape[3]).copy_(x[of, :, group].transpose(1, 2))
                 for name, x in (("keys", key), ("values", value))
             )
             to_keys, to_values = (
@@ -146,26 +143,24 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
                 at, mask = chunk.at, chunk.mask(scratch)
                 for part in _parts(range(group.start, group.stop), min(plan.heads, several)):
                     here = slice(part.start - group.start, part.stop - group.start)
-                    q = _rows_by_head(query[at][:, :, part], operand, scratch, "query")
-                    grad = _rows_by_head(grad_out[at][:, :, part], operand, scratch, "grad")
+                    q = _rows_by_head(query[at][:, :, part], scratch, "query")
+                    grad = _rows_by_head(grad_out[at][:, :, part], scratch, "grad")
                     if chunk.names_none is not None:
                         grad.masked_fill_(chunk.names_none.all(-1)[:, None, :, None], 0)
                     key_range, value_range = keys[:, here, chunk.keys], values[:, here, chunk.keys]
                     scores = _masked_scores(q, key_range, mask, softmax_scale, scratch)
                     torch.softmax(scores, dim=-1, out=scores)
-                    probabilities = scratch.rounded("operand", scores, operand)
-                    _multiply(probabilities.mT, grad, to_values[:, here, chunk.keys], add=True)
+                    _multiply(scores.mT, grad, to_values[:, here, chunk.keys], add=True)
                     grad_scores = scratch("grad_scores", *scores.shape)
                     _multiply(grad, value_range.mT, grad_scores)
                     # In place: gradients of the scores with their scale, which waits for what is smaller.
                     torch.ops.aten._softmax_backward_data.out(
                         grad_scores, scores, -1, dtype, grad_input=grad_scores
                     )
-                    slopes = scratch.rounded("operand", grad_scores, operand)
                     full = scratch("grad_query", *q.shape)
-                    _multiply(slopes, key_range, full, softmax_scale)
+                    _multiply(grad_scores, key_range, full, softmax_scale)
                     grad_query[at][:, :, part] = full.transpose(1, 2)
-                    _multiply(slopes.mT, q, to_keys[:, here, chunk.keys], softmax_scale, add=True)
+                    _multiply(grad_scores.mT, q, to_keys[:, here, chunk.keys], softmax_scale, add=True)
             grad_key[of, :, group] = to_keys.transpose(1, 2)
             grad_value[of, :, group] = to_values.transpose(1, 2)
 
@@ -173,15 +168,15 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return grad_query, grad_key, grad_value
 
 
-def _by_head(x: Tensor, operand: torch.dtype) -> Tensor:
-    """``[batch, length, heads, dim]`` -> ``[batch, heads, length, dim]``, contiguous, as operands."""
-    return x.transpose(1, 2).to(operand, memory_format=torch.contiguous_format).contiguous()
+def _by_head(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[batch, length, heads, dim]`` -> ``[batch, heads, length, dim]``, contiguous, in ``dtype``."""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _rows_by_head(x: Tensor, operand: torch.dtype, scratch: Scratch, name: str) -> Tensor:
-    """``[g, rows, heads, dim]`` -> ``[g, heads, rows, dim]``, a copy in scratch, as an operand."""
+def _rows_by_head(x: Tensor, scratch: Scratch, name: str) -> Tensor:
+    """``[g, rows, heads, dim]`` -> ``[g, heads, rows, dim]``, a copy in scratch, in its dtype."""
     some, rows, heads, dim = x.shape
-    return scratch(name, some, heads, rows, dim, dtype=operand).copy_(x.transpose(1, 2))
+    return scratch(name, some, heads, rows, dim).copy_(x.transpose(1, 2))
 
 
 def _masked_scores(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mindspeed_dsa
-from mindspeed_dsa.ops.cpu import bf16
 from mindspeed_dsa.patches import SettingsError
 from tests.support.model import assert_same_gradients, put_together
 
@@ -329,26 +328,6 @@ def test_combinations_are_refused_before_training(monkeypatch, switches, args, m
     namespace = SimpleNamespace(**switches, **args)
     with mindspeed_dsa.enabled(**DSA, **switches), pytest.raises(SettingsError, match=message):
         mindspeed_dsa.validate(namespace)
-
-
-def test_a_way_to_multiply_bf16_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(bf16, "has_bf16_product", lambda: False)
-    switches = FUSED | {"dsa_cpu_bf16": "native"}
-    message = r"--dsa-cpu-bf16 native: this PyTorch has no product .* choose 'widened'"
-    with mindspeed_dsa.enabled(**DSA, **switches), pytest.raises(SettingsError, match=message):
-        mindspeed_dsa.validate(SimpleNamespace(**switches, **DSA))
-
-
-@pytest.mark.parametrize(
-    ("way", "dtype"), [("native", torch.bfloat16), ("widened", torch.float32), ("auto", torch.float32)]
-)
-def test_the_flag_is_settled_before_the_model_is_built(monkeypatch, way, dtype):
-    """What is poisoned here is deterministic, so nothing is measured."""
-    monkeypatch.setattr(bf16, "_asked", "auto")
-    monkeypatch.setattr(bf16, "has_bf16_product", lambda: True)
-    with mindspeed_dsa.enabled(**DSA, **FUSED, dsa_cpu_bf16=way, mindspeed_platform="cpu"):
-        mindspeed_dsa.finalize()
-        assert bf16.operand_dtype(torch.bfloat16) == dtype
 
 
 def test_nothing_is_patched_without_a_switch():

@@ -63,9 +63,7 @@ _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"
 _ABSORBED = f"{DSA.rpartition('.')[0]}.absorbed_mla:AbsorbedMLASelfAttention"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _OF_OPERATORS = tuple(
-    flag
-    for flag in fused_dsa.FUSED.flags
-    if flag.dest in ("dsa_backend", "dsa_cpu_bf16", "dsa_indexer_precision")
+    flag for flag in fused_dsa.FUSED.flags if flag.dest in ("dsa_backend", "dsa_indexer_precision")
 )
 
 FEATURE = Feature(
@@ -85,7 +83,6 @@ FEATURE = Feature(
     active=kernel_hooks_wanted,
     options=Options.of,
     check=check_kernel_hooks,
-    on_finalize=fused_dsa.FUSED.on_finalize,
     doc="dsa-kernel-backend.md",
     patches=(
         Patch(
