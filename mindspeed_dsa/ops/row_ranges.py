@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,17 @@ class RowForm:
     """
 
     sequences: tuple[int, ...] | None = None
-    """Lengths of the packed sequences of the whole batch, one after the other, each of them causal."""
+    """Lengths of the packed sequences of the whole batch, one after the other, each of them causal; none of
+    them is in two rows of the batch."""
+
+    def __post_init__(self) -> None:
+        lengths: object = self.sequences
+        require(
+            lengths is None
+            or (isinstance(lengths, tuple) and all(isinstance(length, Integral) for length in lengths)),
+            type(self).__name__,
+            lambda: f"sequences is a tuple of integers, the lengths, or None; got {lengths!r}",
+        )
 
     def check(self, operator: str, batch: int, query_length: int, key_length: int) -> None:
         """Raise ``ValueError`` unless a call may have so many rows and keys."""
@@ -46,7 +57,12 @@ class RowForm:
         )
 
     def ranges(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Tensor:
-        """``[2, batch, query_length]`` int32: starts and ends of what the rows see."""
+        """Return starts and ends of what the rows see: ``[2, batch, query_length]`` int32.
+
+        Raises:
+            ValueError: a call may not have so many rows and keys.
+        """
+        self.check(f"{type(self).__name__}.ranges", batch, query_length, key_length)
         if self.sequences is None:
             ends = torch.arange(key_length - query_length + 1, key_length + 1, dtype=torch.int32)
             starts = torch.zeros_like(ends)
@@ -106,7 +122,8 @@ def visible_ranges(
         starts: ``[query_length]`` or ``[batch, query_length]``, first visible key of each row, or None for 0.
         ends: same shape, one past the last visible key, or None for causal rows.
         device: where the result lives.
-        form: what the host knows of starts and ends; with debug checks on they are read and held against it.
+        form: what the host knows of starts and ends, which are the form's where neither is given; with debug
+            checks on they are read and held against it.
 
     Returns:
         The ranges, cut to ``0 <= starts`` and ``ends <= key_length``. A row with ``starts >= ends`` sees
@@ -117,6 +134,9 @@ def visible_ranges(
     """
     if form is not None:
         form.check(operator, batch, query_length, key_length)
+        causal = query_length == key_length and form.sequences in (None, (query_length,) * batch)
+        if starts is None and ends is None and not causal:
+            starts, ends = form.ranges(batch, query_length, key_length, device)
     plain = starts is None and ends is None
     if ends is None:
         require(

@@ -15,7 +15,7 @@ from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import IndexerOutput, lightning_indexer
 from mindspeed_dsa.ops.precision import outside_autocast
-from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, Ranges, RowForm, visible_ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
 
@@ -145,12 +145,10 @@ def deepseek_sparse_attention(
         require(
             starts is None and ends is None, OPERATOR, "a form says starts and ends; pass one or the other"
         )
-        form.check(OPERATOR, batch, rows, keys)
-        # Causal rows of as many keys are the default, and the operators know it best.
-        if form != TO_LAST_KEY or rows != keys:
-            starts, ends = form.ranges(batch, rows, keys, query.device)
     ranges = visible_ranges(OPERATOR, batch, rows, keys, starts, ends, query.device, form)
-    row_options: dict[str, Any] = {"starts": starts, "ends": ends, "form": ranges.form}
+    row_options: dict[str, Any] = {"form": ranges.form}
+    if not ranges.plain_causal:
+        row_options |= {"starts": ranges.starts, "ends": ranges.ends}
     loss_options: dict[str, Any] = {
         "row_mask": row_mask,
         "reduction": reduction,

@@ -113,6 +113,8 @@ def indexer_kl_loss(
     whole = query if query_rope is None else _as_wide(query, query_rope)
     rows = check_inputs(index_query, index_key, index_weights, whole, key, False)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
+    if form is not None:
+        form.check(OPERATOR, *rows, key.shape[1])
     check_supplied(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
     shape = shape_class(index_query, whole, topk_indices.shape[-1])
     chosen: Loss = choose(OPERATOR, backend, shape)
@@ -287,7 +289,7 @@ def dense_indexer_kl_loss(
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads, equally many each.
         use_relu: whether the indexer clamps the product of each head at zero.
-        form: what the host knows of ``starts`` and ``ends``: npu then need not read them.
+        form: what the host knows of ``starts`` and ``ends``, or instead of both: npu then need not read them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:

@@ -83,7 +83,7 @@ def lightning_indexer(
         key_receiver: as large as ``key`` and wider, never read: gets the gradient of ``key`` in its place,
             which is then not rounded to the dtype of ``key``. A backend that autograd differentiates does not
             use it.
-        form: what the host knows of ``starts`` and ``ends``: npu then need not read them.
+        form: what the host knows of ``starts`` and ``ends``, or instead of both: npu then need not read them.
         in_order: whether the keys of a row are to be ascending. If not, they may come in any order, -1 still
             at the tail: npu then need not sort them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.

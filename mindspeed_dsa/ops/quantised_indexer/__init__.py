@@ -71,7 +71,7 @@ def quantised_indexer(
         starts: as of :func:`lightning_indexer`, and so are the next ones.
         ends: see there.
         use_relu: whether the product of each head is clamped at zero.
-        form: what the host knows of ``starts`` and ``ends``.
+        form: what the host knows of ``starts`` and ``ends``, or instead of both.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:

@@ -121,6 +121,8 @@ def sparse_flash_attention(
     check_shape(OPERATOR, "key_value", key_value, (batch, None, dim), f"[{batch}, key_length, {dim}]")
     check_float(OPERATOR, query=query, key_value=key_value)
     check_topk_indices(OPERATOR, topk_indices, query, key_value.shape[1])
+    if form is not None:
+        form.check(OPERATOR, batch, rows, key_value.shape[1])
     require(1 <= value_dim <= dim, OPERATOR, f"value_dim must lie in [1, {dim}], got {value_dim}")
     require(
         (topk_scores is None) == (score_gradient is None),
