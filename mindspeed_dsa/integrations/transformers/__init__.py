@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from mindspeed_dsa.integrations.transformers.checks import Family, check, family_of
+from mindspeed_dsa.integrations.transformers.checks import Family, check, check_indexer, family_of
 from mindspeed_dsa.integrations.transformers.layers import (
     ATTRIBUTE,
     NAME,
@@ -63,6 +63,7 @@ def use(
     theirs, family = family_of(model)
     kind = family.named(f"{family.prefix}Attention")
     attentions = {name: module for name, module in theirs.named_modules() if isinstance(module, kind)}
+    check_indexer(theirs, family)
     check(theirs, attentions, backend, with_loss=loss_coefficient > 0)
     return InUse(
         theirs, family, list(attentions.values()), Losses(theirs, stage, float(loss_coefficient), backend)

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
@@ -178,8 +179,48 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
             "dequantised (for FP8: quantization_config=FineGrainedFP8Config(dequantize=True)), or without "
             "use() for inference"
         )
-    if with_loss and (getattr(model, "tp_size", None) or 1) > 1:
+    if with_loss and _splits_heads(model):
         yield (
             "its heads are on several tensor parallel ranks, and the indexer's loss is of all heads; load it "
-            "without tp_plan, for example for FSDP2, or take loss_coefficient=0"
+            "with fsdp_size, and ep_size for its experts, in place of tp_size, or take loss_coefficient=0"
+        )
+
+
+def _splits_heads(model: Any) -> bool:
+    """Return whether tensor parallel ranks have other heads each; they may have other experts alone."""
+    rules = getattr(model, "tp_plan", None) or {}
+    return (getattr(model, "tp_size", None) or 1) > 1 and any(".self_attn." in rule for rule in rules)
+
+
+def check_indexer(model: Any, family: Family) -> None:
+    """Call the release's indexer as its attention does, on tensors without memory.
+
+    Raises:
+        ImportError: it does not return indices alone, as the function in its place does.
+    """
+    config, rows = model.config, (1, 2)
+    kind = family.named(f"{family.prefix}Indexer")
+    problem = ""
+    with torch.device("meta"), torch.no_grad():
+        try:
+            found = kind(config, 0)(
+                torch.empty(*rows, config.hidden_size),
+                torch.empty(*rows, config.q_lora_rank),
+                (torch.empty(*rows, config.qk_rope_head_dim),) * 2,
+                torch.ones(*rows, rows[1], dtype=torch.bool),
+                torch.ones(rows, dtype=torch.long),
+            )
+        except Exception as error:
+            problem = f"cannot be called as in these releases ({type(error).__name__}: {error})"
+        else:
+            if not isinstance(found, torch.Tensor):
+                problem = f"returns {type(found).__name__} where indices alone are known"
+            elif found.dtype != torch.int32 or found.shape[:2] != rows:
+                problem = (
+                    f"returns {found.dtype} {list(found.shape)} where int32 [batch, rows, topk] is known"
+                )
+    if problem:
+        raise ImportError(
+            f"{_WHO}: the {kind.__name__} of transformers {version('transformers')} {problem}; install a "
+            "release that docs/transformers.md lists as tried, or train without use()"
         )

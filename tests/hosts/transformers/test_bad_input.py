@@ -115,6 +115,63 @@ def test_releases_without_these_models_are_named(monkeypatch):
         use(build("deepseek_v32"))
 
 
+def unlike_indexers():
+    """Ways in which the indexer of another release may not be that of those that were tried."""
+    kind = type(build("deepseek_v32").model.layers[0].self_attn.indexer)
+    plain = kind.forward
+
+    def with_scores(self, *args, **kwargs):
+        indices = plain(self, *args, **kwargs)
+        return indices.float(), indices
+
+    def as_mask(self, *args, **kwargs):
+        return plain(self, *args, **kwargs).bool()
+
+    def with_more(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, topk):
+        raise AssertionError
+
+    return kind, {
+        "returns tuple": with_scores,
+        "returns torch.bool": as_mask,
+        r"cannot be called .*TypeError.*'topk'": with_more,
+    }
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_indexer_that_returns_other_than_indices_is_refused(monkeypatch, number):
+    """Of a tuple's place a batch of two would be unpacked: its first row as scores, its second as indices."""
+    kind, others = unlike_indexers()
+    message, forward = list(others.items())[number]
+    model = build("deepseek_v32")
+    monkeypatch.setattr(kind, "forward", forward)
+    with pytest.raises(ImportError, match=rf"DeepseekV32Indexer of transformers \S+ {message}"):
+        use(model)
+    monkeypatch.undo()
+    use(model)  # nothing of that was applied
+
+
+@pytest.mark.parametrize(
+    ("plan", "refused"),
+    [
+        ({"model.layers.*.self_attn.q_b_proj": "colwise"}, True),
+        ({}, False),
+        ({"model.layers.*.mlp.gate_proj": "colwise"}, False),
+    ],
+    ids=["heads", "nothing", "dense layers"],
+)
+def test_tensor_parallel_ranks_are_refused_where_heads_are_split(monkeypatch, plan, refused):
+    """Ranks of experts are tensor parallel ranks to transformers, and may have all heads each."""
+    model = build("glm_moe_dsa")
+    monkeypatch.setattr(model, "_tp_size", 2)
+    monkeypatch.setattr(model, "_tp_plan", plan)
+    if refused:
+        with pytest.raises(ValueError, match=r"its heads are on several tensor parallel ranks.*ep_size"):
+            use(model, loss_coefficient=0.1)
+        use(model)
+    else:
+        use(model, loss_coefficient=0.1)
+
+
 def test_another_attention_set_later_is_refused():
     model = build("deepseek_v32")
     use(model)
@@ -138,15 +195,19 @@ def attributes(model):
     return {name: {key: id(x) for key, x in vars(module).items()} for name, module in model.named_modules()}
 
 
+def hooks_of(model):
+    return [(len(x._forward_pre_hooks), len(x._forward_hooks)) for x in model.modules()]
+
+
 def test_undo_leaves_nothing_behind():
     model = build("glm_moe_dsa sharing", attn_implementation="sdpa")
-    before, hooks = attributes(model), [len(module._forward_hooks) for module in model.modules()]
+    before, hooks = attributes(model), hooks_of(model)
     in_use = use(model, loss_coefficient=0.5)
     model(tokens(), labels=tokens())
     in_use.undo()
     in_use.undo()
     assert attributes(model) == before
-    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert hooks_of(model) == hooks
     assert model.config._attn_implementation == "sdpa"
     use(model).undo()
 
