@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_dsa.integrations.transformers.checks import Family, check, check_indexer, family_of
 from mindspeed_dsa.integrations.transformers.layers import (
@@ -24,6 +25,13 @@ from mindspeed_dsa.integrations.transformers.layers import (
     count_rows,
     expand_kv,
     select_keys,
+)
+from mindspeed_dsa.integrations.transformers.loss_graph import (
+    connect,
+    detach_input,
+    enter_layer,
+    leave_attention,
+    leave_layer,
 )
 from mindspeed_dsa.integrations.transformers.masks import ranges_mask
 from mindspeed_dsa.ops.dsa import Stage
@@ -87,16 +95,26 @@ class InUse:
             setattr(attention, ATTRIBUTE, layer)
             attention.expand_kv = MethodType(expand_kv, attention)
             self._hooks.append(attention.register_forward_pre_hook(count_rows, with_kwargs=True))
+            # Before the hooks of wrappers, which are to find the losses in the graphs of outputs.
+            self._hooks.append(attention.register_forward_hook(leave_attention, prepend=True))
             for module in attention.modules():
                 if isinstance(module, indexer):
                     setattr(module, ATTRIBUTE, layer)
                     setattr(module, _slot(module), MethodType(select_keys, module))
         base = family.named(f"{family.prefix}Model")
         (decoder,) = [module for module in model.modules() if isinstance(module, base)]
+        self._layers = [decoder.get_submodule(f"layers.{x.layer_idx}") for x in attentions]
+        for module, attention in zip(self._layers, attentions, strict=True):
+            setattr(module, ATTRIBUTE, getattr(attention, ATTRIBUTE))
+            self._hooks.append(module.register_forward_pre_hook(enter_layer, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(leave_layer, prepend=True))
+        heads = [module for module in model.children() if module is not decoder]
+        for module in [*(x.post_attention_layernorm for x in self._layers), decoder.norm, *heads]:
+            self._hooks.append(module.register_forward_pre_hook(detach_input))
         self._hooks.append(decoder.register_forward_pre_hook(self._begin))
-        self._hooks.append(decoder.register_forward_hook(self._end))
+        self._hooks.append(decoder.register_forward_hook(self._end, prepend=True))
         if decoder is not model:
-            self._hooks.append(model.register_forward_hook(self._add_loss, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(self._add_loss, with_kwargs=True, prepend=True))
         model.set_attn_implementation(NAME)
 
     @property
@@ -136,9 +154,11 @@ class InUse:
         for attention in self._attentions:
             del attention.expand_kv
             delattr(attention, ATTRIBUTE)
+        for layer in self._layers:
+            delattr(layer, ATTRIBUTE)
         if self._attentions and self._model.config._attn_implementation == NAME:
             self._model.set_attn_implementation(self._before)
-        self._hooks, self._attentions, self._losses.found = [], [], {}
+        self._hooks, self._attentions, self._layers, self._losses.found = [], [], [], {}
 
     def _indexers(self) -> list[Any]:
         """Return all indexers; PEFT has a copy of one that it trains as a whole."""
@@ -150,24 +170,33 @@ class InUse:
         ]
 
     def _begin(self, decoder: nn.Module, args: Any) -> None:
-        losses = self._losses
+        losses, indexers = self._losses, self._indexers()
         losses.found, losses.collecting, losses.with_gradients = {}, True, torch.is_grad_enabled()
-        if (
-            losses.coefficient > 0
-            and decoder.training
-            and losses.with_gradients
-            and not any(
-                parameter.requires_grad for indexer in self._indexers() for parameter in indexer.parameters()
-            )
-        ):
+        if losses.coefficient == 0 or not (decoder.training and losses.with_gradients):
+            return
+        if not any(parameter.requires_grad for indexer in indexers for parameter in indexer.parameters()):
             raise ValueError(
                 f"mindspeed_dsa: use() was given loss_coefficient={losses.coefficient}, and no parameter of "
                 "an indexer requires a gradient; let them (with PEFT name 'wq_b', 'wk' and 'weights_proj' in "
                 "target_modules, or 'indexer' in modules_to_save), or take loss_coefficient=0"
             )
+        for indexer in indexers:
+            # Its output is indices, on which FSDP2 hooks nothing that would gather it again.
+            if isinstance(indexer, FSDPModule):
+                indexer.set_reshard_after_forward(False, recurse=False)
 
-    def _end(self, decoder: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, decoder: nn.Module, args: Any, output: Any) -> Any:
         self._losses.collecting = False
+        return self._connect(decoder, output)
+
+    def _connect(self, module: nn.Module, output: Any) -> Any:
+        """Connect the losses to the first tensor of a model's output."""
+        first, losses = connect(module, output[0], list(self._losses.found.values()))
+        self._losses.found = dict(zip(self._losses.found, losses, strict=True))
+        if isinstance(output, tuple):
+            return (first, *output[1:])
+        output[next(iter(output))] = first
+        return output
 
     def _add_loss(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Add the indexers' loss to that of the model, as transformers' models do with their routers'."""
@@ -176,7 +205,7 @@ class InUse:
         # The hook's arguments are the call's: labels may stand in their place without a name.
         labels = (dict(zip(self._parameters, args, strict=False)) | kwargs).get("labels")
         if loss is None or labels is None or theirs is None:
-            return None
+            return self._connect(model, output)
         share = self._losses.coefficient
         if (total := kwargs.get("num_items_in_batch")) is not None:
             # The model's loss is divided by the tokens of all microbatches; this one weighs as its tokens do.

@@ -69,6 +69,9 @@ class Layer(threading.local):
         scores: of the selected keys, likewise.
         absorbed: whether keys of this call stay latent.
         rows: of this call.
+        loss: of the indexer, from the attention to the end of the decoder layer.
+        below: input of the decoder layer, if losses of layers below are connected to it and it has no
+            gradient of its own.
     """
 
     losses: Losses
@@ -78,6 +81,8 @@ class Layer(threading.local):
     scores: Tensor | None = None
     absorbed: bool = False
     rows: int = 0
+    loss: Tensor | None = None
+    below: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         # PEFT trains a copy of an indexer, for the same layer. Between two calls nothing of one is in here.
@@ -152,15 +157,12 @@ def select_keys(
     if layer.is_dense(keys):
         return torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
     rows = rows_of(attention_mask[:, None].expand(len(hidden_states), -1, -1, -1))
-    starts, ends = rows.starts, rows.ends
-    if rows.form is not None and layer.rows != keys:
-        starts, ends = rows.form.ranges(len(hidden_states), layer.rows, keys, hidden_states.device)
     with torch.set_grad_enabled(trains):
         found = lightning_indexer(
             *operands,
             layer.topk,
-            starts=starts,
-            ends=ends,
+            starts=rows.starts,
+            ends=rows.ends,
             form=rows.form,
             in_order=False,
             backend=layer.losses.backend,
@@ -288,8 +290,7 @@ def attend(
         row_mask=rows.row_mask if loss_wanted else None,
         backend=layer.losses.backend,
     )
-    if result.loss is not None and layer.losses.collecting:
-        layer.losses.found[module.layer_idx] = result.loss
+    layer.loss = result.loss if layer.losses.collecting else None
     out = result.out
     if up_value is not None:
         out = torch.einsum("bshc,hvc->bshv", out, up_value)

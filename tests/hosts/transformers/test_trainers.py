@@ -1,4 +1,4 @@
-"""Programs around a model: transformers' Trainer, PEFT, accelerate's hooks, FSDP2."""
+"""Programs around a model: transformers' Trainer, PEFT, accelerate's hooks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from mindspeed_dsa.integrations.transformers import use
 from tests.hosts.transformers.models import build, close, tokens
 
 pytestmark = pytest.mark.full
-
-CASES = "tests.hosts.transformers.sharded"
 
 
 class Repeated(Dataset):
@@ -109,9 +107,3 @@ def test_accelerate_moves_weights_of_layers_that_are_offloaded(before):
     in_use.undo()
     with torch.no_grad():
         assert close(model(tokens()).logits, expected)
-
-
-def test_fsdp2_gives_the_losses_and_gradients_of_one_process(pool):
-    for before in (True, False):
-        for found in pool.run(f"{CASES}:compare", world_size=2, timeout_s=240, before=before):
-            assert found == {"losses": True, "gradients": []}

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.call import Call
@@ -24,6 +23,7 @@ from mindspeed_dsa.features.dsa.loss import dense_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem, Rows
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.ops.graph import with_backward_of
 
 _attachments: ContextVar[list[Callable[[Tensor], Tensor]] | None] = ContextVar("_attachments", default=None)
 """Functions that attach the running layer's indexer losses to its output; None if there is no loss."""
@@ -38,35 +38,7 @@ def collect_graph(attended: Tensor) -> None:
     """Attach what carries an indexer loss, a core attention's output, to the output of the running layer."""
     attachments = _attachments.get()
     if attachments is not None and attended.requires_grad:
-        attachments.append(lambda output: _WithGraphOf.apply(output, attended))
-
-
-class _WithoutGraph(torch.autograd.Function):
-    """Output of a layer, computed without a graph, that depends on the layer's input."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden_states: Tensor) -> Tensor:
-        ctx.like = hidden_states
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor]:
-        return None, torch.zeros_like(ctx.like)
-
-
-class _WithGraphOf(torch.autograd.Function):
-    """Identity on the output; in backward the carrier of a loss gets a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, carrier: Tensor) -> Tensor:
-        ctx.zero, ctx.shape = carrier.new_zeros(()), carrier.shape
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_output, ctx.zero.expand(ctx.shape)
+        attachments.append(lambda output: with_backward_of(output, attended))
 
 
 def layer_without_graph(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -83,7 +55,7 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
         finally:
             _attachments.reset(token)
         output, *rest = result if isinstance(result, tuple) else (result,)
-        output = _WithoutGraph.apply(output, hidden_states)
+        output = with_backward_of(output, hidden_states)
         for attach in attachments:
             output = attach(output)
         # As Megatron's own layers end: a pipeline frees the last layer's output, which must not be a view.
