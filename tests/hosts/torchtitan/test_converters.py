@@ -183,3 +183,8 @@ def test_the_indexers_rotary_embedding(layout):
     plain_key = attention.indexer.k_norm(attention.indexer.wk(hidden))[0, 0]
     expected = formula(plain_query, 5) @ formula(plain_key, 2)
     torch.testing.assert_close(query @ key, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_indexers_learn_in_frozen_layers_that_fsdp2_gathers_for_backward(pool):
+    for stage in ("warm-up", "sparse"):
+        assert pool.run("tests.hosts.torchtitan.sharded:compare", world_size=2, stage=stage) == [[], []]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
-from tests.support.model import DSA_ON, start
+from tests.support.model import DSA_ON, gpt_model, start
 from tests.support.optimizer_job import PLAIN, assemble, load_from, master_value, save_to, state, step
 
 WAY = "fully_reshardable"
@@ -251,14 +251,18 @@ def differing(whole: Any, sharded: Any) -> list[str]:
 
 def same(whole: Tensor, piece: Tensor, parameter: Tensor | None = None) -> bool:
     """Whether ``piece`` is that of ``whole``; ``parameter`` is cut in the same way, if it has dimensions."""
-    parameter = piece if parameter is None else parameter
-    ours, theirs = local_of(piece), local_of(whole)
+    return torch.equal(local_of(piece), _piece(whole, piece if parameter is None else parameter))
+
+
+def _piece(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's piece of what is as large as a parameter, cut as the parameter is."""
+    theirs = local_of(whole)
     if isinstance(parameter, DTensor) and theirs.shape == parameter.shape:
         from mindspeed_dsa.parallel.local_shards import cut_of
 
         cut = cut_of(parameter)
         theirs = theirs.chunk(cut.pieces, cut.dim)[cut.index]
-    return torch.equal(ours, theirs)
+    return theirs
 
 
 def refusal(**switches: Any) -> str:
@@ -269,3 +273,39 @@ def refusal(**switches: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def indexers_alone(stage: str, **switches: Any) -> dict[str, Any]:
+    """Two steps of both, of a model of which layers are frozen beside their indexers.
+
+    Args:
+        stage: of DSA's training; in the warm-up it freezes all layers, else the embedding and the first one.
+        **switches: of further features.
+    """
+    start({"use_torch_fsdp2": True, "dsa_stage": stage, **switches})
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        built = gpt_model(*args, **kwargs)
+        if stage != "warmup":
+            for part in (built.embedding, built.decoder.layers[0]):
+                for name, parameter in part.named_parameters():
+                    parameter.requires_grad_(".indexer." in name)
+        return built
+
+    with mock.patch("tests.support.optimizer_job.gpt_model", model):
+        both = assemble(precision="fp32"), assemble(precision="fp32", fsdp2=True)
+    before = [each.detach().clone() for each in both[0].model.parameters()]
+    records = [[step(each, number) for each in both] for number in range(2)]
+    changed = [
+        name
+        for (name, each), first in zip(both[0].model.named_parameters(), before, strict=True)
+        if not torch.equal(each, first)
+    ]
+    unequal = [
+        name
+        for (name, theirs), ours in zip(
+            both[0].model.named_parameters(), both[1].model.parameters(), strict=True
+        )
+        if not torch.allclose(local_of(ours), _piece(theirs, ours), rtol=1e-4, atol=1e-6)
+    ]
+    return {"records": records, "changed": changed, "unequal": unequal}

@@ -86,6 +86,22 @@ def test_experts_are_cut_over_the_ranks_with_the_same_ones(
     assert sharded == with_ddp, "the same keys and shapes"
 
 
+@pytest.mark.parametrize("stage", ["warmup", pytest.param("sparse", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "switches", [{"use_fused_dsa": True}, pytest.param({}, marks=pytest.mark.full)], ids=["fused", "stock"]
+)
+def test_indexers_learn_beside_layers_that_are_frozen(pool, stage, switches):
+    """FSDP2 gathers a layer for backward where its output requires a gradient."""
+    for rank in pool.run(f"{CASES}:indexers_alone", 2, stage=stage, **switches):
+        for with_ddp, sharded in rank["records"]:
+            assert sharded["loss"] == pytest.approx(with_ddp["loss"], rel=1e-5)
+            assert sharded["norm"] == pytest.approx(with_ddp["norm"], rel=1e-5)
+        assert any(".indexer." in name for name in rank["changed"])
+        if stage == "warmup":
+            assert all(".indexer." in name for name in rank["changed"])
+        assert rank["unequal"] == []
+
+
 def test_experts_without_tokens_take_part(pool):
     ranks = pool.run(f"{CASES}:idle_experts", 4, **EXPERTS)
     for rank in ranks:

@@ -1,0 +1,58 @@
+"""One rank of layers that FSDP2 shards and whose indexers alone are trained, beside one process."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mindspeed_dsa.integrations.torchtitan import by_config
+from tests.hosts.torchtitan.config_registry import model
+
+ROWS = 24
+
+
+def layers(stage: str, batch: int) -> nn.ModuleList:
+    """Three dense blocks with sparse attention; everything but their indexers is frozen."""
+    options = by_config.SparseOptions(topk=8, index_heads=4, index_dim=32, stage=stage)
+    torch.manual_seed(0)
+    built = nn.ModuleList()
+    for _ in range(3):
+        config = model().layers[0]
+        config.attention = by_config.sparse(config.attention, options, batch * ROWS)
+        config.attention.rope.max_seq_len = ROWS
+        block = config.build()
+        block.init_states()
+        built.append(block)
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(".indexer." in name)
+    return built
+
+
+def backward(blocks: nn.ModuleList, hidden: torch.Tensor) -> None:
+    for block in blocks:
+        hidden = block(hidden, None)
+    hidden.square().mean().backward()
+
+
+def compare(stage: str) -> list[str]:
+    """Names of gradients that are not those of one process with the batch of all."""
+    ranks = dist.get_world_size()
+    hidden = torch.randn(2 * ranks, ROWS, 64, generator=torch.Generator().manual_seed(1))
+    alone, sharded = layers(stage, 2 * ranks), layers(stage, 2 * ranks)
+    backward(alone, hidden)
+    for block in sharded:
+        fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)))
+    backward(sharded, hidden.chunk(ranks)[dist.get_rank()])
+    wrong = []
+    for (name, expected), found in zip(alone.named_parameters(), sharded.parameters(), strict=True):
+        if ".indexer." in name:
+            # FSDP2 takes means over ranks; losses are divided by the rows of all ranks already.
+            error = (found.grad.full_tensor() * ranks - expected.grad).abs().max()
+            if error > 1e-4 * expected.grad.abs().max():
+                wrong.append(name)
+        elif found.grad is not None:
+            wrong.append(name)
+    return wrong
