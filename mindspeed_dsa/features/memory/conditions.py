@@ -64,6 +64,15 @@ def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator
 Row = tuple[str, str, str]
 """Name of an argument, why it does not combine, what to do."""
 
+IN_FEW_BITS: tuple[Row, ...] = tuple(
+    (
+        name,
+        f"it was not run with {name}, which may store weights in {name} (--{name}-param-gather)",
+        f"omit --{name}-format",
+    )
+    for name in ("fp8", "fp4")
+)
+"""Precisions that features which move or pack weights do not combine with."""
 MOVED_STATE: tuple[Row, ...] = (
     (
         "use_precision_aware_optimizer",
@@ -71,8 +80,7 @@ MOVED_STATE: tuple[Row, ...] = (
         "choose one of the two",
     ),
     ("optimizer_cpu_offload", "it moves the same state to the host", "choose one of the two"),
-    ("fp8", "weights in fp8 are made from the master weights in another way", "omit --fp8-format"),
-    ("fp4", "weights in fp4 are made from the master weights in another way", "omit --fp4-format"),
+    *IN_FEW_BITS,
     ("use_megatron_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     ("use_custom_fsdp", "it shards optimizer state by itself", "use --use-distributed-optimizer alone"),
     (

@@ -217,7 +217,7 @@ def _recomputed_ahead(job: Job) -> None:
 def _optimizer_in_fp8(job: Job) -> None:
     for flag in ("--swap-optimizer", "--swap-optimizer-times"):
         if flag in job and {"--fp8-format", "--fp8"} & set(job.given):
-            why = "Weights in fp8 are made from the master weights in another way here."
+            why = "It was not run with fp8 here, which may store weights in fp8 (--fp8-param-gather)."
             job.is_dropped(flag, why, results=False)
 
 

@@ -67,8 +67,8 @@ _REFUSED = {
         "gradients leave in the moment they are complete; add --no-gradient-accumulation-fusion"
     ),
     "fp16": "Megatron's loss scaling does not see its gradients; use --bf16",
-    "fp8": "weights in fp8 are made from others than shards; omit --fp8-format",
-    "fp4": "weights in fp4 are made from others than shards; omit --fp4-format",
+    "fp8": "it was not run with fp8, which may store weights in fp8 (--fp8-param-gather); omit --fp8-format",
+    "fp4": "it was not run with fp4, which may store weights in fp4 (--fp4-param-gather); omit --fp4-format",
     "optimizer_cpu_offload": "it moves whole parameters' state to the host; omit one of them",
     "use_precision_aware_optimizer": "it needs the distributed optimizer; omit it",
     "data_parallel_random_init": "ranks would shard different weights; omit --data-parallel-random-init",

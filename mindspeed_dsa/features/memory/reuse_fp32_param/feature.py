@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory.conditions import (
+    IN_FEW_BITS,
     Row,
     check_arguments,
     check_optimizer,
@@ -24,8 +25,7 @@ _REFUSED: tuple[Row, ...] = (
         "choose one of the two",
     ),
     ("optimizer_cpu_offload", "it moves the master weights to the host", "choose one of the two"),
-    ("fp8", "weights in fp8 are not the upper halves of the master weights", "omit --fp8-format"),
-    ("fp4", "weights in fp4 are not the upper halves of the master weights", "omit --fp4-format"),
+    *IN_FEW_BITS,
     ("use_megatron_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
     ("use_torch_fsdp2", "it shards the weights by itself", "use --swap-optimizer, which saves more"),
     ("use_custom_fsdp", "it shards the weights by itself", "use --use-distributed-optimizer alone"),
