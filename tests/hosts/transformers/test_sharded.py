@@ -85,7 +85,7 @@ def test_layers_are_gathered_and_freed_one_after_the_other(pool):
 
 def test_nothing_of_frozen_layers_is_kept_for_the_backward_of_the_warm_up():
     model = build("deepseek_v32")
-    in_use = use(model, stage="warm-up", loss_coefficient=1.0)
+    use(model, stage="warm-up", loss_coefficient=1.0)
     frozen = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." in name)
@@ -101,6 +101,5 @@ def test_nothing_of_frozen_layers_is_kept_for_the_backward_of_the_warm_up():
         output = model(tokens(), labels=tokens(), use_cache=False)
     assert kept
     assert [frozen[at] for at in kept if at in frozen] == []
-    (of_logits,) = torch.autograd.grad(output.loss, output.logits, allow_unused=True)
-    assert of_logits is None or not of_logits.any()
-    assert in_use.loss.requires_grad
+    assert not output.logits.requires_grad
+    assert output.loss.requires_grad
