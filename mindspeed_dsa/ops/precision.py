@@ -72,19 +72,20 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def raising_factor(largest: Tensor, exponent: int) -> Tensor:
-    """Return the power of two, at least 1, that raises ``largest`` to just below ``2 ** exponent``.
+def raising_factor(largest: Tensor, exponent: int, least: int = 0) -> Tensor:
+    """Return the power of two, at least ``2 ** least``, that raises ``largest`` to below ``2 ** exponent``.
 
     Gradients of a mean over many rows are smaller than what fp16 holds. Multiplied with this they survive
     being rounded to fp16, and dividing the fp32 results by it is exact.
 
     Args:
-        largest: scalar fp32, not negative. It is not read from its device.
+        largest: fp32 of any shape, not negative. It is not read from its device.
         exponent: at most 15 for fp16.
+        least: of the factor's exponent, at least -126.
 
     Returns:
-        Scalar fp32; 1 if ``largest`` is larger or not finite.
+        fp32 of that shape; ``2 ** least`` where ``largest`` is larger or not finite.
     """
     # 2 ** (biased - 127) <= largest < 2 ** (biased - 126)
     biased = largest.view(torch.int32) >> 23
-    return ((exponent + 253 - biased).clamp(127, 127 + 60) << 23).view(torch.float32)
+    return ((exponent + 253 - biased).clamp(127 + least, 127 + 60) << 23).view(torch.float32)

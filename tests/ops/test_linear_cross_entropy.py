@@ -143,6 +143,25 @@ def test_backward_runs_twice_and_for_one_operand(gradient):
         torch.testing.assert_close(leaves[1 - frozen].grad, first[1 - frozen], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("gradient", ["forward", "backward"])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize(
+    ("one_label", "channel", "factor"),
+    [(True, 1, 1), (False, 30, 1), (True, 3000, 1), (False, 1, 1e-8), (False, 1, 1e5), (True, 30, 1e5)],
+)
+def test_no_sum_over_tokens_in_fp16_overflows(backend, gradient, one_label, channel, factor):
+    """Weights of tokens are one factor of the mean's, which backward divides by."""
+    tokens = 600
+    hidden, weight = torch.rand(tokens, HIDDEN) + 0.5, torch.randn(VOCABULARY, HIDDEN)
+    hidden[:, 3], weight[:, 3] = channel, 0
+    leaves = [each.half().requires_grad_() for each in (hidden, weight)]
+    labels = torch.full((tokens,), 7) if one_label else torch.randint(VOCABULARY, (tokens,))
+    grad, told = torch.full((tokens,), 1 / tokens), torch.full((tokens,), factor)
+    loss = linear_cross_entropy(*leaves, labels, token_weights=told, gradient=gradient, backend=backend).loss
+    found = torch.autograd.grad(loss, leaves, grad)
+    assert_near(found, by_formula(*leaves, labels, grad)[1:], torch.float16)
+
+
 class _Sum:
     """Buffer in fp32 in which a gradient is accumulated."""
 

@@ -33,7 +33,10 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
-    """Return main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``."""
+    """Return main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``.
+
+    ``lse`` is not read: blocks hold complete rows, whose softmax has more digits than what it would give.
+    """
     query, topk_indices = call.query, call.topk_indices
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
     summed = torch.zeros(topk_indices.shape, dtype=dtype)
@@ -45,12 +48,9 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
             scores = scratch("scores", rows, heads, width)
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
                 product(q_, keys.mT, scores_, call.softmax_scale)
-            if lse is not None:
-                scores.sub_(lse[at][..., None]).exp_()
-            else:
-                if block.invalid is not None:
-                    scores.masked_fill_(block.invalid[:, None], -torch.inf)
-                scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
+            if block.invalid is not None:
+                scores.masked_fill_(block.invalid[:, None], -torch.inf)
+            scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
             probabilities = torch.sum(scores, dim=1, out=summed[at][:, :width])
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)

@@ -5,6 +5,7 @@ The mathematics is in README.md beside this file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -138,7 +139,7 @@ class _Loss(torch.autograd.Function):
         with spent(OPERATOR, hidden.device):
             losses = implementation.losses_and_gradients(call, grad_hidden, grad_weight)
         if learns:
-            call.keep(ctx, grad_hidden, losses.lse)
+            call.keep(ctx, grad_hidden, losses.largest, losses.log_sum)
         # Neither an input nor an output, and too large to be scaled out of place.
         ctx.grad_weight = grad_weight
         ctx.mark_non_differentiable(losses.top, losses.top_index)
@@ -148,7 +149,7 @@ class _Loss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Any, ...]:
         call: LossCall
-        call, grad_hidden, lse = LossCall.kept(ctx)
+        call, grad_hidden, *sums = LossCall.kept(ctx)
         wants_hidden, wants_weight = ctx.needs_input_grad[1:3]
         implementation: Chunked = ctx.implementation
         with spent(OPERATOR, call.hidden.device):
@@ -161,7 +162,7 @@ class _Loss(torch.autograd.Function):
             if not (wants_hidden or wants_weight):
                 return None, grad_hidden, None, None, None, None, None
             if formed is not None:
-                _finish(implementation, call, lse, factors, formed)
+                _finish(implementation, call, sums, factors, formed)
                 grad_weight = _deliver(formed, call.weight, ctx.accumulator)
                 return None, grad_hidden, grad_weight, None, None, None, None
             # Formed here: gradients of both, or a second time by those who differentiate twice.
@@ -171,7 +172,7 @@ class _Loss(torch.autograd.Function):
                 target = None if sink is None else sink.target()
                 if target is None or target.dtype != wide(call.weight.dtype):
                     target, sink = torch.zeros_like(call.weight, dtype=wide(call.weight.dtype)), None
-            implementation.add_gradients(call, lse, factors, again, target)
+            implementation.add_gradients(call, sums, factors, again, target)
             grad_hidden = again if wants_hidden else grad_hidden
             if target is None:
                 return None, grad_hidden, None, None, None, None, None
@@ -179,7 +180,9 @@ class _Loss(torch.autograd.Function):
             return None, grad_hidden, grad_weight, None, None, None, None
 
 
-def _finish(implementation: Chunked, call: LossCall, lse: Tensor, factors: Tensor, formed: Tensor) -> None:
+def _finish(
+    implementation: Chunked, call: LossCall, sums: Sequence[Tensor], factors: Tensor, formed: Tensor
+) -> None:
     """Turn the gradient of the weighted sum of losses into that of the sum by ``factors``, in place.
 
     All factors are in one proportion to the tokens' weights, but those of tokens that the caller weighted
@@ -190,12 +193,12 @@ def _finish(implementation: Chunked, call: LossCall, lse: Tensor, factors: Tenso
     common = torch.nan_to_num(proportions.nanmedian(), nan=0.0)
     expected = common * weights
     agrees = (factors - expected).abs() <= 4 * torch.finfo(factors.dtype).eps * expected.abs()
-    formed.mul_(common / raised(call.hidden.dtype))
+    formed.mul_(common)
     others = (~agrees).nonzero()[:, 0]
     if others.numel():
         some = replace(call, hidden=call.hidden[others], labels=call.labels[others])
         difference = (factors - expected)[others]
-        implementation.add_gradients(some, lse[others], difference, None, formed)
+        implementation.add_gradients(some, [each[others] for each in sums], difference, None, formed)
 
 
 def _deliver(gradient: Tensor, weight: Tensor, accumulator: Accumulator | None) -> Tensor | None:

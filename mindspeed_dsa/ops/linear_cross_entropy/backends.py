@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Backend, Call
-from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.ops.precision import raising_factor, wide
 
 _FEWEST_ROWS = 256
 _STEP = 64
@@ -77,13 +78,16 @@ class Losses:
         loss: ``[tokens]``, fp32 or fp64.
         top: ``[tokens]``, the largest of this rank's logits, in the dtype of the loss.
         top_index: ``[tokens]`` int64, its place on this rank; of no meaning where nobody wants it.
-        lse: ``[tokens]``, natural log of the sum of exp(logits) over the whole vocabulary.
+        largest: ``[tokens]``, the largest logit of the whole vocabulary.
+        log_sum: ``[tokens]``, natural log of the sum of exp(logit - largest) over it. Their sum would lose
+            digits of ``log_sum`` where logits are large.
     """
 
     loss: Tensor
     top: Tensor
     top_index: Tensor
-    lse: Tensor
+    largest: Tensor
+    log_sum: Tensor
 
 
 class LinearCrossEntropy(Backend):
@@ -114,7 +118,7 @@ class Reference(LinearCrossEntropy):
         predicted = shifted.gather(1, labels[:, None])[:, 0].masked_fill(~held, 0)
         log_sum = _over_ranks(shifted.exp().sum(-1), call.group).log()
         loss = log_sum - _over_ranks(predicted, call.group)
-        return Losses(loss, top, top_index, (log_sum + largest).detach())
+        return Losses(loss, top, top_index, largest, log_sum.detach())
 
 
 def _over_ranks(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -182,8 +186,8 @@ class Chunked(LinearCrossEntropy):
             call: the arguments.
             grad_hidden: ``[tokens, hidden]``, of any content; becomes :func:`raised` times the gradient of
                 each token's own loss, without the logits' factor. None: not formed.
-            grad_weight: ``[vocabulary, hidden]`` fp32 or fp64; gets :func:`raised` times the gradient of the
-                losses' sum by ``token_weights`` added, likewise. None: not formed.
+            grad_weight: ``[vocabulary, hidden]`` fp32 or fp64; gets the gradient of the losses' sum by
+                ``token_weights`` added, without that factor as well. None: not formed.
         """
         room = _Room()
         chunks = [self._chunk(call, part, room, grad_hidden, grad_weight) for part in self.parts(call)]
@@ -205,15 +209,13 @@ class Chunked(LinearCrossEntropy):
             for rows, labels in zip(*self._wide_parts(logits, call.labels[part]), strict=True)
         ]
         if wants_gradient:
-            weighted = (call.hidden[part] * call.token_weights[part, None]).to(logits.dtype)
-            self._multiply(call, part, room, logits, weighted, grad_hidden, grad_weight)
+            self._multiply(call, part, room, logits, call.token_weights[part], grad_hidden, grad_weight)
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def _rows(
         self, call: LossCall, room: _Room, logits: Tensor, labels: Tensor, wants_gradient: bool
     ) -> tuple[Tensor, ...]:
         """Return the results of rows of logits, which become their own gradient, :func:`raised`."""
-        raising = raised(logits.dtype)
         numbers = _scaled(call, room, logits)
         local, held = call.on_rank(labels)
         top, top_index = numbers.max(-1) if call.wants_top else (numbers.amax(-1), local)
@@ -224,14 +226,13 @@ class Chunked(LinearCrossEntropy):
         # As in Megatron, a label that no rank has counts as the largest logit.
         loss = log_sum - (predicted - largest).masked_fill(~known, 0)
         if wants_gradient:
-            if not self.NORMALISES:
-                numbers.mul_(torch.exp(top - largest - log_sum).mul_(raising)[:, None])
-            elif call.group is not None or raising != 1:
-                numbers.mul_(torch.exp(top - largest - log_sum).mul_(total).mul_(raising)[:, None])
-            _subtract(numbers, local, held.to(numbers.dtype).mul_(raising))
-            if numbers is not logits:
-                logits.copy_(numbers)
-        return loss, top, top_index, log_sum + largest
+            multiplier = None
+            if call.group is not None or not self.NORMALISES:
+                multiplier = torch.exp(top - largest - log_sum)
+                if self.NORMALISES:
+                    multiplier.mul_(total)
+            _to_gradient(numbers, multiplier, local, held, logits)
+        return loss, top, top_index, largest, log_sum
 
     def _exponentials(self, numbers: Tensor, top: Tensor) -> Tensor:
         """Turn rows into exp(number - top) in place, over the sum if :attr:`NORMALISES`; return the sums."""
@@ -240,7 +241,7 @@ class Chunked(LinearCrossEntropy):
     def add_gradients(
         self,
         call: LossCall,
-        lse: Tensor,
+        sums: Sequence[Tensor],
         factors: Tensor,
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
@@ -249,7 +250,7 @@ class Chunked(LinearCrossEntropy):
 
         Args:
             call: the arguments, or a selection of their tokens.
-            lse: ``[tokens]`` of these.
+            sums: ``largest`` and ``log_sum``, ``[tokens]`` each, of these.
             factors: ``[tokens]``, by which the gradients of the losses are multiplied.
             grad_hidden: ``[tokens, hidden]``, of any content; becomes the gradient, if ``factors`` have the
                 logits' own factor in them.
@@ -257,28 +258,15 @@ class Chunked(LinearCrossEntropy):
         """
         room = _Room()
         for part in self.parts(call):
-            self._chunk_again(call, part, room, lse, factors, grad_hidden, grad_weight)
-
-    def _chunk_again(
-        self,
-        call: LossCall,
-        part: slice,
-        room: _Room,
-        lse: Tensor,
-        factors: Tensor,
-        grad_hidden: Tensor | None,
-        grad_weight: Tensor | None,
-    ) -> None:
-        logits = room.product("logits", call.hidden[part], call.weight.t())
-        of_parts = self._wide_parts(logits, call.labels[part], lse[part], factors[part])
-        for rows, labels, lse_of_rows, factors_of_rows in zip(*of_parts, strict=True):
-            numbers = _scaled(call, room, rows)
-            numbers.sub_(lse_of_rows[:, None]).exp_().mul_(factors_of_rows[:, None])
-            local, held = call.on_rank(labels)
-            _subtract(numbers, local, factors_of_rows.to(numbers.dtype).masked_fill(~held, 0))
-            if numbers is not rows:
-                rows.copy_(numbers)
-        self._multiply(call, part, room, logits, call.hidden[part], grad_hidden, grad_weight)
+            logits = room.product("logits", call.hidden[part], call.weight.t())
+            of_parts = self._wide_parts(logits, call.labels[part], *(each[part] for each in sums))
+            for rows, labels, largest, log_sum in zip(*of_parts, strict=True):
+                numbers = _scaled(call, room, rows).sub_(largest[:, None]).exp_()
+                _to_gradient(numbers, log_sum.neg().exp_(), *call.on_rank(labels), rows)
+            self._multiply(call, part, room, logits, factors[part], grad_hidden, grad_weight)
+            if grad_hidden is not None:
+                by_token = (factors[part] / raised(logits.dtype))[:, None]
+                grad_hidden[part] = (grad_hidden[part] * by_token).to(logits.dtype)
 
     def _multiply(
         self,
@@ -286,11 +274,11 @@ class Chunked(LinearCrossEntropy):
         part: slice,
         room: _Room,
         grad_logits: Tensor,
-        hidden: Tensor,
+        factors: Tensor,
         grad_hidden: Tensor | None,
         grad_weight: Tensor | None,
     ) -> None:
-        """Form both gradients of some tokens, that of the weight with ``hidden``.
+        """Form both gradients of some tokens from :func:`raised` ones: that of the weight by ``factors``.
 
         It is added in parts if it has more bits: an addition of other dtypes would make copies of the whole.
         """
@@ -298,12 +286,15 @@ class Chunked(LinearCrossEntropy):
             torch.mm(grad_logits, call.weight, out=grad_hidden[part])
         if grad_weight is None:
             return
+        hidden = call.hidden[part]
         if grad_weight.dtype == hidden.dtype:
-            grad_weight.addmm_(grad_logits.t(), hidden)
+            grad_weight.addmm_(grad_logits.t(), hidden * factors[:, None])
             return
+        weighted, unit = _weighted(hidden, factors)
         size = max(_FEWEST_ROWS, self.WIDE_BYTES // (2 * hidden.shape[1] * grad_weight.itemsize))
         for some, gradients in zip(grad_weight.split(size), grad_logits.split(size, dim=1), strict=True):
-            some.add_(room.wide("wide product", room.product("product", gradients.t(), hidden)))
+            product = room.product("product", gradients.t(), weighted)
+            some.addcmul_(room.wide("wide product", product), unit)
 
     def _wide_parts(self, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
         """Cut a chunk, and what belongs to its rows, into parts that are computed in fp32 at once."""
@@ -348,6 +339,52 @@ def raised(dtype: torch.dtype) -> float:
     loss comes with the gradient, after they are formed.
     """
     return 256.0 if dtype == torch.float16 else 1.0
+
+
+def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states by the tokens' factors in 16 bits, and the unit in which products with them are.
+
+    Factors are relative to the largest, so that 16 bits hold them, whatever it is, and equal ones round
+    nothing. For fp16 each channel is multiplied with the power of two for which no sum of its products with
+    :func:`raised` gradients overflows, not even where all tokens have one label.
+
+    Args:
+        hidden: ``[tokens, hidden]``, bf16 or fp16.
+        factors: ``[tokens]`` fp32.
+
+    Returns:
+        ``[tokens, hidden]`` in the dtype of ``hidden``; and a scalar fp32, for fp16 ``[hidden]``.
+    """
+    largest = factors.abs().amax()
+    unit = largest.masked_fill(largest == 0, 1)
+    weighted = hidden * (factors / unit)[:, None]
+    if hidden.dtype == torch.float16:
+        # Raised gradients are up to 2 ** 8: sums stay below 2 ** 15.
+        fitting = raising_factor(torch.linalg.vector_norm(weighted, 1, dim=0), 7, least=-60)
+        weighted, unit = weighted.mul_(fitting), unit / (fitting * raised(hidden.dtype))
+    return weighted.to(hidden.dtype), unit
+
+
+def _to_gradient(
+    numbers: Tensor, multiplier: Tensor | None, columns: Tensor, held: Tensor, logits: Tensor
+) -> None:
+    """Turn exponentials of rows into the :func:`raised` gradient of the logits, and write it over them.
+
+    Args:
+        numbers: ``[rows, vocabulary]`` fp32 or fp64; overwritten.
+        multiplier: ``[rows]``, what makes probabilities of them; None if they are some.
+        columns: ``[rows]``, the labels on this rank.
+        held: ``[rows]`` bool, whether the label is on this rank.
+        logits: ``[rows, vocabulary]``, of which ``numbers`` may be a view.
+    """
+    raising = raised(logits.dtype)
+    if multiplier is not None:
+        numbers.mul_(multiplier.mul_(raising)[:, None])
+    elif raising != 1:
+        numbers.mul_(raising)
+    _subtract(numbers, columns, held.to(numbers.dtype).mul_(raising))
+    if numbers is not logits:
+        logits.copy_(numbers)
 
 
 def _joined(call: LossCall, top: Tensor, total: Tensor, predicted: Tensor) -> tuple[Tensor, ...]:

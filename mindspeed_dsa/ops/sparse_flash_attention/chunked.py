@@ -52,8 +52,9 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
+    """Return the gradients of query and key_value, from the ``out`` of :func:`forward`.
 
+    ``lse`` is not read: chunks hold complete rows, whose softmax has more digits than what it would give.
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. On a GPU the
     gradient of the keys is added in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
     """
@@ -68,7 +69,8 @@ def backward(
         scaled, grad = query[at].to(dtype) * softmax_scale, grad_out[at].to(dtype)
         # [n, heads, topk]
         scores = torch.bmm(scaled, chunk.keys.transpose(1, 2))
-        probabilities = scores.sub_(lse[at][..., None]).exp_().masked_fill_(chunk.invalid[:, None], 0)
+        hidden = chunk.invalid[:, None]
+        probabilities = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).masked_fill_(hidden, 0)
         if summed is not None:
             summed[at] = probabilities.sum(dim=1)
         delta = (grad * out[at]).sum(dim=-1, keepdim=True)
@@ -88,7 +90,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
 
     Args:
         call: whose query is in one piece.
-        lse: ``[batch, query_length, heads]`` of the same attention, or None to have it computed.
+        lse: not read, as in :func:`backward`.
     """
     query, dtype = call.query, wide(call.query.dtype)
     summed = torch.zeros(call.topk_indices.shape, dtype=dtype, device=query.device)
@@ -96,10 +98,6 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
         at = (chunk.batch, chunk.rows)
         # [n, heads, topk]
         scores = torch.bmm(query[at].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
-        if lse is None:
-            hidden = chunk.invalid[:, None]
-            scores = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(dim=-1)
-        else:
-            scores = (scores - lse[at][..., None]).exp_()
-        summed[at] = scores.sum(dim=1).masked_fill_(chunk.invalid, 0)
+        scores.masked_fill_(chunk.invalid[:, None], torch.finfo(dtype).min)
+        summed[at] = scores.softmax(dim=-1).sum(dim=1).masked_fill_(chunk.invalid, 0)
     return summed

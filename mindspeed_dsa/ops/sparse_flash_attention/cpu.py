@@ -45,8 +45,10 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
+    """Return the gradients of query and key_value, from the ``out`` of :func:`forward`.
 
+    ``lse`` is not read: blocks hold complete rows, and a maximum and the logarithm of a sum that are added up
+    have fewer digits than each of them.
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None.
     """
     forms = (
@@ -124,13 +126,17 @@ def _backward(
             probabilities = scratch("probabilities", rows, heads, width)
             grad_q = scratch("grad_query", rows, heads, dim)
             total = grad_key_value[block.batch]
-            for keys, indices, invalid, (stacked_, both_, p_, minus_lse, delta_, grad_q_) in block.tiles(
-                stacked, both, probabilities, lse[at][..., None].neg(), delta, grad_q
+            for keys, indices, invalid, (stacked_, both_, p_, delta_, grad_q_) in block.tiles(
+                stacked, both, probabilities, delta, grad_q
             ):
                 product(stacked_, keys.mT, both_)
                 scores, grad_p = both_.split(heads, dim=1)
-                torch.add(minus_lse, scores, alpha=softmax_scale, out=p_).exp_()
+                scores.mul_(softmax_scale)
                 if invalid is not None:
+                    scores.masked_fill_(invalid[:, None], -torch.inf)
+                torch.softmax(scores, dim=-1, out=p_)
+                if invalid is not None:
+                    # A row without a key is 0 / 0 up to here.
                     p_.masked_fill_(invalid[:, None], 0)
                 # In place: the upper half becomes the gradient of the scores, the lower the probabilities.
                 torch.mul(grad_p.sub_(delta_), p_, out=scores).mul_(softmax_scale)

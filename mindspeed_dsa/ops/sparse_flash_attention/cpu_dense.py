@@ -99,7 +99,6 @@ def backward(
     dtype = compute_dtype(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention_sum = torch.empty(topk_indices.shape, dtype=dtype) if with_sum else None
-    lowest = torch.finfo(dtype).min
 
     def work(chunks: Iterator[Chunk], scratch: Scratch) -> Tensor:
         grad_key_value = torch.zeros(key_value.shape, dtype=dtype)
@@ -118,8 +117,10 @@ def backward(
             grad_q = scratch("grad_query", some, rows * heads, dim)
             product(q, chunk.key.mT, probabilities, softmax_scale)
             by_head = probabilities.view(some, rows, heads, width)
-            # Only a masked score is above the logarithm of the sum, which is -inf in a row without a key.
-            by_head.sub_(lse[at][..., None].clamp_min(lowest)).clamp_max_(0).exp_().mul_(counts[:, :, None])
+            by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
+            torch.softmax(by_head, dim=-1, out=by_head)
+            if chunk.has_empty_row:
+                by_head.masked_fill_((counts.amax(dim=-1) == 0)[..., None, None], 0)
             product(grad, chunk.key[..., :value_dim].mT, grad_scores)
             grad_scores.sub_(delta).mul_(probabilities)
             product(grad_scores, chunk.key, grad_q, softmax_scale)
