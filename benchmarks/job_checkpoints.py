@@ -151,7 +151,7 @@ def _without_manifest() -> Iterator[None]:
     from dsa_job import torch_dist
 
     with (
-        mock.patch.object(torch_dist, "_SummingFiles", _Files),
+        mock.patch.object(torch_dist, "SummingFiles", _Files),
         mock.patch.object(manifest, "sums", return_value={}),
         mock.patch.object(manifest, "write"),
     ):

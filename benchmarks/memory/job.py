@@ -145,7 +145,7 @@ def _start(switches: Mapping[str, Any]) -> None:
     import mindspeed_dsa
 
     if rate := os.environ.get(copy_engine.VARIABLE):
-        platforms._PLATFORMS["cpu"] = copy_engine.CopyEnginePlatform(float(rate))
+        platforms.PLATFORMS["cpu"] = copy_engine.CopyEnginePlatform(float(rate))
     # Without a feature only the platform is enabled, which Megatron needs.
     mindspeed_dsa.enable(**switches)
     from megatron.core import parallel_state, tensor_parallel

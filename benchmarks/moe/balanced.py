@@ -180,5 +180,5 @@ def way(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(overlap.way("overlapped" if name in ("overlapped", "both") else "stock"))
         if name in ("stock", "overlapped"):
-            stack.enter_context(mock.patch.object(feature, "_layers", {}))
+            stack.enter_context(mock.patch.object(feature, "layer_of", return_value=None))
         yield

@@ -113,7 +113,7 @@ def way(name: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if name in ("stock", "no transfers"):
-            stack.enter_context(mock.patch.object(feature, "_is_served", return_value=False))
+            stack.enter_context(mock.patch.object(feature, "is_served", return_value=False))
         if name == "shared expert alone":
             stack.enter_context(
                 mock.patch.object(feature, "defer_gradients", side_effect=lambda weights: defer_gradients(()))

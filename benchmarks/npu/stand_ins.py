@@ -36,7 +36,7 @@ def install() -> None:
 
     kernels.register()
     npu_device.takes_device = lambda device: device == "cpu"
-    backend._PREFERENCE["cpu"] = backend._PREFERENCE["npu"]
+    backend.PREFERENCE["cpu"] = backend.PREFERENCE["npu"]
     # What torch_npu's part of torch.optim asks for, among others.
     torch.npu.current_device = lambda: 0
     torch.npu.get_device_name = lambda device=None: "Ascend910B3"

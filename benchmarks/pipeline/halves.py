@@ -128,7 +128,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         return work
 
     step("measures")
-    (choice,) = {attention._modes[layer] for layer in layers}
+    (choice,) = {attention.modes[layer] for layer in layers}
     works = {name: variant(name) for name in VARIANTS}
     expected = works["stock"]()
     worst = max(deviation(works[name](), expected) for name in OURS)
@@ -149,12 +149,12 @@ def _way(name: str, layers: list[Any]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         modes = dict.fromkeys(layers, "interleaved" if name == "halves" else "whole")
-        stack.enter_context(mock.patch.object(attention, "_modes", modes))
+        stack.enter_context(mock.patch.object(attention, "modes", modes))
         dispatchers = [layer.mlp.token_dispatcher for layer in layers]
         modes = dict.fromkeys(dispatchers, "interleaved" if name == "halves of tokens" else "whole")
-        stack.enter_context(mock.patch.object(halves, "_modes", modes))
+        stack.enter_context(mock.patch.object(halves, "modes", modes))
         if name != "whole, overlapped":
-            stack.enter_context(mock.patch.object(whole, "_is_served", return_value=False))
+            stack.enter_context(mock.patch.object(whole, "is_served", return_value=False))
         yield
 
 

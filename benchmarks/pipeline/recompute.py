@@ -97,12 +97,12 @@ def _plain() -> Iterator[None]:
 def _timed(seconds: list[float]) -> Iterator[None]:
     from mindspeed_dsa.features.pipeline.recompute_ahead import ahead
 
-    original = ahead._recompute
+    original = ahead.recompute_segment
 
     def recompute(*args: Any) -> None:
         begin = time.perf_counter()
         original(*args)
         seconds.append(time.perf_counter() - begin)
 
-    with mock.patch.object(ahead, "_recompute", recompute):
+    with mock.patch.object(ahead, "recompute_segment", recompute):
         yield

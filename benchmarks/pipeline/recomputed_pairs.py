@@ -70,7 +70,7 @@ def measure(sizes: Sizes, zipf: float | None = None) -> dict[str, Any]:
 
     def variant(name: str, microbatches: int = sizes.microbatches) -> Callable[[], Any]:
         def work() -> Any:
-            stays = mock.patch.object(balanced, "_layers", {})
+            stays = mock.patch.object(balanced, "layer_of", return_value=None)
             with contextlib.nullcontext() if "balanced" in name else stays:
                 return step(name, microbatches)
 

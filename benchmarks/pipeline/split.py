@@ -108,12 +108,12 @@ def _whole() -> Iterator[None]:
 def _timed(seconds: list[float]) -> Iterator[None]:
     from mindspeed_dsa.features.pipeline import waiting_gradients
 
-    original = waiting_gradients._give
+    original = waiting_gradients.give
 
     def give(queue: Any) -> None:
         begin = time.perf_counter()
         original(queue)
         seconds.append(time.perf_counter() - begin)
 
-    with mock.patch.object(waiting_gradients, "_give", give):
+    with mock.patch.object(waiting_gradients, "give", give):
         yield

@@ -87,7 +87,7 @@ class Shards(torch_checkpoint.FileSystemWriter):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, per_thread_copy_ahead=0)  # which would use the device
-        self.fs = _SummingFiles()
+        self.fs = SummingFiles()
         self._kept: dict[Any, Any] = {}
         self._plan: Any = None
         self._metadata: Any = None
@@ -165,7 +165,7 @@ def _on_the_host(data: Any) -> Any:
     return tensor.clone() if tensor.is_shared() or tensor.is_pinned() else tensor
 
 
-class _SummingFiles(FileSystem):
+class SummingFiles(FileSystem):
     """Files that are summed while they are written.
 
     Attributes:

@@ -38,7 +38,7 @@ BackendName = Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "
 # What `auto` tries on each type of device, best first, of what an operator has. The second takes every shape;
 # `chunked` does so in bounded memory, where the reference would gather more than a device holds; operators
 # without one have the reference.
-_PREFERENCE: dict[str, tuple[str, str]] = {
+PREFERENCE: dict[str, tuple[str, str]] = {
     "cpu": ("cpu", "reference"),
     "cuda": ("triton", "chunked"),
     "npu": ("npu", "chunked"),
@@ -163,7 +163,7 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
     if _exists(operator, _OF_TORCH.get(shape.device, "")):
         tried: tuple[str, ...] = (_OF_TORCH[shape.device],)
     else:
-        tried = _PREFERENCE.get(shape.device, ())
+        tried = PREFERENCE.get(shape.device, ())
     for name in (*tried, "reference"):
         if name == _BOUNDED and not _exists(operator, name):
             continue
@@ -218,7 +218,7 @@ def plan(operator: str, requested: str, implementation: _Backend, planned: Any) 
             "Ask for 'auto' to fall back, or for the slow and exact 'reference' "
             "(in training with --dsa-backend)"
         )
-    fallback = dict(_PREFERENCE.values()).get(name, "reference")
+    fallback = dict(PREFERENCE.values()).get(name, "reference")
     if not _exists(operator, fallback):
         fallback = "reference"
     warn_once(f"{operator}: backend {name!r} is skipped for {fallback!r}: {planned}")

@@ -28,7 +28,7 @@ __all__ = [
 
 CHOICES: tuple[str, ...] = ("auto", *get_args(PlatformName))
 
-_PLATFORMS: dict[str, Platform] = {p.name: p for p in (CpuPlatform(), CudaPlatform(), NpuPlatform())}
+PLATFORMS: dict[str, Platform] = {p.name: p for p in (CpuPlatform(), CudaPlatform(), NpuPlatform())}
 _current: Platform | None = None
 
 
@@ -39,7 +39,7 @@ def get(name: str) -> Platform:
         SettingsError: there is none.
     """
     try:
-        return _PLATFORMS[name]
+        return PLATFORMS[name]
     except KeyError:
         raise SettingsError(f"platform {name!r} is unknown; choose from {', '.join(CHOICES)}") from None
 
@@ -73,7 +73,7 @@ def detect(requested: str = "auto") -> str:
 def _npu_answers() -> bool:
     """Return whether an NPU is there; a torch_npu that cannot be loaded is reported, never skipped."""
     try:
-        return _PLATFORMS["npu"].is_available()
+        return PLATFORMS["npu"].is_available()
     except SettingsError as error:
         # On every rank: another node's NPUs may be well.
         log.get().warning("%s; going on without the NPU", error, ranks="all")

@@ -152,7 +152,7 @@ def test_a_shard_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: p
     """torch asks for it before it closes the file, when the end is still in a buffer of Python."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    made = torch_dist._SummingFiles()
+    made = torch_dist.SummingFiles()
     with made.create_stream(tmp_path / "__0_0.distcp", "wb") as stream:
         stream.write(b"weights")
         os.fsync(stream.fileno())

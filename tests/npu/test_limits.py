@@ -205,7 +205,7 @@ def test_calls_that_are_declined(npu_kernels, name):
 @pytest.mark.parametrize("name", ["zigzag", "hole", "row-mask"])
 def test_auto_falls_back_to_bounded_memory_and_says_so_once(npu_kernels, monkeypatch, caplog, name):
     call, options, sentence = CALLS[name]
-    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": backend._PREFERENCE["npu"]})
+    monkeypatch.setattr("mindspeed_dsa.ops.backend.PREFERENCE", {"cpu": backend.PREFERENCE["npu"]})
     before = backend.calls()
     with caplog.at_level(logging.WARNING), counted() as counts:
         results = [call("auto", **options) for _ in range(2)]

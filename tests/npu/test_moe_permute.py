@@ -65,8 +65,8 @@ def test_uneven_routings_go_to_the_reference(npu_kernels, caplog):
         permute(tokens, chosen, rows=rows, backend="npu")
     from mindspeed_dsa.ops import backend
 
-    before = dict(backend._PREFERENCE)
-    backend._PREFERENCE["cpu"] = before["npu"]
+    before = dict(backend.PREFERENCE)
+    backend.PREFERENCE["cpu"] = before["npu"]
     try:
         moved = permute(tokens, chosen, rows=rows)
         back = unpermute(moved.tokens, moved.row_map, 19)
@@ -75,7 +75,7 @@ def test_uneven_routings_go_to_the_reference(npu_kernels, caplog):
         moved = permute(tokens[:13], even, rows=26, topk=2)
         weighted = unpermute(moved.tokens, moved.row_map, 13, probs)
     finally:
-        backend._PREFERENCE.update(before)
+        backend.PREFERENCE.update(before)
     assert torch.allclose(back, tokens * chosen.sum(1)[:, None])
     assert torch.allclose(weighted, tokens[:13] * (probs * even).sum(1)[:, None], atol=1e-6)
     assert [call.name for call in npu_kernels] == [PERMUTE]

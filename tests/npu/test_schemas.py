@@ -101,7 +101,7 @@ def test_an_operator_that_cann_lacks_is_declined_with_the_reason(npu_kernels, ca
         "npu_dense_lightning_indexer_softmax_lse needs torch_npu 2.7.1.post4, 2.8.0.post4, 2.9.0.post2 or "
         "2.10.0 with CANN 9.0.0, or newer ones"
     )
-    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": ("npu", "chunked")})
+    monkeypatch.setattr("mindspeed_dsa.ops.backend.PREFERENCE", {"cpu": ("npu", "chunked")})
     with caplog.at_level(logging.WARNING):
         assert choose("indexer_kl_loss", "auto", shape).__name__.endswith(".chunked")
     assert reason in caplog.text

@@ -68,7 +68,7 @@ def test_a_norm_whose_weight_stays_in_fp32(npu_kernels, dtype):
 def test_products_whose_norm_takes_no_wider_weight(npu_kernels, monkeypatch, device, taken):
     """A device in no table takes none either; a weight of the input's dtype goes everywhere."""
     monkeypatch.setattr("torch.npu.get_device_name", lambda number=None: device)
-    monkeypatch.setattr("mindspeed_dsa.ops.backend._PREFERENCE", {"cpu": ("npu", "reference")})
+    monkeypatch.setattr("mindspeed_dsa.ops.backend.PREFERENCE", {"cpu": ("npu", "reference")})
     npu_device.product.cache_clear()
     hidden = torch.randn(2, 8).bfloat16()
     found = rms_norm(hidden, torch.ones(8), 1e-6)

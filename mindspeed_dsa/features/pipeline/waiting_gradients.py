@@ -103,7 +103,7 @@ class WaitingGradients:
         reduction, last = self._reductions[chunk], self._is_last(chunk)
         event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
         with event, reduction.reducing(last):
-            _give(queue)
+            give(queue)
             gathered_weights.reduce_late_gradients(self._chunks[chunk])
         if last:
             reduction.all_there()
@@ -252,7 +252,7 @@ def _weights(chunk: Any, megatron: Megatron) -> Iterator[Tensor]:
             yield weight
 
 
-def _give(queue: list[Queued]) -> None:
+def give(queue: list[Queued]) -> None:
     """Compute gradients and hand them to autograd, weight by weight; operands go as soon as each is done."""
     while queue:
         with torch.enable_grad():

@@ -55,7 +55,7 @@ def postpone_shared_experts(original: Callable[..., Any], context: Context[None]
     """Decorate ``MoELayer.shared_experts_compute``, the first step."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
-        if not _is_served(self, context):
+        if not is_served(self, context):
             return original(self, hidden_states)
         shared = SharedOutput(partial(original, self, hidden_states)) if self.use_shared_expert else None
         _calls[self.token_dispatcher] = Call(shared)
@@ -68,14 +68,15 @@ def expect_transfers(original: Callable[..., Any], context: Context[None]) -> Ca
     """Decorate ``MoELayer.dispatch``."""
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
-        if _is_served(self, context):
+        if is_served(self, context):
             _calls[self.token_dispatcher] = Call()
         return original(self, hidden_states, probs)
 
     return dispatch
 
 
-def _is_served(layer: Any, context: Context[None]) -> bool:
+def is_served(layer: Any, context: Context[None]) -> bool:
+    """Return whether the layer's transfers can be overlapped; say once why not."""
     dispatcher = layer.token_dispatcher
     ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
     if isinstance(dispatcher, ours) and dispatcher.ep_size > 1:

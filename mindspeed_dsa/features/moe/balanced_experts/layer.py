@@ -118,7 +118,7 @@ class _Forward(Companion):
 _LAYER = "_mindspeed_dsa_experts"
 
 
-def _layer_of(dispatcher: Any) -> _Layer | None:
+def layer_of(dispatcher: Any) -> _Layer | None:
     """Return the layer of a dispatcher, or of a copy of it, which serves a part of a microbatch."""
     layer: _Layer | None = getattr(dispatcher, _LAYER, None)
     return layer
@@ -142,7 +142,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        layer = _layer_of(self)
+        layer = layer_of(self)
         if layer is None:
             return original(self, hidden_states, routing_map, probs, *args, **kwargs)
         hidden = hidden_states.size(-1)
@@ -206,7 +206,7 @@ def run_hot_experts(original: Call) -> Call:
     """
 
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forward, layer = companion_of(self), _layer_of(self)
+        forward, layer = companion_of(self), layer_of(self)
         if isinstance(forward, _Forward) and layer is not None:
             _run(layer.experts, forward)
         return original(self, *args, **kwargs)

@@ -40,7 +40,7 @@ from mindspeed_dsa.features.moe.batch_overlap.stages import Stages
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import uses_dsa
 
-_modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
+modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
 """By transformer layer."""
 _measured: ContextVar[Mode | None] = ContextVar(
     "mode of a layer with attention that is measured", default=None
@@ -114,7 +114,7 @@ def run_halves(original: Callable[..., Any], context: Context[Options]) -> Calla
         def run(mode: Mode, cut: _Cut, hands_on: bool = False) -> _Cut:
             return _run(self, cut, hidden.size(cut.dim), halves, context, mode == "in turn", hands_on)
 
-        if self not in _modes:
+        if self not in modes:
 
             def measure(mode: Mode) -> None:
                 with without_traces(context.megatron("core.tensor_parallel.random"), _measured, mode):
@@ -123,11 +123,11 @@ def run_halves(original: Callable[..., Any], context: Context[Options]) -> Calla
                     else:
                         run(mode, _Cut.of(hidden)).joined()
 
-            _modes[self] = choose(self, self.mlp.token_dispatcher.ep_group, measure, context.log)
-        if cut is None and _modes[self] == "whole":
+            modes[self] = choose(self, self.mlp.token_dispatcher.ep_group, measure, context.log)
+        if cut is None and modes[self] == "whole":
             return original(self, *args, **kwargs)
         hands_on = _hands_on(self, context)
-        done = run(_modes[self], _Cut.of(hidden) if cut is None else cut, hands_on)
+        done = run(modes[self], _Cut.of(hidden) if cut is None else cut, hands_on)
         return (_stand_in(done, hidden) if hands_on else done.joined()), None
 
     return forward
@@ -137,7 +137,7 @@ def _takes_part(
     layer: Any, hidden: Tensor, args: Any, kwargs: Mapping[str, Any], context: Context[Options]
 ) -> bool:
     """Return whether this forward is of a layer that is served, with nothing but what is cut here."""
-    if not layer.training or is_measured() or _modes.get(layer) == "whole" or not _is_served(layer, context):
+    if not layer.training or is_measured() or modes.get(layer) == "whole" or not _is_served(layer, context):
         return False
     unknown = [
         name
@@ -168,7 +168,7 @@ def _knows_rows(layer: Any) -> bool:
 
 
 def _is_served(layer: Any, context: Context[Options]) -> bool:
-    if layer in _modes:
+    if layer in modes:
         return True
     dispatcher = getattr(layer.mlp, "token_dispatcher", None)
     ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
@@ -181,7 +181,7 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
         return False
     require(context, check_choice, layer.config)
     if context.options.always:
-        _modes[layer] = "interleaved"
+        modes[layer] = "interleaved"
     return True
 
 
@@ -212,7 +212,7 @@ def _hands_on(layer: Any, context: Context[Options]) -> bool:
     at = next((index for index, each in enumerate(layers) if each is layer), len(layers))
     if at + 1 >= len(layers) or not _is_served(layers[at + 1], context):
         return False
-    return _modes.get(layers[at + 1], "whole") != "whole"  # whole until it is measured
+    return modes.get(layers[at + 1], "whole") != "whole"  # whole until it is measured
 
 
 def _stand_in(cut: _Cut, hidden: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class _Call:
         return first, second
 
 
-_modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
+modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[Any, SharedOutput] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
 """All three by dispatcher, which Megatron gives one forward at a time too."""
@@ -51,9 +51,9 @@ _measured: ContextVar[Mode | None] = ContextVar("mode that is measured", default
 
 def _mode(dispatcher: Any) -> Mode:
     """Return a layer's execution mode. Copies of its dispatcher belong to half-batches."""
-    if dispatcher not in _modes:
+    if dispatcher not in modes:
         return "whole"
-    return _measured.get() or _modes[dispatcher]
+    return _measured.get() or modes[dispatcher]
 
 
 def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -61,10 +61,10 @@ def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Call
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
-        undecided = dispatcher not in _modes and not attention.is_measured()
+        undecided = dispatcher not in modes and not attention.is_measured()
         if self.training and undecided and _is_served(self, context):
             require(context, check_choice, self.config)
-            _modes[dispatcher] = "interleaved"
+            modes[dispatcher] = "interleaved"
             if not context.options.always:
                 random = context.megatron("core.tensor_parallel.random")
 
@@ -72,7 +72,7 @@ def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Call
                     with without_traces(random, _measured, mode):
                         original(self, hidden_states, *args, **kwargs)
 
-                _modes[dispatcher] = choose(self, dispatcher.ep_group, run, context.log)
+                modes[dispatcher] = choose(self, dispatcher.ep_group, run, context.log)
         return original(self, hidden_states, *args, **kwargs)
 
     return forward

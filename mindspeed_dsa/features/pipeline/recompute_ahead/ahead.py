@@ -95,7 +95,7 @@ class Ahead(pipeline_steps.Follower):
         if self.everywhere or megatron_order.in_bubble(index, len(self._order), self._warmup):
             for segment in reversed(self.segments.get(unit, [])):
                 if segment.outputs is None and _has_inputs(segment):
-                    _recompute(segment, self.megatron, self._on_chunk(unit[0]))
+                    recompute_segment(segment, self.megatron, self._on_chunk(unit[0]))
             layers, self.layers[unit] = self.layers.get(unit, []), []
             for layer, module in reversed(layers):
                 with gathered_weights.there([module]):
@@ -196,7 +196,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [each for each in values if torch.is_tensor(each)]
 
 
-def _recompute(ctx: Any, megatron: Megatron, run_there: _Function) -> None:
+def recompute_segment(ctx: Any, megatron: Megatron, run_there: _Function) -> None:
     """Run a segment's forward again, with its graph, as Megatron's backward would."""
     with as_in_forward(megatron, ctx.rng_states), gathered_weights.there(ctx.modules):
         ctx.inputs = ctx.random.detach_variable(ctx.saved_tensors)

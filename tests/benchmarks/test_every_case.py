@@ -1,0 +1,97 @@
+"""Every case runs at its smallest, and benchmarks reach into the package by public names alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import context_parallel, moe, pipeline
+from benchmarks.registry import CASES
+from tests.support import third_party
+
+third_party.or_skip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
+OURS = ("mindspeed_dsa", "dsa_job")
+CELLS = {"moe": moe.CELLS, "pipeline": pipeline.CELLS, "context-parallel": context_parallel.CELLS}
+# They refuse to run without their device; tests/benchmarks/test_gpu.py and test_npu.py run their parts.
+ELSEWHERE = {"gpu", "npu"}
+
+
+def cases() -> Iterator[tuple[str, ...]]:
+    """Yield words of a command line for each case, cell by cell where a case is made of cells."""
+    for name, case in CASES.items():
+        if name not in ELSEWHERE:
+            quick = ("--quick",) if case.has_quick else ()
+            for cell in CELLS.get(name, [None]):
+                yield (name, *quick, *(("--only", cell) if cell else ()))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", cases(), ids=" ".join)
+def test_a_case_runs(words: tuple[str, ...], tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words, "--device", "cpu", "--json", str(result)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if "link bed: " in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert json.loads(result.read_text())["metrics"]
+
+
+def test_every_cell_is_run() -> None:
+    """Cases that take ``--only`` for cells are known here."""
+    made_of_cells = {
+        name for name, case in CASES.items() if "link" in case.options and "only" in case.options
+    }
+    assert made_of_cells == set(CELLS)
+
+
+def test_names_of_the_package_are_public() -> None:
+    """A private name moves without notice; whether a public one exists is found where its case runs."""
+    wrong = []
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        private = private_names(ast.parse(file.read_text(encoding="utf-8")))
+        wrong += [f"{file.relative_to(ROOT)}:{line}: {name}" for line, name in private]
+    assert not wrong
+
+
+def test_the_check_finds_private_names() -> None:
+    tree = ast.parse(
+        "from mindspeed_dsa.ops.cpu import products\n"
+        "import torch\n"
+        "mock.patch.object(products, '_MKL_IS_FAST', True)\n"
+        "products._MKL_IS_FAST\n"
+        "products.matmul, torch._C\n"
+    )
+    assert list(private_names(tree)) == [(3, "products._MKL_IS_FAST"), (4, "products._MKL_IS_FAST")]
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield lines that read or replace a private name of this repository, each with the name."""
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("patch.object"):
+            owner, name = node.args[0], ast.unparse(node.args[1]).strip("'")
+        else:
+            continue
+        if isinstance(owner, ast.Name) and owner.id in ours and name.startswith("_"):
+            yield node.lineno, f"{owner.id}.{name}"
