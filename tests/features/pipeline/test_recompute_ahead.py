@@ -69,8 +69,8 @@ CASES = {
     "PP2 x EP2, selective": (4, {"pp": 2, "ep": 2}, 4, 3, SELECTIVE, [(2, 2, 0, 0), (3, 3, 0, 0)]),
     # What reads a norm's output stays where it is, if that is recomputed too.
     "PP2, norms": (2, {"pp": 2}, 4, 4, SELECTIVE, [(0, 0), (0, 0)]),
-    # The first rank's layers get nothing that needs a gradient from it.
-    "PP2, frozen": (2, {"pp": 2}, 4, 4, FULL, [(0, 0), (0, 0)]),
+    # The first rank's layers get nothing that needs a gradient, and learn.
+    "PP2, frozen": (2, {"pp": 2}, 4, 4, FULL, [(4, 0), (8, 0)]),
     "PP2 x VPP2, block": (2, {"pp": 2, "vpp": 2}, 8, 4, BLOCK, [(5, 2), (8, 4)]),
 }
 MARKED = [

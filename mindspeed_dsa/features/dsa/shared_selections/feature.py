@@ -96,7 +96,8 @@ SHARED_SELECTIONS = Feature(
             "megatron.core.tensor_parallel.random:checkpoint",
             "wrap",
             f"{_HERE}:carry_selection",
-            "a recomputed layer runs before the one that it shares a selection with",
+            "a recomputed layer runs before the one that it shares a selection with, and its weights get no "
+            "gradient where its input wants none",
             params=("function", "distribute_saved_activations"),
             versions=_ALL,
             priority=200,  # outside whoever recomputes instead of Megatron

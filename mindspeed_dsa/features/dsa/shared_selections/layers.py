@@ -16,6 +16,7 @@ from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
 from mindspeed_dsa.features.dsa.shared_selections.feature import check_sharing
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
 from mindspeed_dsa.megatron.replayed_selections import NUMBER
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.megatron.shared_selections import (
@@ -267,9 +268,9 @@ class _Lengths(_OneEntry):
 
 
 def carry_selection(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate functions whose first argument is run again in backward."""
+    """Decorate functions whose first argument is run again in backward, behind frozen modules too."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(Carrying(function), *args, **kwargs)
+        return checkpoint_learning(original, Carrying(function), *args, **kwargs)
 
     return checkpoint

@@ -18,6 +18,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.pipeline.recomputation import RunsAgain, as_in_forward
 from mindspeed_dsa.features.pipeline.recompute_ahead.feature import Options
 from mindspeed_dsa.megatron import gathered_weights, pipeline_steps
+from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
 from mindspeed_dsa.schedule import megatron_order
 from mindspeed_dsa.schedule.events import Event, Kind
 
@@ -146,8 +147,10 @@ def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Functio
     ahead = context.state(Ahead)
 
     def checkpoint(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
-        # Inside a segment there is no graph, and while one is recomputed there is no forward. What needs no
-        # gradient of its inputs, as behind a frozen embedding, has no backward.
+        return checkpoint_learning(segment, function, distribute_saved_activations, *args)
+
+    def segment(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
+        # Inside a segment there is no graph, and while one is recomputed there is no forward.
         has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors(args))
         if ahead.unit is None or ahead.pairs or distribute_saved_activations or not has_backward:
             return original(function, distribute_saved_activations, *args)

@@ -1,0 +1,123 @@
+"""Recomputation behind frozen modules: every weight that learns gets the gradient that it has without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
+from tests.matrix import model as tiny
+from tests.matrix import steps
+from tests.support.model import assert_same_gradients, put_together
+
+pytestmark = pytest.mark.releases(">=0.12.1", quick=True)
+
+FUSED = {"use_fused_dsa": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+
+
+def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
+    """A step of a model whose weights are frozen that have one of these parts in their names."""
+    build = tiny.gpt_model
+
+    def gpt_model(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+        return model
+
+    with mock.patch.object(tiny, "gpt_model", gpt_model):
+        return steps.step(**arguments)
+
+
+EMBEDDING = ["embedding"]
+ALL_BEFORE_CORE = ["embedding", "input_layernorm", "linear_q_", "linear_kv_"]
+ALL_BUT_LAST = ["embedding", "layers.0", "layers.1", "layers.2"]
+ALL_BUT_MTP = ["embedding", "decoder", "output_layer"]
+PARTS = ("layernorm", "linear_q_", "linear_kv_", "linear_proj", "mlp")
+ALL_BUT_INDEXERS = ["embedding", "output_layer", *PARTS]
+AHEAD = {"recompute_in_advance": True}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "recompute", "switches", "layout"),
+    [
+        (EMBEDDING, FULL, {}, {}),
+        (EMBEDDING, FULL, FUSED, {"tp": 2}),
+        (EMBEDDING, BLOCK, FUSED, {"pp": 2}),
+        (ALL_BEFORE_CORE, SELECTIVE, {}, {}),
+        (EMBEDDING, FULL, AHEAD, {"pp": 2}),
+        (ALL_BUT_LAST, FULL, FUSED, {}),
+        (ALL_BUT_INDEXERS, FULL, FUSED, {}),
+        (ALL_BUT_MTP, {**FULL, **MTP}, FUSED, {}),
+    ],
+    ids=["stock", "TP2", "block, PP2", "selective", "ahead", "last layer", "indexers", "MTP"],
+)
+def test_what_learns_learns_the_same(pool, frozen, recompute, switches, layout):
+    def step(switches, overrides):
+        found = pool.run(
+            f"{__name__}:trained",
+            2 if layout else 1,
+            frozen=frozen,
+            switches=switches,
+            overrides=overrides,
+            num_microbatches=2,
+            **layout,
+        )
+        return {**found[-1], "gradients": put_together(found)}
+
+    kept = {name: value for name, value in recompute.items() if not name.startswith("recompute")}
+    before = step({name: on for name, on in switches.items() if name in FUSED}, kept)
+    more = {"mtp_recompute": True} if MTP.keys() <= recompute.keys() else {}
+    after = step({**switches, **more}, recompute)
+    assert after["losses"] == before["losses"]
+    # The loss of a frozen layer is not computed again.
+    if any("decoder.layers.0" in name for name in before["gradients"]):
+        assert after["indexer loss"] == before["indexer loss"]
+    assert_same_gradients(after["gradients"], before["gradients"], rtol=1e-6)
+
+
+def twice(function, _, *args):
+    """Megatron's checkpoint, without its generators."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_does_not_learn_is_not_computed_again(learns):
+    frozen, layer = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4).requires_grad_(learns)
+    runs = []
+
+    def run(rows, mask):
+        runs.append(torch.is_grad_enabled())
+        return layer(frozen(rows)), mask
+
+    rows, mask = torch.ones(2, 4), torch.ones(2, dtype=torch.bool)
+    output, beside = checkpoint_learning(twice, run, False, rows, mask)
+    assert (output.requires_grad, beside.requires_grad) == (learns, False)
+    if learns:
+        output.sum().backward()
+        assert torch.equal(layer.weight.grad, frozen(rows).sum(0).expand(4, 4))
+    assert runs == [False, True][: 1 + learns]
+    assert not rows.requires_grad
+
+
+def test_inputs_that_want_a_gradient_are_left_alone():
+    layer = torch.nn.Linear(4, 4)
+    given = []
+
+    def keep(function, *args):
+        given.extend(args)
+        return function(*args)
+
+    rows, wanting = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)
+    checkpoint_learning(keep, lambda a, b: layer(a + b), rows, wanting)
+    with torch.no_grad():
+        checkpoint_learning(keep, layer, rows)
+    assert [each is rows for each in given] == [True, False, True]
