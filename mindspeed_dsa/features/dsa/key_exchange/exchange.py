@@ -177,6 +177,10 @@ def key_exchange(
 
 
 def groups_of(attention: Any) -> Any:
-    """Return a ``DSAttention``'s process groups; one that shares a selection has no indexer to hold them."""
-    indexer = attention.indexer
-    return attention.pg_collection if indexer is None else indexer.pg_collection
+    """Return a ``DSAttention``'s process groups.
+
+    Those of 0.19 hold them, and may have an indexer for one call that does not, or none. Before, the indexer
+    does, and a layer that shares a selection was given them when its indexer was taken away.
+    """
+    own = getattr(attention, "pg_collection", None)
+    return attention.indexer.pg_collection if own is None else own

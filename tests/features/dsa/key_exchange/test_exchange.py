@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mindspeed_dsa.context_parallel.gather import Members
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange, _members_of_order
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
+from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of
 
 # -- what runs in the pool's workers ---------------------------------------------------------------
 
@@ -131,3 +132,12 @@ def test_lengths_that_come_and_go_leave_no_memory(pool, kind):
         assert few > 0
         assert many - few < 100_000
         assert found["late"] <= 1e-12
+
+
+def test_an_attention_with_groups_of_its_own_is_not_asked_for_its_indexers() -> None:
+    """Dense stages of 0.19 and later put an indexer in its place that has none."""
+    groups, others = object(), object()
+    without = SimpleNamespace()
+    assert groups_of(SimpleNamespace(pg_collection=groups, indexer=without)) is groups
+    assert groups_of(SimpleNamespace(pg_collection=groups, indexer=None)) is groups
+    assert groups_of(SimpleNamespace(indexer=SimpleNamespace(pg_collection=others))) is others
