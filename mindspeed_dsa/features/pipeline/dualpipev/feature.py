@@ -288,7 +288,16 @@ FEATURE = Feature(
             "wrap",
             f"{_PLACEMENT}:hand_out_whole_batches",
             "hands the first rank's tensor parallel ranks labels beside tokens",
-            required=False,
+            versions="<0.18",
+            required=False,  # where megatron.training is not installed
+        ),
+        Patch(
+            "megatron.core.utils:get_batch_on_this_tp_rank",
+            "wrap",
+            f"{_PLACEMENT}:hand_out_as_one_stage",
+            "hands the first rank labels beside tokens",
+            params=("pipeline_model_parallel_size",),
+            versions=">=0.18",
         ),
         Patch(
             "megatron.core.parallel_state:default_embedding_ranks",

@@ -111,7 +111,7 @@ def last_is_first(original: Callable[..., bool], context: Context[Options]) -> C
 
 
 def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_batch_on_this_tp_rank``, which asks for the rank and not for the chunk.
+    """Decorate ``get_batch_on_this_tp_rank`` up to 0.17, which asks for the rank and not for the chunk.
 
     Without a pipeline it hands out everything.
     """
@@ -123,5 +123,17 @@ def hand_out_whole_batches(original: Callable[..., Any], context: Context[Option
             return original(*args, **kwargs)
         finally:
             job.pipeline_model_parallel_size = ranks
+
+    return get_batch_on_this_tp_rank
+
+
+def hand_out_as_one_stage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``get_batch_on_this_tp_rank`` since 0.18, which is told of the rank and not of the chunk.
+
+    As the only stage of a pipeline a rank is handed everything.
+    """
+
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "pipeline_model_parallel_size": 1})
 
     return get_batch_on_this_tp_rank

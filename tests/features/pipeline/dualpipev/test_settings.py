@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import mindspeed_dsa
 from mindspeed_dsa.features import all_features
@@ -15,10 +16,11 @@ from mindspeed_dsa.features.pipeline.dualpipev.feature import (
     deal_out,
     rewrite_arguments,
 )
+from mindspeed_dsa.features.pipeline.dualpipev.placement import hand_out_as_one_stage
 from mindspeed_dsa.features.pipeline.split_backward.feature import splits_backward
 from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.session import checks
+from mindspeed_dsa.session import checks, records
 
 NEW, OLD = Options(places_prediction=True, paired=False), Options(places_prediction=False, paired=False)
 SERVED = {
@@ -154,3 +156,30 @@ def test_what_weight_gradients_cannot_wait_beside_is_named(name):
 def test_another_method_is_refused_by_name():
     with pytest.raises(SettingsError, match="schedules"):
         mindspeed_dsa.enable(schedules_method="gpipe")
+
+
+def test_the_first_rank_is_handed_labels_by_releases_that_are_told_the_stage():
+    """As of 0.18, whose first stage of several drops what the loss reads."""
+
+    def stock(batch, *, pipeline_model_parallel_size=1, is_pipeline_first_stage=False, **others):
+        first = pipeline_model_parallel_size > 1 and is_pipeline_first_stage
+        return {**batch, "loss_mask": None} if first else batch
+
+    told = {"pipeline_model_parallel_size": 2, "is_pipeline_first_stage": True, "tp_rank": 0}
+    assert stock({"loss_mask": 1}, **told) == {"loss_mask": None}
+    assert hand_out_as_one_stage(stock)({"loss_mask": 1}, **told) == {"loss_mask": 1}
+
+
+@pytest.mark.parametrize("release", ["0.14.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "main"])
+def test_every_release_has_its_function_of_batches(release):
+    known = records.load()
+    name = "get_batch_on_this_tp_rank"
+    served = [
+        patch
+        for patch in FEATURE.patches
+        if patch.target.endswith(name)
+        and SpecifierSet(patch.versions).contains(known.version(release), prereleases=True)
+    ]
+    (facts,) = [known.of(patch, release) for patch in served]
+    assert facts is not None
+    assert facts.exists
