@@ -142,6 +142,16 @@ class Checker:
         facts = self.inspect(patch)
         return [*assess(patch, facts), *self._changed(patch, facts)]
 
+    def without_target(self, patch: Patch) -> list[str]:
+        """Messages on a row that finds no target here, or other parameters, although its package is here.
+
+        Wheels up to 0.16 have no ``megatron.training``, and rows in there nothing to do.
+        """
+        package = ".".join(patch.module.split(".")[:2])
+        if self._package(patch) != self.root or not self.tree.holds(package):
+            return []
+        return [finding.message for finding in self.check(patch) if finding.fatal]
+
     def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
         """The same as ``(problems, notes)``, the form that the patch manager expects.
 

@@ -27,7 +27,12 @@ _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One target of one feature; ``fatal`` holds the messages that stop the feature."""
+    """One target of one feature.
+
+    Attributes:
+        fatal: messages that stop the feature.
+        lost: messages on a row that is not required, whose part of the feature is missing.
+    """
 
     target: str
     kind: str
@@ -35,6 +40,7 @@ class SiteResult:
     state: str
     messages: list[str]
     fatal: list[str]
+    lost: list[str]
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
         findings = checker.check(patch) or [Finding("ok", "")]
         fatal = [finding.message for finding in findings if finding.fatal and patch.required]
         messages = [finding.message for finding in findings if finding.message]
-        sites.append(SiteResult(patch.label, patch.kind, patch.required, findings[0].state, messages, fatal))
+        lost = [] if patch.required else checker.without_target(patch)
+        state = findings[0].state
+        sites.append(SiteResult(patch.label, patch.kind, patch.required, state, messages, fatal, lost))
     return FeatureResult(feature.name, _refusal(feature, checker.version), sites)
 
 
@@ -141,7 +149,7 @@ def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None)
 
 def _verdict(result: FeatureResult) -> str:
     """As the compatibility page calls it."""
-    fatal = [text for site in result.sites for text in site.fatal]
+    fatal = [text for site in result.sites for text in (*site.fatal, *site.lost)]
     if result.refused:
         return f"{trained.REFUSED}: {result.refused}"
     if fatal:

@@ -17,7 +17,7 @@ from mindspeed_dsa import features, session, settings
 from mindspeed_dsa.megatron.pipeline_chunks import FIRST, LAST, LAYOUT
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, versions
-from mindspeed_dsa.session import beside, environment, start_report
+from mindspeed_dsa.session import beside, checks, environment, start_report
 from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 from mindspeed_dsa.tools.cli import doctor_job
@@ -104,6 +104,7 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
         except MindSpeedDSAError as error:
             problems.append(str(error))
         problems += _verify(running)
+        problems += _without_target(running)
         problems += unknown_flags(argv, of_the_job, running.settings.megatron_root)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
@@ -239,6 +240,20 @@ def _verify(running: session.Session) -> list[str]:
     except PatchError as error:
         problems += error.problems
     return problems
+
+
+def _without_target(running: session.Session) -> list[str]:
+    """Name rows that a job can start without, and that find no target in a release that they are for."""
+    root = running.settings.megatron_root
+    checker = checks.checker(root)
+    return [
+        f"{feature.name}: {message}; {patch.why}, which is not done with this Megatron: report it, or switch "
+        "the feature off"
+        for feature in running.features
+        for patch in (row.under_root(root) for row in feature.patches)
+        if not patch.required
+        for message in checker.without_target(patch)
+    ]
 
 
 def _beside(running: session.Session | None, script: str) -> tuple[list[dict[str, Any]], list[str]]:

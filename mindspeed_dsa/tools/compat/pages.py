@@ -52,13 +52,13 @@ Which feature works with which release of Megatron-core. A cell says what was fo
 | Word | Meaning |
 | --- | --- |
 | **trained** | its tests passed on this release: the same training, and the feature at work |
-| fits | all required targets exist and take the parameters that the feature relies on; not trained there |
+| fits | all targets exist and take the parameters that the feature relies on; not trained there |
 | by *a backport* | the feature named in the cell provides it; the release lacks the code that is changed |
 | not needed | the release includes the change itself |
 | not in this release | the release lacks the code that the feature changes |
 | not supported | the release is newer than those that the feature supports |
-| **fails** | a required target is missing or takes other parameters, or a test failed |
-| not recorded | a required target was not read in this release |
+| **fails** | a target is missing or takes other parameters, or a test failed |
+| not recorded | a target was not read in this release |
 
 Reasons are listed below the table.
 """

@@ -47,7 +47,8 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
 
     A release below the ranges of the patches lacks the code that the feature changes, unless one of the
     ``others`` is a backport that provides the feature's effect there. A release above a patch's range
-    includes the change itself. Outside the feature's own requirement it cannot be enabled at all.
+    includes the change itself. Outside the feature's own requirement it cannot be enabled at all. Inside of
+    all ranges every row needs its target, also one that a job can do without: its effect would be missing.
     """
     version = records.version(release)
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
@@ -68,10 +69,8 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
     for patch in inside:
         facts = records.of(patch, release)
         if facts is None:
-            if patch.required:
-                return Verdict("not recorded", f"{patch.target} was not read in {release}")
-            continue
-        problems += [f.message for f in assess(patch, facts) if f.fatal and patch.required]
+            return Verdict("not recorded", f"{patch.target} was not read in {release}")
+        problems += [f.message for f in assess(patch, facts) if f.fatal]
     return Verdict("fails", "; ".join(problems)) if problems else Verdict("fits")
 
 

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_dsa.__main__ import COMMANDS, main
+from mindspeed_dsa.feature import Feature
+from mindspeed_dsa.patches.spec import Patch
 from tests.support import fork, warm
 
 
@@ -124,6 +127,26 @@ def test_doctor_reads_a_job_with_shared_selections_behind_its_script(model):
     (problem,) = findings["problems"]
     assert "begins with layer 40" in problem
     assert "--decoder-last-pipeline-num-layers 40" in problem
+
+
+def test_doctor_names_a_row_without_a_target_that_a_job_starts_without():
+    """In a release that the feature serves, and where the row's package is installed."""
+    from mindspeed_dsa.tools.cli import doctor
+
+    rows = [
+        Patch(f"{module}:gone", "wrap", "impl:f", "hands out labels", versions=versions, required=False)
+        for module, versions in (
+            ("megatron.core.utils", ""),
+            ("megatron.core.parallel_state", "<0.12"),
+            ("megatron.training_of_nobody.utils", ""),
+            ("torch.cuda", ""),
+        )
+    ]
+    settings = SimpleNamespace(megatron_root="megatron")
+    running = SimpleNamespace(settings=settings, features=[Feature("f", "does f", patches=tuple(rows))])
+    (said,) = doctor._without_target(running)
+    assert said.startswith("f: megatron.core.utils:gone does not exist")
+    assert "hands out labels, which is not done with this Megatron" in said
 
 
 @pytest.mark.parametrize("before", ["", "--", "-- pretrain_gpt.py"])

@@ -267,6 +267,7 @@ _PATCHES = (
         "replace",
         f"{_MEGATRON}:no_kernels_to_load",
         "Megatron's CUDA kernels are not compiled for a host",
+        versions="<0.17",
         required=False,
     ),
 )
