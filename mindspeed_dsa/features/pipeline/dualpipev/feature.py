@@ -283,6 +283,17 @@ FEATURE = Feature(
             "finds the model's end on the first rank, for modules that ask for the chunk beside it",
             params=("pp_group",),
         ),
+        *(
+            Patch(
+                f"megatron.training.training:{name}",
+                "wrap",
+                f"{_PLACEMENT}:report_on_last_rank",
+                "asks which rank reports losses by the function that says where the model ends",
+                versions=">=0.19",
+                required=False,  # where megatron.training is not installed
+            )
+            for name in ("train_step", "evaluate")
+        ),
         Patch(
             "megatron.training.utils:get_batch_on_this_tp_rank",
             "wrap",

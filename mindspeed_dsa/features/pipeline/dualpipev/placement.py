@@ -7,7 +7,8 @@ position whether the model ends with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -101,13 +102,54 @@ def ends_on_first_rank(original: Callable[..., bool], context: Context[Options])
     return is_pipeline_last_stage
 
 
+class Reporting:
+    """Which of two questions ``is_pp_last_stage`` is asked.
+
+    Args:
+        context: the feature's.
+
+    Attributes:
+        asked: which rank reports a step; otherwise where the model ends.
+    """
+
+    def __init__(self, context: Context[Options]) -> None:
+        self.asked = False
+
+    @contextmanager
+    def being(self, asked: bool) -> Iterator[None]:
+        """Run the block, which asks the one or the other."""
+        before, self.asked = self.asked, asked
+        try:
+            yield
+        finally:
+            self.asked = before
+
+
 def last_is_first(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Decorate ``is_pp_last_stage``, which is asked together with ``is_vp_last_stage``."""
+    """Decorate ``is_pp_last_stage``, which is asked together with ``is_vp_last_stage``.
+
+    Since 0.19 a step and an evaluation ask it as well, for the rank that reports the losses. That stays the
+    last one.
+    """
+    reporting = context.state(Reporting)
 
     def is_pp_last_stage(pp_group: Any) -> bool:
+        if reporting.asked:
+            return original(pp_group)
         return bool(context.megatron("core.pipeline_parallel.utils").is_pp_first_stage(pp_group))
 
     return is_pp_last_stage
+
+
+def report_on_last_rank(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``train_step`` and ``evaluate``, around the schedule: they ask which rank reports."""
+    reporting = context.state(Reporting)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with reporting.being(True):
+            return original(*args, **kwargs)
+
+    return run
 
 
 def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.pipeline.dualpipev.feature import CHUNKS, FLAG, Options
+from mindspeed_dsa.features.pipeline.dualpipev.placement import Reporting
 from mindspeed_dsa.features.pipeline.dualpipev.transfers import Groups, Transfers
 from mindspeed_dsa.features.pipeline.waiting_gradients import WaitingGradients
 from mindspeed_dsa.patches.errors import SettingsError
@@ -43,7 +44,8 @@ def play_the_list(original: _Function, context: Context[Options]) -> _Function:
             return schedule
 
         def forward_backward(**step: Any) -> Any:
-            return _Step(context, groups, **step).run()
+            with context.state(Reporting).being(False):
+                return _Step(context, groups, **step).run()
 
         return forward_backward
 

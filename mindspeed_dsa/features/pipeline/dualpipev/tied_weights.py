@@ -28,28 +28,22 @@ def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., lis
     return default_embedding_ranks
 
 
-class _First:
-    """The model chunk that was built last with an embedding of its own."""
-
-    def __init__(self, context: Context[Options]) -> None:
-        self.embedding: Any = lambda: None
-
-
-def copy_embedding(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+def copy_embedding(original: Callable[..., None]) -> Callable[..., None]:
     """Decorate ``setup_embeddings_and_output_layer``, after which the copy holds zeros."""
-    first = context.state(_First)
+    embedding: Any = None  # reference to that of the model chunk that was built last with one of its own
 
     def setup_embeddings_and_output_layer(self: Any) -> None:
+        nonlocal embedding
         original(self)
         if self.config.pipeline_model_parallel_size == 1:
             return
         if self.pre_process:
-            first.embedding = ref(self.embedding.word_embeddings)
+            embedding = ref(self.embedding.word_embeddings)
             return
         weight = self.shared_embedding_or_output_weight()
         if getattr(weight, "shared_embedding", False):
             with torch.no_grad():
-                weight.copy_(first.embedding().weight)
+                weight.copy_(embedding().weight)
 
     return setup_embeddings_and_output_layer
 

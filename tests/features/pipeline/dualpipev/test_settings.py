@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -16,11 +18,17 @@ from mindspeed_dsa.features.pipeline.dualpipev.feature import (
     deal_out,
     rewrite_arguments,
 )
-from mindspeed_dsa.features.pipeline.dualpipev.placement import hand_out_as_one_stage
+from mindspeed_dsa.features.pipeline.dualpipev.placement import (
+    Reporting,
+    hand_out_as_one_stage,
+    last_is_first,
+    report_on_last_rank,
+)
 from mindspeed_dsa.features.pipeline.split_backward.feature import splits_backward
 from mindspeed_dsa.megatron.pipeline_chunks import Split
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import checks, records
+from tests.support import contexts
 
 NEW, OLD = Options(places_prediction=True, paired=False), Options(places_prediction=False, paired=False)
 SERVED = {
@@ -168,6 +176,25 @@ def test_the_first_rank_is_handed_labels_by_releases_that_are_told_the_stage():
     told = {"pipeline_model_parallel_size": 2, "is_pipeline_first_stage": True, "tp_rank": 0}
     assert stock({"loss_mask": 1}, **told) == {"loss_mask": None}
     assert hand_out_as_one_stage(stock)({"loss_mask": 1}, **told) == {"loss_mask": 1}
+
+
+def test_the_last_rank_reports_and_the_first_one_ends_the_model():
+    """Of 0.19, where a step asks for both by one function."""
+    utils = SimpleNamespace(is_pp_first_stage=lambda group: group.rank == 0)
+    context = replace(contexts.context("dualpipev", NEW), megatron=lambda name: utils)
+    is_last = last_is_first(lambda group: group.rank == group.size - 1, context)
+
+    def ends():
+        return [is_last(SimpleNamespace(rank=rank, size=2)) for rank in range(2)]
+
+    def step():
+        with context.state(Reporting).being(False):  # as the schedule does
+            inside = ends()
+        return inside, ends()
+
+    assert ends() == [True, False]
+    assert report_on_last_rank(step, context)() == ([True, False], [False, True])
+    assert ends() == [True, False]
 
 
 @pytest.mark.parametrize("release", ["0.14.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "main"])
