@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest, whole_checkpoints
-from mindspeed_dsa.runs.files import RunError, is_running, number, sync, write_atomically
+from mindspeed_dsa.runs.files import RunError, beside, is_running, number, sync, write_atomically
 from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
 _ATTEMPTS = 3
-_PARTIAL = re.compile(r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)\.(?P<kind>partial|replaced)")
+_PARTIAL = re.compile(
+    r"\.(?P<name>iter_\d+)\.(?P<host>.+)-(?P<pid>\d+)(\.[0-9a-f]{12})?\.(?P<kind>partial|replaced)"
+)
 
 
 def latest(folder: Path) -> int | None:
@@ -85,10 +87,9 @@ def begin(folder: Path, step: int) -> Path:
     Raises:
         RunError: nothing can be written there.
     """
-    partial = folder / f".{folder_of(folder, step).name}.{socket.gethostname()}-{os.getpid()}.partial"
+    partial = beside(folder_of(folder, step))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:
         raise unwritten(folder, step, error) from error

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
 import signal
+import socket
+import uuid
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +20,8 @@ from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
 _locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_SHOWN = 200  # characters of a file that a message repeats
 
 
 class RunError(MindSpeedDSAError):
@@ -36,15 +42,39 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / 1000:.2f} kB"
 
 
+def writer() -> str:
+    """Return who writes, other at every call: a part of temporary names in folders that machines share.
+
+    Containers may have the same process numbers, and even the same name.
+    """
+    return f"{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:12]}"
+
+
+def beside(path: Path, end: str = "partial") -> Path:
+    """Return a hidden name in a file's folder that no other writer has."""
+    return path.with_name(f".{path.name}.{writer()}.{end}")
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file to write, which gets its name in one step, and is on disk then; an error leaves nothing."""
+    unfinished = beside(path)
+    try:
+        with open(unfinished, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content in one step; it is on disk when this returns."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    sync(path.parent)
+    with written(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def sync(path: Path) -> None:
@@ -111,6 +141,70 @@ def try_lock(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed writers have left below a folder that nobody else writes to."""
+    for left in folder.rglob("*.partial"):
+        left.unlink(missing_ok=True)
+
+
+class Sole:
+    """The only writer of something, by a lock that ends with its process; a file beside says who it is.
+
+    On a file system without locks nobody is kept out: there names of :func:`beside` have to do.
+
+    Args:
+        path: of the file, which is there while something is written.
+        what: is written; begins the message.
+
+    Raises:
+        RunError: another process writes it.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._path = path
+        self._made_folder = not path.parent.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take(what)
+
+    def _take(self, what: str) -> IO[str] | None:
+        while True:
+            try:
+                lock = try_lock(self._path)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return None
+                raise
+            if lock is None:
+                raise RunError(
+                    f"{what} is being written by {self._holder()}; wait until it has ended, or name another "
+                    "folder"
+                )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(self._path)):
+                    break
+            lock.close()  # of a file that whoever had it has just removed
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        return lock
+
+    def _holder(self) -> str:
+        with contextlib.suppress(OSError):
+            text = self._path.read_text(encoding="utf-8", errors="replace")[:_SHOWN]
+            if text and text.isprintable():
+                return text
+        return "another process"
+
+    def end(self) -> None:
+        """Let others write; called again it does nothing."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            self._path.unlink(missing_ok=True)
+            lock.close()
+        if self._made_folder:
+            with contextlib.suppress(OSError):  # something was written, or it is gone
+                self._path.parent.rmdir()
 
 
 def _leave_locks() -> None:

@@ -10,13 +10,12 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import RunError, number
+from mindspeed_dsa.runs.files import RunError, beside, number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -215,7 +214,7 @@ def remove(path: Path) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
-    doomed = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.deleted")
+    doomed = beside(path, "deleted")
     path.rename(doomed)
     shutil.rmtree(doomed)
 

@@ -1,9 +1,11 @@
-"""Sizes as people read them, down to nothing in GB; which processes run, and which share locks."""
+"""Sizes as people read them; temporary names, which processes run, and which share locks or write alone."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,18 @@ from typing import IO
 
 import pytest
 
-from mindspeed_dsa.runs.files import amount, is_running, lock, try_lock
+from mindspeed_dsa.runs import files
+from mindspeed_dsa.runs.files import (
+    RunError,
+    Sole,
+    amount,
+    beside,
+    is_running,
+    lock,
+    try_lock,
+    write_atomically,
+    written,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +42,95 @@ from mindspeed_dsa.runs.files import amount, is_running, lock, try_lock
 )
 def test_amounts(nbytes: int, text: str) -> None:
     assert amount(nbytes) == text
+
+
+def test_two_containers_of_one_name_and_number_write_their_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First processes of containers have the same number, and may share a host's name as they do a folder."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    path = tmp_path / "state.json"
+    with written(path) as first:
+        first.write(b"first, whole")
+        write_atomically(path, "second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first, whole"
+    assert os.listdir(tmp_path) == ["state.json"]
+    name = beside(path).name
+    assert name.startswith(".state.json.node-1.")
+    assert name.endswith(".partial")
+    assert beside(path).name != name
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "state.json", "text")
+    assert os.listdir(tmp_path) == []
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from mindspeed_dsa.runs.files import Sole
+
+sole = Sole(Path(sys.argv[1]), "it")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+    path = tmp_path / "new" / ".model.lock"
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(RunError, match=f"out is being written by process {other.pid} on .*wait until"):
+            Sole(path, "out")
+        other.kill()
+    sole = Sole(path, "out")  # what a killed one has left keeps nobody out
+    with pytest.raises(RunError, match=f"process {os.getpid()} on {socket.gethostname()}"):
+        Sole(path, "out")
+    sole.end()
+    sole.end()
+    assert not path.exists()
+    Sole(path, "out").end()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, taken = tmp_path / ".model.lock", try_lock
+    times: list[int] = []
+
+    def slow(at: Path) -> IO[str] | None:
+        held = taken(at)
+        times.append(1)
+        if len(times) == 1:
+            path.unlink()  # by the writer that has just ended
+        return held
+
+    monkeypatch.setattr(files, "try_lock", slow)
+    sole = Sole(path, "out")
+    assert len(times) == 2
+    with pytest.raises(RunError, match="is being written"):
+        Sole(path, "out")
+    sole.end()
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(path: Path) -> IO[str] | None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files, "try_lock", none)
+    Sole(tmp_path / ".model.lock", "out").end()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="where nobody waits for a process is asked of Linux")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -13,6 +13,24 @@ from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs.files import RunError
 
 T = TypeVar("T")
+
+
+def decided(do: Callable[[], T], who: str) -> T:
+    """Return what the first rank finds, on all ranks: of a shared folder another machine may see less.
+
+    Args:
+        do: what the first rank does, without a collective in it; its result can be pickled.
+        who: speaks as in :func:`together`.
+
+    Raises:
+        RunError: on all ranks, as :func:`together` raises it.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    told = [together(lambda: do() if first else None, who)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    (result,) = told
+    return cast("T", result)
 
 
 def together(do: Callable[[], T], who: str) -> T:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     write_index,
     write_part,
 )
-from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.files import RunError, Sole, sweep, sync, sync_tree, write_atomically
 from mindspeed_dsa.tools.weights import rank_files
 from mindspeed_dsa.tools.weights.model import built
 from mindspeed_dsa.tools.weights.rank_files import Layout
@@ -78,6 +79,11 @@ class Import:
         return self.target / RELEASE
 
     @property
+    def lock(self) -> Path:
+        """File that whoever writes it holds."""
+        return self.target / f".{RELEASE}.lock"
+
+    @property
     def record(self) -> Path:
         """File beside that folder, which says of what it is."""
         return self.target / f".{RELEASE}.json"
@@ -102,10 +108,16 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
         progress: called with all bytes that this process writes; what it returns is called with each part.
 
     Raises:
-        RunError: the files do not fit, there is no room, or something has that name already.
+        RunError: the files do not fit, there is no room, something has that name already, or another process
+            writes it.
     """
     shape = Shape.of(argparse.Namespace(**wanted.values))
     together(lambda: _check(wanted, shape), WHO)
+    with _alone(wanted):
+        _write(wanted, shape, progress)
+
+
+def _write(wanted: Import, shape: Shape, progress: Callable[[int], Callable[[int], None]]) -> None:
     if wanted.layout is not None:
         _write_rank_files(wanted, wanted.layout, shape.layers, progress)
         return
@@ -114,12 +126,11 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
         state = model.sharded_state_dict()
         pieces = [piece for _, each in pieces_of(state, megatron) for piece in each]
         together(lambda: _require_none(wanted, wrong_shapes(pieces, wanted.files, shape.layers)), WHO)
-        first = dist.get_rank() == 0
-        together(lambda: _begin(wanted, bytes_of(pieces)) if first else None, WHO)
         strategy = _Streaming.of(megatron, wanted, shape.layers, progress)
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
+        together(lambda: _begin(wanted, bytes_of(pieces)) if _first() else None, WHO)
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
-        together(lambda: _publish(wanted) if first else None, WHO)
+        together(lambda: _publish(wanted) if _first() else None, WHO)
 
 
 def _write_rank_files(
@@ -135,7 +146,7 @@ def _write_rank_files(
         return sum(each.bytes for each in everything), everything[rank::ranks]
 
     total, mine = together(planned, WHO)
-    together(lambda: _begin(wanted, total) if rank == 0 else None, WHO)
+    together(lambda: _begin(wanted, total) if _first() else None, WHO)
 
     def write() -> None:
         wrote = progress(sum(each.bytes for each in mine))
@@ -144,7 +155,7 @@ def _write_rank_files(
             wrote(each.bytes)
 
     together(write, WHO)
-    together(lambda: _publish(wanted) if rank == 0 else None, WHO)
+    together(lambda: _publish(wanted) if _first() else None, WHO)
 
 
 def _check(wanted: Import, shape: Shape) -> None:
@@ -176,12 +187,29 @@ def _require_room_for_name(wanted: Import) -> None:
         )
 
 
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def _alone(wanted: Import) -> Iterator[None]:
+    """Keep other imports out while all ranks write; the first one holds the lock."""
+    sole = together(lambda: Sole(wanted.lock, f"{WHO}: {wanted.final}") if _first() else None, WHO)
+    try:
+        yield
+    finally:
+        if sole is not None:
+            sole.end()
+
+
 def _begin(wanted: Import, needed: int) -> None:
     """Make the folder, or go on with that of an interrupted import of the same model."""
+    _require_room_for_name(wanted)  # again: another import may have ended meanwhile
     mark, known = json.dumps(wanted.mark()), wanted.record
     goes_on = known.exists() and known.read_text(encoding="utf-8") == mark
     if wanted.partial.exists() and not goes_on:
         shutil.rmtree(wanted.partial)
+    sweep(wanted.partial)
     there = sum(path.stat().st_size for path in wanted.partial.rglob("*") if path.is_file())
     require_disk_space(wanted.target, needed - there)
     wanted.partial.mkdir(parents=True, exist_ok=True)

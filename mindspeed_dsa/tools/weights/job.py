@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mindspeed_dsa.features.checkpoints.hugging_face import config, mismatch, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, mismatch, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
@@ -153,6 +153,8 @@ def wish_of(options: argparse.Namespace) -> Wish:
     Raises:
         RunError: the checkpoint cannot be read.
     """
+    if options.like is not None:
+        companions.require_own(options.like, WHO, weights=True)
     checkpoint = _newest(options.checkpoint)
     args = _arguments_in(checkpoint)
     like = None

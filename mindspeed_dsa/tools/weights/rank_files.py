@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.pieces import (
     state_of,
 )
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.runs.files import RunError, sync
+from mindspeed_dsa.runs.files import RunError, written
 from mindspeed_dsa.tools.weights.model import chunk, features
 
 _FILE = "model_optim_rng.pt"
@@ -338,16 +337,14 @@ def write(planned: RankFile, folder: Path, files: Files, layers: int, arguments:
         for name, model in planned.models.items()
     }
     content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, **models}
-    unfinished = path.with_suffix(".partial")
-    try:
-        torch.save(content, unfinished)
-    except RuntimeError as error:  # of torch's writer
-        raise RunError(
-            f"{_WHO}: {path} cannot be written ({error.__context__ or error}); make room, or name a folder "
-            "that can be written, and give the command again"
-        ) from error
-    sync(unfinished)
-    os.replace(unfinished, path)
+    with written(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # of torch's writer
+            raise RunError(
+                f"{_WHO}: {path} cannot be written ({error.__context__ or error}); make room, or name a "
+                "folder that can be written, and give the command again"
+            ) from error
 
 
 def _made(parameter: _Parameter, files: Files, layers: int) -> Tensor:

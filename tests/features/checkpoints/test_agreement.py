@@ -88,6 +88,33 @@ def test_loads_and_exports_end_together(pool, tmp_path: Path, what: str) -> None
     assert "rank 1 has met RuntimeError: shape mismatch" in first
 
 
+def seen(folder: str) -> list[object]:
+    """Ask where ranks see other trackers: which checkpoint is exported, and whether a job goes on."""
+    own = str(Path(folder) / f"rank {dist.get_rank()}")
+    job = SimpleNamespace(save=own, load=own)
+    asked: list[object] = []
+
+    def export(job: Any, iteration: int, *rest: object) -> None:
+        asked.append(iteration)
+
+    context: Any = SimpleNamespace(
+        megatron=lambda name: SimpleNamespace(get_args=lambda: job), options=None, log=log.get()
+    )
+    with mock.patch.object(saving, "export", export):
+        saving.export_at_the_end(lambda: None, context)()
+    return [*asked, loading.goes_on(job)]
+
+
+def test_the_first_rank_decides_for_all_what_is_there(pool, tmp_path: Path) -> None:
+    """A rank that decides for itself leaves the others in a collective."""
+    for rank in range(2):
+        (tmp_path / f"rank {rank}").mkdir()
+    (tmp_path / "rank 0" / loading.TRACKER).write_text("3")
+    assert pool.run(f"{HERE}:seen", 2, timeout_s=60, folder=str(tmp_path)) == [[3, True]] * 2
+    (tmp_path / "rank 0" / loading.TRACKER).rename(tmp_path / "rank 1" / loading.TRACKER)
+    assert pool.run(f"{HERE}:seen", 2, timeout_s=60, folder=str(tmp_path)) == [[False]] * 2
+
+
 def test_a_process_alone_keeps_its_errors() -> None:
     def fails() -> None:
         torch.zeros(2).view(3)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,45 @@ def test_an_interrupted_import_and_export_go_on(model: Path, tmp_path: Path) -> 
     after = tmp_path / "other"
     assert {name: (at.st_ino, at.st_mtime_ns) for name in before for at in [(after / name).stat()]} == before
     assert contents(after) == contents(tmp_path / "out")
+
+
+@contextmanager
+def once_within(owner: Any, name: str, do: Callable[[], None]) -> Iterator[None]:
+    """Do something when a function has been called for the :data:`KILLED_AT`-th time, which it has to be."""
+    original, calls = getattr(owner, name), iter(range(KILLED_AT))
+
+    def call(*args: Any) -> Any:
+        result = original(*args)
+        if next(calls, None) == KILLED_AT - 1:
+            do()
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield
+    assert next(calls, None) is None
+
+
+def test_a_second_writer_is_refused_and_the_first_ends_whole(model: Path, tmp_path: Path) -> None:
+    """It would cut off a file that the first one has open, and the index would be right nevertheless."""
+    done("import", model, tmp_path / "whole")
+    said: list[str] = []
+
+    def second(*words: object) -> None:
+        status, text = models.weights(*words)
+        assert status == 2
+        said.append(text)
+
+    words = ("import", model, tmp_path / "twice")
+    with once_within(importing, "read_piece", lambda: second(*words, "--dtype", "float32")):
+        done(*words)
+    assert contents(tmp_path / "twice") == contents(tmp_path / "whole")
+    words = ("export", tmp_path / "whole", tmp_path / "out")
+    with once_within(ShardFile, "write", lambda: second(*words)):
+        done(*words)
+    assert models.same(models.tensors_of(tmp_path / "out"), models.tensors_of(model))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "twice", "whole"]
+    for text, written in zip(said, ("twice/release", "out"), strict=True):
+        assert f"{tmp_path / written} is being written by process {os.getpid()} on " in text
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.checkpoints.hugging_face import fp8
+from mindspeed_dsa.features.checkpoints.hugging_face import companions, fp8
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import listed, weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles, stamps_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
@@ -34,7 +35,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import (
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.threads import in_threads, one_at_a_time
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
-from mindspeed_dsa.runs.files import RunError, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.files import RunError, Sole, beside, sweep, sync, sync_tree, write_atomically
 
 _JOB = "export.json"
 _NOT_QUANTISED = (
@@ -48,17 +49,6 @@ _NOT_QUANTISED = (
     "shared_head",
 )
 """Parts of names of weights that DeepSeek's files never have in FP8."""
-_COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "generation_config.json",
-    "*.txt",
-)
-"""Files of a model's folder that are copied: data alone, no code."""
 _OF_OPTIMIZER = ("optimizer.", "chained_", "rng_state", "rerun_state")
 
 
@@ -68,7 +58,7 @@ class Wish:
 
     Attributes:
         checkpoint: folder of a ``torch_dist`` checkpoint, ``iter_...`` or ``release``.
-        target: folder of the model's files; it must not exist.
+        target: folder of the model's files; it must not exist, unless ``replaces``.
         config: content of its ``config.json``.
         shape: which tensors the model has.
         vocabulary: rows of the embedding, without padding.
@@ -76,6 +66,7 @@ class Wish:
         shard_bytes: largest file.
         fp8_blocks: linear weights are written in FP8, in blocks with a factor each.
         like: folder of the model that was trained from: its types, factors, and files beside the weights.
+        replaces: a folder at ``target`` stays until the new one is whole, and is deleted then.
     """
 
     checkpoint: Path
@@ -87,6 +78,7 @@ class Wish:
     shard_bytes: int = 5 * 10**9
     fp8_blocks: bool = False
     like: Path | None = None
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +112,7 @@ class Export:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
+        self._sole: Sole | None = None
         self._reader = Reader(wish.checkpoint)
         self._like = like = weights_of(wish.like) if wish.like is not None else None
         # Of a model without FP8 nothing can be learnt about which weights have it.
@@ -260,21 +253,27 @@ class Export:
         """Make the folder, or go on with that of an interrupted export; one process does it.
 
         Raises:
-            RunError: something has that name already, or there is no room.
+            RunError: something has that name already, another process writes it, or there is no room.
         """
         target = self.wish.target
-        if target.exists():
-            raise RunError(
-                f"mindspeed_dsa weights: {target} exists already; remove it, or name another folder"
-            )
+        self._require_room_for_name()
+        self._sole = Sole(target.with_name(f".{target.name}.lock"), f"mindspeed_dsa weights: {target}")
+        self._require_room_for_name()  # another export may have ended meanwhile
         partial = self.partial
         known, mark = partial / _JOB, self._mark()
         if partial.exists() and not (known.exists() and known.read_text(encoding="utf-8") == mark):
             shutil.rmtree(partial)
         partial.mkdir(parents=True, exist_ok=True)
+        sweep(partial)
         written = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
         require_disk_space(partial, self.bytes - written)
         write_atomically(known, mark)
+
+    def _require_room_for_name(self) -> None:
+        if self.wish.target.exists() and not self.wish.replaces:
+            raise RunError(
+                f"mindspeed_dsa weights: {self.wish.target} exists already; remove it, or name another folder"
+            )
 
     def _mark(self) -> str:
         index = os.stat(self.wish.checkpoint / ".metadata")
@@ -362,11 +361,20 @@ class Export:
                 "weight_block_size": list(fp8.BLOCK),
             }
         write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")
-        for pattern in _COPIED if self.wish.like is not None else ():
-            for path in self.wish.like.glob(pattern) if self.wish.like is not None else ():
-                if path.is_file() and path.suffix != ".py":
-                    shutil.copyfile(path, partial / path.name)
+        if self.wish.like is not None:
+            companions.copy(self.wish.like, partial)
         (partial / _JOB).unlink()
         sync_tree(partial)
-        os.rename(partial, self.wish.target)
-        sync(self.wish.target.parent)
+        target = self.wish.target
+        stale = beside(target, "replaced")
+        if self.wish.replaces and target.exists():
+            os.rename(target, stale)
+        os.rename(partial, target)
+        sync(target.parent)
+        for old in target.parent.glob(f".{glob.escape(target.name)}.*.replaced"):  # killed writers' as well
+            shutil.rmtree(old)
+
+    def end(self) -> None:
+        """Let others write the folder; whoever has called :meth:`begin` does it, in whatever way it ends."""
+        if self._sole is not None:
+            self._sole.end()

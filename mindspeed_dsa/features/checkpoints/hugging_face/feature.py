@@ -108,6 +108,8 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
 
 def check_save(args: Any, options: Save) -> Iterator[str]:
     """Yield what is in the way of writing a model."""
+    from mindspeed_dsa.features.checkpoints.hugging_face import companions
+
     flag = f"--save-hf {options.folder}"
     if not argument(args, "save"):
         yield f"{flag} writes the weights of a checkpoint, and the job saves none; add --save DIR"
@@ -120,6 +122,8 @@ def check_save(args: Any, options: Save) -> Iterator[str]:
             f"--save-hf-interval {options.interval} is no multiple of --save-interval {every}, and models "
             "are written of checkpoints; use a multiple"
         )
+    if options.like is not None:
+        yield from (f"{flag}: {problem}" for problem in companions.problems(options.like))
     if options.interval and argument(args, "async_save"):
         yield (
             "--save-hf-interval reads each checkpoint when it has been saved, and --async-save goes on "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.checkpoints.agreement import together
+from mindspeed_dsa.features.checkpoints.agreement import decided, together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
     difference,
     listed,
@@ -77,9 +77,9 @@ class _Once:
 
 
 def goes_on(job: Any) -> bool:
-    """Return whether a job has a checkpoint to go on from."""
+    """Return whether a job has a checkpoint to go on from, as its first rank sees it; all ranks call it."""
     folder = argument(job, "load")
-    return bool(folder) and (Path(folder) / TRACKER).is_file()
+    return bool(folder) and decided(lambda: (Path(folder) / TRACKER).is_file(), _WHO)
 
 
 def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | None = None) -> None:

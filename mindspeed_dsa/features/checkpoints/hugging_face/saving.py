@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.checkpoints.agreement import together
-from mindspeed_dsa.features.checkpoints.hugging_face import config, written_config
+from mindspeed_dsa.features.checkpoints.agreement import decided, together
+from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export, Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
-from mindspeed_dsa.features.checkpoints.hugging_face.loading import TRACKER
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX
 from mindspeed_dsa.log import Log
-from mindspeed_dsa.runs.files import amount, number
+from mindspeed_dsa.runs.files import amount, write_atomically
+from mindspeed_dsa.runs.whole_checkpoints import name_of, tracked
 
 _WHO = "mindspeed_dsa save-hf"
 
@@ -40,12 +43,11 @@ def export_at_the_end(original: Callable[..., Any], context: Context[Save]) -> C
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         job = context.megatron("training").get_args()
-        tracker = Path(job.save) / TRACKER
-        iteration = number(tracker.read_text(encoding="ascii").strip()) if tracker.is_file() else None
-        if iteration is None:
-            context.log.warning("--save-hf: %s has no checkpoint, so no model is written", job.save)
-        else:
+        iteration, _ = decided(lambda: tracked(Path(job.save)), _WHO)
+        if isinstance(iteration, int):
             export(job, iteration, context.options, context.log)
+        else:
+            context.log.warning("--save-hf: %s has no checkpoint, so no model is written", job.save)
         return result
 
     return pretrain
@@ -61,27 +63,52 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
         log: says what is written.
 
     Returns:
-        The model's folder; None where it is there already.
+        The model's folder; None where it is there already, of this very checkpoint.
 
     Raises:
         RunError: on all ranks.
     """
-    name = f"iter_{iteration:07d}"
-    target = options.folder / name
-    there = [target.exists()]
-    dist.broadcast_object_list(there)
-    if there[0]:
+    checkpoint, target = (folder / name_of(iteration) for folder in (Path(job.save), options.folder))
+    known = target.with_name(f".{target.name}.json")
+    stale = decided(lambda: target.exists() and not _is_of(target, checkpoint, known), _WHO)
+    if not stale and decided(target.exists, _WHO):
         log.info("%s is there already", target)
         return None
+    if stale:
+        log.info("%s is of another checkpoint of this step, and is replaced", target)
+    made = decided(lambda: _stamp(checkpoint), _WHO)
     plan = write_together(
-        lambda: _wish(job, Path(job.save) / name, target, options), lambda total: lambda done: None, _WHO
+        lambda: _wish(job, checkpoint, target, options, stale), lambda total: lambda done: None, _WHO
     )
+    decided(lambda: write_atomically(known, json.dumps(made)), _WHO)
     log.info("%s: %s of weights", target, amount(plan.bytes))
     return target
 
 
-def _wish(job: Any, checkpoint: Path, target: Path, options: Save) -> Wish:
+def _stamp(checkpoint: Path) -> list[int]:
+    """Return what tells a checkpoint from another one of the same step: its index's size and time."""
+    about = (checkpoint / INDEX).stat()
+    return [about.st_size, about.st_mtime_ns]
+
+
+def _is_of(target: Path, checkpoint: Path, known: Path) -> bool:
+    """Return whether a folder is the model of a checkpoint, or no model, which is nothing to replace.
+
+    A step that is trained anew after a rollback has another checkpoint. Where no file says of which the model
+    is, it is of one that is older.
+    """
+    described = target / config.FILE
+    if not described.is_file():
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        return bool(json.loads(known.read_text(encoding="utf-8")) == _stamp(checkpoint))
+    return described.stat().st_mtime_ns >= _stamp(checkpoint)[1]
+
+
+def _wish(job: Any, checkpoint: Path, target: Path, options: Save, replaces: bool) -> Wish:
     """Return the export of a job's checkpoint."""
+    if options.like is not None:
+        companions.require_own(options.like, _WHO)
     like = None if options.like is None else config.read_config(options.like, _WHO)
     vocabulary = None if like is None else like["vocab_size"]
     described = written_config.config_of(job, options.release, _WHO, vocabulary=vocabulary, like=like)
@@ -93,6 +120,7 @@ def _wish(job: Any, checkpoint: Path, target: Path, options: Save) -> Wish:
         vocabulary=described["vocab_size"],
         fp8_blocks=options.fp8_blocks,
         like=options.like,
+        replaces=replaces,
     )
 
 
@@ -111,7 +139,10 @@ def write_together(
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     plan = together(lambda: Export(wish()), who)
-    together(lambda: plan.begin() if rank == 0 else None, who)
-    together(lambda: plan.write(rank, ranks, progress), who)
-    together(lambda: plan.publish() if rank == 0 else None, who)
+    try:
+        together(lambda: plan.begin() if rank == 0 else None, who)
+        together(lambda: plan.write(rank, ranks, progress), who)
+        together(lambda: plan.publish() if rank == 0 else None, who)
+    finally:
+        plan.end()
     return plan

@@ -1,7 +1,7 @@
 """Shards of a Hugging Face model folder, written tensor by tensor.
 
 A file is laid out as the safetensors library does it, so the same tensors give the same bytes, and is written
-beside its name: it gets that name when it is whole and on disk.
+under a name that no other writer has: it gets its own when it is whole and on disk.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, SINGLE
 from mindspeed_dsa.features.checkpoints.hugging_face.files import DTYPES, bytes_of
-from mindspeed_dsa.runs.files import RunError, sync, write_atomically
+from mindspeed_dsa.runs.files import RunError, beside, sync, write_atomically
 
-PARTIAL = ".partial"
-"""End of the name of a shard that is not whole yet."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LAYOUT = {dtype: place for place, dtype in enumerate(DTYPES.values())}
 _ALIGNMENT = 8  # of the first tensor, in bytes
@@ -125,7 +123,7 @@ class ShardFile:
     """A shard that is being written; its tensors may come in any order.
 
     Use it in a ``with`` statement. At the end the file is synced to disk and gets its name; an exception
-    leaves what was written under the name with :data:`PARTIAL`, where the next attempt begins anew.
+    leaves nothing.
 
     Args:
         folder: exists.
@@ -137,7 +135,7 @@ class ShardFile:
 
     def __init__(self, folder: Path, shard: Shard) -> None:
         self.path = folder / shard.file
-        self._partial = folder / (shard.file + PARTIAL)
+        self._partial = beside(self.path)
         self._header = shard.header
         self._specs = {tensor.name: tensor for tensor in shard.tensors}
         self._offsets: dict[str, int] = {}
@@ -154,33 +152,38 @@ class ShardFile:
                 f"mindspeed_dsa: {self.path} exists and stays as it is; remove it or name another folder"
             )
         try:
-            self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             raise self._refused(error) from error
         try:
             self._put(memoryview(self._header), 0)
         except BaseException:
-            os.close(self._descriptor)
+            self._abandon()
             raise
         return self
+
+    def _abandon(self) -> None:
+        os.close(self._descriptor)
+        self._partial.unlink(missing_ok=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        if self._missing:
+            self._abandon()
+            raise RunError(
+                f"mindspeed_dsa: {self.path} is not whole: {len(self._missing)} tensors were not written, "
+                f"the first is {min(self._missing)}; write the shard again"
+            )
         try:
-            if kind is not None:
-                return
-            if self._missing:
-                raise RunError(
-                    f"mindspeed_dsa: {self._partial} is not whole: {len(self._missing)} tensors were not "
-                    f"written, the first is {min(self._missing)}; write the shard again"
-                )
-            try:
-                os.fsync(self._descriptor)
-            except OSError as refusal:
-                raise self._refused(refusal) from refusal
-        finally:
-            os.close(self._descriptor)
+            os.fsync(self._descriptor)
+        except OSError as refusal:
+            self._abandon()
+            raise self._refused(refusal) from refusal
+        os.close(self._descriptor)
         os.rename(self._partial, self.path)
         sync(self.path.parent)
 
@@ -207,7 +210,7 @@ class ShardFile:
 
     def _refused(self, error: OSError) -> RunError:
         return RunError(
-            f"mindspeed_dsa: {self._partial} cannot be written ({error.strerror}); make room on the disk or "
+            f"mindspeed_dsa: {self.path} cannot be written ({error.strerror}); make room on the disk or "
             "name another folder, then write the shard again"
         )
 

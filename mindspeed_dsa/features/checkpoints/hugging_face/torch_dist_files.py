@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mindspeed_dsa.runs.files import RunError, sync, write_atomically
+from mindspeed_dsa.runs.files import RunError, sync, write_atomically, written
 
 INDEX = ".metadata"
 _COMMON = "common_state/shard_0_1"
@@ -95,16 +95,14 @@ def write_part(folder: Path, name: str, items: Iterable[Item], wrote: Callable[[
             wrote(item.bytes)
         return
     record.parent.mkdir(exist_ok=True)
-    written = []
-    with open(folder / name, "wb") as file:
+    contents = []
+    with written(folder / name) as file:
         for item in items:
             begin = file.tell()
             _save(item.make(), file, folder / name)
-            written.append({**_described(item), "begin": begin, "length": file.tell() - begin})
+            contents.append({**_described(item), "begin": begin, "length": file.tell() - begin})
             wrote(item.bytes)
-        file.flush()
-        os.fsync(file.fileno())
-    write_atomically(record, json.dumps(written))
+    write_atomically(record, json.dumps(contents))
 
 
 def _save(content: Any, file: IO[bytes], path: Path) -> None:
@@ -165,12 +163,8 @@ def write_index(folder: Path) -> None:
                 torch_metadata.ChunkStorageMetadata(torch.Size(each["offset"]), torch.Size(each["shape"]))
             )
             stored[index] = place
-    unfinished = folder / f"{INDEX}.partial"
-    with open(unfinished, "wb") as file:
+    with written(folder / INDEX) as file:
         pickle.dump(torch_metadata.Metadata(tensors, storage_data=stored), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, folder / INDEX)
     for record in records:
         record.unlink()
     (folder / _RECORDS).rmdir()

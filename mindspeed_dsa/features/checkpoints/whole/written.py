@@ -19,7 +19,7 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import end_with_parent, sync
+from mindspeed_dsa.runs.files import beside, end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry, Summing
 
 
@@ -71,7 +71,7 @@ def leave(file: Path, entry: Entry, token: str) -> None:
         if file.stat().st_size == entry.size:
             sync(file)  # Megatron did before it closed the file, without what Python still had in a buffer
             content = {"token": token, "files": {file.name: [entry.size, entry.crc32]}}
-            unfinished = file.with_name(f".{manifest.NAME}.{file.name}.partial")
+            unfinished = beside(file.with_name(f"{manifest.NAME}.{file.name}"))
             unfinished.write_text(json.dumps(content), encoding="utf-8")
             os.replace(unfinished, file.with_name(f"{manifest.SUMS}{file.name}"))
 

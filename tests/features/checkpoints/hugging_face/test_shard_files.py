@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_library(tmp_path):
     with ShardFile(tmp_path, shard) as file:
         for name in reversed(model):
             file.write(name, model[name])
-        assert sorted(os.listdir(tmp_path)) == ["model.safetensors.partial", "theirs"]
+        assert "model.safetensors" not in os.listdir(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "theirs"]
     assert shard.nbytes == (tmp_path / "theirs").stat().st_size
@@ -132,7 +132,7 @@ def test_an_exception_leaves_no_final_name(tmp_path):
     b = ("b", torch.tensor(1.0, dtype=torch.bfloat16))
     with pytest.raises(KeyError):
         fill(tmp_path, ("a", torch.zeros(4, 3)), b, ("unknown", torch.zeros(4, 3)))
-    assert os.listdir(tmp_path) == ["model.safetensors.partial"]
+    assert os.listdir(tmp_path) == []
     fill(tmp_path, ("a", torch.ones(4, 3)), b)
     assert os.listdir(tmp_path) == ["model.safetensors"]
     assert load_file(tmp_path / "model.safetensors")["a"].sum() == 12
@@ -141,7 +141,7 @@ def test_an_exception_leaves_no_final_name(tmp_path):
 def test_tensors_that_were_not_written(tmp_path):
     with pytest.raises(RunError, match="2 tensors were not written, the first is a"):
         fill(tmp_path)
-    assert os.listdir(tmp_path) == ["model.safetensors.partial"]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,18 @@ def test_tensors_that_were_not_written(tmp_path):
 def test_a_tensor_that_was_not_announced(tmp_path, tensor, found):
     with pytest.raises(ValueError, match=rf"a is {found}, and torch.float32 \[4, 3\] was announced"):
         fill(tmp_path, ("a", tensor))
+
+
+def test_two_writers_of_one_shard_do_not_write_into_each_other(tmp_path):
+    """As two runs of one export: what the second begins leaves what the first has written as it is."""
+    a, b = torch.randn(4, 3), torch.tensor(1.0, dtype=torch.bfloat16)
+    with ShardFile(tmp_path, SHARD) as first:
+        first.write("a", a)
+        with pytest.raises(RunError, match="is not whole"), ShardFile(tmp_path, SHARD) as second:
+            second.write("b", b)
+        first.write("b", b)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], a)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_a_file_that_exists_stays(tmp_path):
@@ -171,10 +183,10 @@ def test_a_full_disk(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(RunError, match=r"partial cannot be written \(No space left on device\)"):
+    with pytest.raises(RunError, match=r"model.safetensors cannot be written \(No space left on device\)"):
         fill(tmp_path, ("a", torch.zeros(4, 3)), ("b", torch.tensor(1.0, dtype=torch.bfloat16)))
     monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["model.safetensors.partial"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_is_not_there(tmp_path):

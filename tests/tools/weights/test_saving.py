@@ -1,0 +1,174 @@
+"""``--save-hf``: which models are written anew, and what of the folder that they are like is published."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_dsa import log
+from mindspeed_dsa.features.checkpoints.hugging_face import saving
+from mindspeed_dsa.features.checkpoints.hugging_face.feature import SAVE, Save
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
+from mindspeed_dsa.tools.weights.job import release_here
+from tests.tools.weights import models
+from tests.tools.weights.models import FILE, done, weights
+
+pytest.importorskip("transformers", "5.20", reason="needs transformers >= 5.20: pip install '.[test]'")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Return two models of one shape, and the checkpoint of the first."""
+    folder = tmp_path_factory.mktemp("made")
+    first, second = (
+        models.write("deepseek_v32", folder / name, num_hidden_layers=1) for name in ("first", "second")
+    )
+    done("import", first, folder / "checkpoints")
+    return first, second, folder / "checkpoints"
+
+
+@pytest.fixture
+def model(made: tuple[Path, Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made[0], tmp_path / "model"))
+
+
+# -- a step that is trained anew ----------------------------------------------------------------
+
+
+def step_of(model: Path, folder: Path, *, at: float | None = None) -> Namespace:
+    """Make a model the checkpoint of step 3, and return the arguments of the job that saved it."""
+    done("import", model, folder / "imported")
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / "imported" / "release").rename(folder / "imported" / "iter_0000003")
+    (folder / "imported").rename(folder / "checkpoints")
+    (folder / "checkpoints" / TRACKER).write_text("3")
+    checkpoint = folder / "checkpoints" / "iter_0000003"
+    if at is not None:
+        os.utime(checkpoint / ".metadata", (at, at))
+    common: dict[str, Any] = torch.load(checkpoint / "common.pt", weights_only=False)
+    args: Namespace = common["args"]
+    args.save = str(folder / "checkpoints")
+    return args
+
+
+def options(folder: Path, like: Path | None = None) -> Save:
+    return Save(folder / "models", 0, False, like, release_here())
+
+
+def is_model(folder: Path, model: Path) -> bool:
+    return models.same(models.tensors_of(folder / "models" / "iter_0000003"), models.tensors_of(model))
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["recorded", "by time"])
+def test_a_step_that_is_trained_anew_replaces_its_model(
+    made: tuple[Path, Path, Path], tmp_path: Path, told: bool
+) -> None:
+    first, second, _ = made
+    wanted = options(tmp_path)
+    job = step_of(first, tmp_path)
+    assert saving.export(job, 3, wanted, log.get()) == wanted.folder / "iter_0000003"
+    assert is_model(tmp_path, first)
+    written = (wanted.folder / "iter_0000003" / FILE).stat()
+    assert saving.export(job, 3, wanted, log.get()) is None, "it is of this checkpoint"
+    assert (wanted.folder / "iter_0000003" / FILE).stat().st_ino == written.st_ino
+    if not told:
+        (wanted.folder / ".iter_0000003.json").unlink()
+        assert saving.export(job, 3, wanted, log.get()) is None, "it is younger than the checkpoint"
+    # By its time this one is older where a file says of which checkpoint the model is, as of a backup.
+    job = step_of(second, tmp_path, at=10.0 if told else written.st_mtime + 100)
+    assert saving.export(job, 3, wanted, log.get()) is not None
+    assert is_model(tmp_path, second)
+    assert sorted(path.name for path in wanted.folder.iterdir()) == [".iter_0000003.json", "iter_0000003"]
+    assert saving.export(job, 3, wanted, log.get()) is None
+
+
+def test_a_model_stays_until_the_one_that_replaces_it_is_whole(
+    made: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = made
+    saving.export(step_of(first, tmp_path), 3, options(tmp_path), log.get())
+    job = step_of(second, tmp_path)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving.Export, "publish", full)
+    with pytest.raises(RunError, match="No space left on device; make room"):
+        saving.export(job, 3, options(tmp_path), log.get())
+    assert is_model(tmp_path, first)
+    monkeypatch.undo()
+    saving.export(job, 3, options(tmp_path), log.get())
+    assert is_model(tmp_path, second)
+
+
+def test_what_is_no_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    mine = tmp_path / "models" / "iter_0000003" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("")
+    assert saving.export(step_of(made[0], tmp_path), 3, options(tmp_path), log.get()) is None
+    assert mine.exists()
+
+
+# -- links in a folder from anywhere ------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[Path]:
+    """A file of this machine that nobody means to publish."""
+    (tmp_path / "secret").write_text(json.dumps({"key": "of somebody"}))
+    return tmp_path / "secret"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "vocab.txt", FILE])
+def test_links_out_of_the_folder_are_refused_by_name(
+    made: tuple[Path, Path, Path], model: Path, tmp_path: Path, secret: Path, name: str
+) -> None:
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../secret")
+    status, text = weights("export", made[2], tmp_path / "out", "--like", model)
+    assert status == 2
+    assert f"{model / name} is a link to {secret}, outside of that folder, and is not followed" in text
+    assert "somebody" not in text
+    assert not (tmp_path / "out").exists()
+    job = SimpleNamespace(save_hf="out", save_hf_interval=0, save_hf_fp8_blocks=False, load_hf=str(model))
+    problems = [each for each in SAVE.problems(SimpleNamespace(save="s", **vars(job))) if "is a link" in each]
+    assert len(problems) == (name != FILE)  # weights are read, which may lie elsewhere, and not published
+
+
+def test_links_within_a_folder_and_those_of_the_cache_are_followed(
+    made: tuple[Path, Path, Path], model: Path, tmp_path: Path, secret: Path
+) -> None:
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(model.iterdir())):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "vocab.txt").symlink_to("tokenizer.json")
+    done("export", made[2], tmp_path / "out", "--like", snapshot)
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "{}\n"
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
+    assert models.same(models.tensors_of(tmp_path / "out"), models.tensors_of(made[0]))
+    # A folder that is laid out like the cache may still lead elsewhere.
+    (cache / "blobs" / "aside").symlink_to(secret)
+    (snapshot / "merges.txt").symlink_to("../../blobs/aside")
+    status, text = weights("export", made[2], tmp_path / "again", "--like", snapshot)
+    assert status == 2
+    assert "merges.txt is a link to" in text
+    (snapshot / "merges.txt").unlink()
+    (cache / "blobs").rename(tmp_path / "elsewhere")
+    (cache / "blobs").symlink_to("../elsewhere")
+    status, text = weights("export", made[2], tmp_path / "again", "--like", snapshot)
+    assert status == 2
+    assert "tokenizer.json is a link to" in text
