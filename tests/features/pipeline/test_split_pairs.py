@@ -106,3 +106,26 @@ def test_the_same_bits_in_the_order_of_the_list(pool, tmp_path, schedule, name):
     if "bound" in case:
         # One that has just been left, and those that wait.
         assert max(units for units, _ in (rank["waited"] for rank in split)) == 1 + case["bound"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_layers_that_are_recomputed_behind_a_frozen_embedding(pool, schedule):
+    own, _, microbatches = SCHEDULES[schedule]
+
+    def run(**overrides):
+        return pool.run(
+            "tests.features.pipeline.test_split_backward:run",
+            4,
+            switches={"moe_fb_overlap": True, **own},
+            layout={"pp": 2, "vpp": 2, "ep": 2, "etp": 1},
+            overrides={"num_layers": 4, **overrides},
+            frozen="embedding",
+            num_microbatches=microbatches,
+            micro_batch_size=1,
+        )
+
+    for ours, theirs in zip(run(**LAYERS), run(), strict=True):
+        assert losses_of(ours) == losses_of(theirs)
+        assert ours["gradients"].keys() == theirs["gradients"].keys() != set()
+        assert all(each.equal(theirs["gradients"][name]) for name, each in ours["gradients"].items())
