@@ -34,6 +34,7 @@ from mindspeed_dsa.features.dsa.model.indexer import (
     key_norm_epsilon,
     rotate_first_dimensions,
 )
+from mindspeed_dsa.features.dsa.model.uninitialised import initialising
 from mindspeed_dsa.features.dsa.repairs.indexer import hadamard_rotation
 from mindspeed_dsa.megatron.local_modules import SequenceParallelLayerNorm, duplicated_linear
 
@@ -134,17 +135,18 @@ class Indexer(torch.nn.Module):
                 parallel_mode="duplicated",
             )
 
-        self.linear_wq_b = linear(
-            submodules.linear_wq_b, self.q_lora_rank, self.index_n_heads * self.index_head_dim
-        )
-        self.linear_wk = linear(submodules.linear_wk, self.hidden_size, self.index_head_dim)
-        k_norm = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else submodules.k_norm
-        self.k_norm = build_module(
-            k_norm, config=config, hidden_size=self.index_head_dim, eps=key_norm_epsilon(config)
-        ).to(config.params_dtype)
-        self.linear_weights_proj = linear(
-            submodules.linear_weights_proj, self.hidden_size, self.index_n_heads
-        )
+        with initialising(config):
+            self.linear_wq_b = linear(
+                submodules.linear_wq_b, self.q_lora_rank, self.index_n_heads * self.index_head_dim
+            )
+            self.linear_wk = linear(submodules.linear_wk, self.hidden_size, self.index_head_dim)
+            k_norm = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else submodules.k_norm
+            self.k_norm = build_module(
+                k_norm, config=config, hidden_size=self.index_head_dim, eps=key_norm_epsilon(config)
+            ).to(config.params_dtype)
+            self.linear_weights_proj = linear(
+                submodules.linear_weights_proj, self.hidden_size, self.index_n_heads
+            )
         for parameter in self.parameters():
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]

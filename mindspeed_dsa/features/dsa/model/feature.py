@@ -355,6 +355,30 @@ MODEL = Feature(
             versions=">=0.16,<0.21",
         ),
         Patch(
+            f"{DSA}:DSAIndexer.__init__",
+            "wrap",
+            f"{_HERE}.uninitialised:initialise_indexer",
+            "with --no-initialization the weights of indexers that no file has are what memory was",
+            params=("config",),
+            versions=">=0.16,<0.21",
+        ),
+        *(
+            Patch(
+                f"megatron.core.{target}.__init__",
+                "wrap",
+                f"{_HERE}.uninitialised:{marks}",
+                "with --no-initialization split weights are not marked, and the gradient norm lacks those of "
+                "all tensor parallel ranks but the first",
+                versions=f">=0.12.1,<{fixed}",
+            )
+            for target, marks, fixed in (
+                ("tensor_parallel.layers:VocabParallelEmbedding", "mark_rows", "0.18"),
+                ("tensor_parallel.layers:ColumnParallelLinear", "mark_rows", "0.18"),
+                ("tensor_parallel.layers:RowParallelLinear", "mark_columns", "0.18"),
+                ("transformer.moe.experts:GroupedMLP", "mark_experts", "0.17"),
+            )
+        ),
+        Patch(
             f"{DSA}:rotate_activation",
             "wrap",
             f"{_HERE}.indexer:rotate_where_wanted",
