@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_dsa import settings
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.features.dsa.model.feature import against_model, fill_arguments
+from mindspeed_dsa.megatron.batches import GLOBAL, SCHEDULE, entries_of
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
@@ -119,6 +120,13 @@ def _check_together(options: argparse.Namespace) -> None:
         problems += against_model(options, options.dsa_model)
     if options.bf16 and options.fp16:
         problems.append("--bf16 and --fp16: give one of them")
+    if schedule := options.step_batch_size_schedule:
+        if options.global_batch_size is not None:
+            problems.append(f"{SCHEDULE} and {GLOBAL}: give one of them")
+        try:
+            entries_of(schedule)
+        except ValueError as error:
+            problems.append(f"{SCHEDULE}: {error}; write '0:768 250B:1536'")
     if options.reuse_fp32_param and not options.bf16:
         problems.append("--reuse-fp32-param needs --bf16")
     if options.use_torch_fsdp2 and options.use_distributed_optimizer:
@@ -212,7 +220,9 @@ def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ..
         )
     if options.delay_wgrad_compute and not options.splits_backward:
         notes.append("weight gradients that Transformer Engine's layers keep are NOT planned")
-    if options.global_batch_size is None:
+    if sizes := _sizes_of(options):
+        notes.append(f"steps have {', '.join(map(str, sizes))} samples; planned are those of {max(sizes)}")
+    elif options.global_batch_size is None:
         notes.append("no --global-batch-size: one microbatch per step and data parallel rank")
     if options.transformer_impl != "local":
         notes.append("Transformer Engine's modules are assumed to keep what fused kernels need")
@@ -373,7 +383,7 @@ def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 def training_of(options: argparse.Namespace) -> Training:
     """The step, and what Megatron itself recomputes."""
-    engine = options.transformer_impl == "transformer_engine"
+    engine, sizes = options.transformer_impl == "transformer_engine", _sizes_of(options)
     selective = options.recompute_activations or options.recompute_granularity == "selective"
     modules = tuple(options.recompute_modules or ["core_attn"]) if selective else ()
     full, group = 0, 1
@@ -389,7 +399,7 @@ def training_of(options: argparse.Namespace) -> Training:
     return Training(
         sequence=options.seq_length,
         micro=options.micro_batch_size,
-        batch=options.global_batch_size or 0,
+        batch=max(sizes, default=options.global_batch_size or 0),
         bf16=bf16,
         # Float32 is Megatron's default for bf16 alone.
         grad_half=(options.bf16 and reduced_in_bf16)
@@ -407,7 +417,14 @@ def training_of(options: argparse.Namespace) -> Training:
         modules=modules,
         dropout=options.hidden_dropout > 0,
         attention_dropout=options.attention_dropout > 0,
+        schedule=sizes,
     )
+
+
+def _sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the batch sizes of a schedule; empty without one."""
+    schedule = options.step_batch_size_schedule
+    return tuple(size for _, size in entries_of(schedule)) if schedule else ()
 
 
 def _sharding_of(options: argparse.Namespace) -> Sharding | None:

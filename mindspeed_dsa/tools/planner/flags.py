@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from mindspeed_dsa import settings
 from mindspeed_dsa.features import everything
+from mindspeed_dsa.megatron.batches import SCHEDULE
 from mindspeed_dsa.patches.errors import SettingsError
 
 INTEGERS: Mapping[str, int | None] = {
@@ -188,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=float, default=value)
     add("--moe-layer-freq", type=pattern, default=1)
     add("--pipeline-model-parallel-layout")
+    add(SCHEDULE)
     add("--recompute-modules", nargs="+", default=[])
     add("--cp-comm-type", nargs="+", default=["p2p"])
     ours = settings.unique(flag for feature in everything() for flag in feature.flags)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mindspeed_dsa.context_parallel.padding import padded_length
+from mindspeed_dsa.megatron.batches import GLOBAL, SCHEDULE
 from mindspeed_dsa.megatron.selections import Sharing
 
 
@@ -208,6 +209,7 @@ class Training:
         dropout: of the outputs of attention and MLP, and of the embedding.
         attention_dropout: of attention's probabilities.
         grad_half: gradients are of two bytes.
+        schedule: sizes of --step-batch-size-schedule, of which the largest is planned.
     """
 
     sequence: int
@@ -228,6 +230,18 @@ class Training:
     modules: tuple[str, ...] = ()
     dropout: bool = False
     attention_dropout: bool = False
+    schedule: tuple[int, ...] = ()
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Samples of a step, over all ranks, in the order in which steps have them."""
+        return self.schedule or (self.batch,)
+
+    @property
+    def batch_flag(self) -> str:
+        """Flag that sets them, with its value."""
+        words = " ".join(map(str, self.batches))
+        return f"sizes {words} in {SCHEDULE}" if self.schedule else f"{GLOBAL} {words}"
 
     @property
     def number(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mindspeed_dsa.megatron.batches import GLOBAL, SCHEDULE
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, Split, nearly_even, stages_of
 from mindspeed_dsa.megatron.pipeline_chunks import nearest as nearest_splits
 from mindspeed_dsa.patches.errors import SettingsError
@@ -78,8 +79,8 @@ def _hint(job: Job, any_number: bool) -> str:
     if near is None:
         return ""
     layout, batch = near.layout, ""
-    if near.training.batch != job.training.batch:
-        batch = f" with --global-batch-size {near.training.batch}"
+    if near.training.batches != job.training.batches:
+        batch = f" with {near.training.batch_flag}"
     ends = ""
     if _split_flags(layout) != _split_flags(job.layout):
         ends = f" {split_of(layout, near.model).flags()}".rstrip()
@@ -121,7 +122,12 @@ def _batch(job: Job, layout: Layout) -> Training:
     if layout.vpp > 1 and not layout.v_shaped:
         step *= layout.group
     least = 2 * layout.pp if layout.v_shaped else 1
-    return replace(job.training, batch=max(least, round(job.training.batch / step)) * step)
+
+    def fitting(batch: int) -> int:
+        return max(least, round(batch / step)) * step
+
+    schedule = tuple(map(fitting, job.training.schedule))
+    return replace(job.training, batch=fitting(job.training.batch), schedule=schedule)
 
 
 def _near(size: int, devices: int) -> list[int]:
@@ -175,6 +181,25 @@ def _distance(job: Job, other: Job) -> float:
     return moved + 0.5 * ends + min(batch, 4) * 0.25
 
 
+def _problems_of_step(job: Job, batch: int) -> Iterator[str]:
+    """Yield what is wrong with a step of so many samples."""
+    training, layout = job.training, job.layout
+    step = training.micro * layout.dp
+    count, rest = divmod(batch, step)
+    if rest:
+        flag = SCHEDULE if training.schedule else GLOBAL
+        yield (
+            f"{flag} {batch} is no multiple of --micro-batch-size {training.micro} x data parallel "
+            f"{layout.dp}"
+        )
+    elif layout.v_shaped and count < 2 * layout.pp:
+        yield f"DualPipeV needs {2 * layout.pp} microbatches, and a step has {count}"
+    elif layout.vpp > 1 and not layout.v_shaped:
+        rest = count % layout.group
+        if not layout.pp <= layout.group <= count or 0 < rest < layout.pp:
+            yield f"{count} microbatches cannot be interleaved in groups of {layout.group}"
+
+
 def _problems(job: Job) -> Iterator[str]:
     model, layout, training = job.model, job.layout, job.training
     tp, cp = layout.tp, layout.cp
@@ -214,18 +239,8 @@ def _problems(job: Job) -> Iterator[str]:
     mtp = "".join(layout.stages).count("m")
     if layout.stages and mtp != model.mtp:
         yield f"{LAYOUT} has {mtp} layers of multi-token prediction, --mtp-num-layers {model.mtp}"
-    step = training.micro * layout.dp
-    if training.batch % step:
-        yield (
-            f"--global-batch-size {training.batch} is no multiple of --micro-batch-size {training.micro} x "
-            f"data parallel {layout.dp}"
-        )
-    elif layout.v_shaped and job.microbatches < 2 * layout.pp:
-        yield f"DualPipeV needs {2 * layout.pp} microbatches, and a step has {job.microbatches}"
-    elif layout.vpp > 1 and not layout.v_shaped:
-        rest = job.microbatches % layout.group
-        if not layout.pp <= layout.group <= job.microbatches or 0 < rest < layout.pp:
-            yield f"{job.microbatches} microbatches cannot be interleaved in groups of {layout.group}"
+    for batch in dict.fromkeys(training.batches):
+        yield from _problems_of_step(job, batch)
     features = job.features
     if cp > 1 and model.sparse and not (features.attention and features.absorb):
         yield "sparse attention on context parallel ranks needs --use-fused-dsa in absorbed form"

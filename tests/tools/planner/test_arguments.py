@@ -131,9 +131,31 @@ def test_flags_that_no_plan_needs_are_noted():
     assert any("--lr, --data" in note for note in job.notes)
 
 
+SCHEDULE = [*DENSE.split(), "--step-batch-size-schedule"]
+
+
+def test_a_schedule_of_batches_is_planned_by_its_largest():
+    job = arguments.job_of([*SCHEDULE, "0:16 1B:64 2B:32"], 8)
+    assert job.training.batch == 64
+    assert job.microbatches == 64 // (job.training.micro * job.layout.dp)
+    assert any("steps have 16, 64, 32 samples; planned are those of 64" in note for note in job.notes)
+    assert not any("no --global-batch-size" in note for note in job.notes)
+
+
 @pytest.mark.parametrize(
     ("job", "problem", "way_out"),
     [
+        (
+            lambda: arguments.job_of([*SCHEDULE, "0:4 1B:64"], 8),
+            "--step-batch-size-schedule 4 is no multiple of --micro-batch-size 2 x data parallel 8",
+            "with sizes 16 64 in --step-batch-size-schedule",
+        ),
+        (
+            lambda: arguments.job_of([*SCHEDULE, "0:64", "--global-batch-size", "64"], 8),
+            "--step-batch-size-schedule and --global-batch-size",
+            "give one of them",
+        ),
+        (lambda: arguments.job_of([*SCHEDULE, "64"], 8), "'64' does not read", "write '0:768 250B:1536'"),
         (
             lambda: example("--tensor-model-parallel-size 3", 3),
             "--num-attention-heads 4",

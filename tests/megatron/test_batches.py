@@ -1,0 +1,74 @@
+"""Batches as arguments say them: schedules, ramps, evaluations, and remedies that Megatron takes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa.megatron import batches
+from mindspeed_dsa.megatron.batches import Batches
+
+GIVEN = {"global_batch_size": 8, "micro_batch_size": 1, "data_parallel_size": 2}
+
+
+def of_training(**given: Any) -> Batches | None:
+    return batches.of_training(Namespace(**{**GIVEN, **given}))
+
+
+def of_evaluation(**given: Any) -> Batches | None:
+    return batches.of_evaluation(Namespace(**{**GIVEN, **given}))
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most", "remedy"),
+    [
+        ({}, 8, 8, "--global-batch-size 12"),
+        ({"rampup_batch_size": ["4", "4", "64"]}, 4, 8, "--rampup-batch-size 12"),
+        # Releases with schedules ignore ramps.
+        ({"rampup_batch_size": ["4", "4", "64"], "step_batch_size_schedule": None}, 8, 8, "--global-b"),
+        (
+            # Megatron has made this of it, and takes no other beside a schedule.
+            {"global_batch_size": 2, "step_batch_size_schedule": "0:4 250B:1K, 500B:16"},
+            4,
+            1000,
+            "--step-batch-size-schedule '0:12 250B:1000 500B:16'",
+        ),
+    ],
+)
+def test_batches_of_steps(given: dict[str, Any], least: int, most: int, remedy: str) -> None:
+    found = of_training(**given)
+    assert found is not None
+    assert (found.least, found.most) == (least, most)
+    assert (found.microbatches, found.most_microbatches) == (least // 2, most // 2)
+    assert found.enlarged(6).startswith(remedy)
+
+
+@pytest.mark.parametrize("schedule", ["768", "0:", ":4", "0:4 1B", "0:none", "0:0", ","])
+def test_what_megatron_refuses_is_left_to_it(schedule: str) -> None:
+    assert of_training(step_batch_size_schedule=schedule) is None
+    with pytest.raises(ValueError, match=r"."):
+        batches.entries_of(schedule)
+
+
+def test_a_schedule_reads_as_megatron_reads_it() -> None:
+    assert batches.entries_of("0:768 250B:1.5k,1T:3K") == (("0", 768), ("250B", 1500), ("1T", 3000))
+
+
+@pytest.mark.parametrize("name", ["global_batch_size", "micro_batch_size", "data_parallel_size"])
+def test_sizes_that_are_not_said(name: str) -> None:
+    assert of_training(**{name: None}) is None
+    assert of_evaluation(**{name: None}) is None
+
+
+def test_batches_of_evaluations() -> None:
+    assert of_evaluation() is None, "as before 0.18, those of training"
+    found = of_evaluation(eval_micro_batch_size=2, eval_global_batch_size=None)
+    assert found is not None
+    assert found.microbatches == 2
+    assert found.enlarged(3) == "--eval-global-batch-size 12"
+    for without in ({"eval_iters": 0}, {"eval_iters": 0, "full_validation": False}):
+        assert of_evaluation(eval_micro_batch_size=2, **without) is None
+    # All of the data set.
+    assert of_evaluation(eval_micro_batch_size=2, eval_iters=None, full_validation=True) is not None
