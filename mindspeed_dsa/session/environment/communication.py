@@ -98,7 +98,8 @@ def find_buffer(about: Surroundings) -> Iterator[Finding]:
     parts = about.size("context_parallel_size")
     parts *= about.size("tensor_model_parallel_size") if about.argument("sequence_parallel") else 1
     number = 2 if about.argument("bf16") or about.argument("fp16") else 4
-    tokens = rows * about.size("micro_batch_size") / parts * about.size("moe_router_topk")
+    samples = max(about.size("micro_batch_size"), about.size("eval_micro_batch_size"))
+    tokens = rows * samples / parts * about.size("moe_router_topk")
     message = math.ceil(tokens * hidden * number / _MIB)
     if message > int(text):
         yield Finding(

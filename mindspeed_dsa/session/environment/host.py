@@ -74,7 +74,8 @@ def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
         in_two = 2 * about.machine.world / (stages * about.size("tensor_model_parallel_size"))
         loading = min(loading, math.ceil(in_two))  # of the first stage and of the last
     masked = about.argument("create_attention_mask_in_dataloader")
-    batch = about.size("micro_batch_size") * (length * _ROW + (length * length if masked else 0))
+    samples = max(about.size("micro_batch_size"), about.size("eval_micro_batch_size"))
+    batch = samples * (length * _ROW + (length * length if masked else 0))
     needed = loading * workers * _PREFETCHED * batch
     if needed > free:
         yield Finding(

@@ -219,7 +219,7 @@ def _pack(batch: _Batch, megatron: Megatron) -> Pack:
     if tokens.dim() == 2 and tokens.size(0) != 1:
         raise ValueError(
             f"pack-documents: a microbatch holds {tokens.size(0)} rows of tokens and a pack is one; use "
-            "--micro-batch-size 1 and a longer --seq-length"
+            "--micro-batch-size 1, for evaluations too, and a longer --seq-length"
         )
     sums, padded = (
         [] if batch.get(name) is None else batch[name].flatten().tolist() for name in _LENGTHS[:2]

@@ -13,6 +13,7 @@ from mindspeed_dsa.context_parallel.algorithms import BLOCK_ROWS, CONTEXT_PARALL
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features.attention.context_parallel.feature import NO_DEAL
+from mindspeed_dsa.megatron.batches import EVAL_MICRO, evaluates
 from mindspeed_dsa.megatron.dsa import KERNELS, megatron_flag, shares_keys, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Fused
 from mindspeed_dsa.patches import versions
@@ -77,6 +78,11 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
         problems.append(
             f"--pack-documents makes one row of tokens a microbatch, and --micro-batch-size is "
             f"{args.micro_batch_size}; use 1 and a --seq-length that is as many times longer"
+        )
+    elif evaluates(args) and (getattr(args, "eval_micro_batch_size", None) or 1) != 1:
+        problems.append(
+            f"--pack-documents makes one row of tokens a microbatch, of evaluations too, and {EVAL_MICRO} is "
+            f"{args.eval_micro_batch_size}; use 1, or omit it"
         )
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron")) or "0"
     if getattr(args, "mtp_num_layers", None) and release in _WITHOUT_PACKED_ROLL:
@@ -152,6 +158,7 @@ FEATURE = Feature(
         BLOCK_ROWS,
         CONTEXT_PARALLEL_SIZE,
         megatron_flag("--micro-batch-size", int),
+        megatron_flag(EVAL_MICRO, int),
         megatron_flag("--mtp-num-layers", int),
     ),
     options=Options.of,

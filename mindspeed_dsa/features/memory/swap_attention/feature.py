@@ -11,7 +11,7 @@ from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
 from mindspeed_dsa.features.memory.conditions import check_has_effect, check_weight_shards, wanted, without
-from mindspeed_dsa.megatron import releases
+from mindspeed_dsa.megatron import batches, releases
 from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
@@ -209,11 +209,9 @@ def _bytes_of_number(args: Any) -> int:
 
 
 def _microbatches(args: Any) -> int:
-    whole, data_ranks = argument(args, "global_batch_size"), argument(args, "data_parallel_size")
-    if whole is None or data_ranks is None:
-        return 1
-    of_rank: int = whole // (argument(args, "micro_batch_size") * data_ranks)
-    return max(of_rank, 1)
+    """Return how many the largest step has."""
+    steps = batches.of_training(args)
+    return 1 if steps is None else max(steps.most_microbatches, 1)
 
 
 _IMPL = "mindspeed_dsa.features.memory.swap_attention.layer_pass"

@@ -16,7 +16,7 @@ from mindspeed_dsa.features.pipeline.split_backward.feature import (
     detaches_gradients,
     serve_without_transformer_engine,
 )
-from mindspeed_dsa.megatron import across_layouts
+from mindspeed_dsa.megatron import across_layouts, batches
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import DEFERRED_GRADIENTS, check_refused
 from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, nearly_even, stages_of
@@ -206,17 +206,13 @@ def _saves_slices(args: Any) -> bool:
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
-    ranks = argument(args, "pipeline_model_parallel_size") or 1
-    whole, one = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
-    replicas, ramp = argument(args, "data_parallel_size"), argument(args, "rampup_batch_size")
-    if not (whole and one and replicas):
-        return
-    batch, flag = (int(ramp[0]), "--rampup-batch-size") if ramp else (whole, "--global-batch-size")
-    count, needed = batch // (one * replicas), CHUNKS * ranks
-    if count < needed:
+    """Refuse steps of few microbatches; evaluations may have any number."""
+    ranks, steps = argument(args, "pipeline_model_parallel_size") or 1, batches.of_training(args)
+    needed = CHUNKS * ranks
+    if steps is not None and (count := steps.microbatches) < needed:
         yield (
             f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, and {ranks} pipeline ranks need at "
-            f"least {needed}; use {flag} {needed * one * replicas} or more, or a smaller --micro-batch-size"
+            f"least {needed}; use {steps.enlarged(needed)} or more, or a smaller --micro-batch-size"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.feature import Conflict, Context, Feature, Flag, Requires
+from mindspeed_dsa.megatron import batches
 from mindspeed_dsa.megatron.configuration import argument, require
 from mindspeed_dsa.megatron.expert_parallel import (
     ROWS,
@@ -19,6 +20,7 @@ from mindspeed_dsa.megatron.expert_parallel import (
     number_of_experts,
     run_shared_expert,
 )
+from mindspeed_dsa.megatron.pipeline_chunks import is_v_shaped
 from mindspeed_dsa.megatron.two_streams import ONE_STREAM, Streams
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
@@ -107,15 +109,24 @@ def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
-    whole, one = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
-    replicas = argument(args, "data_parallel_size")
-    if not (whole and one and replicas) or argument(args, "rampup_batch_size"):
-        return
-    count, needed = whole // (one * replicas), max(2, argument(args, "pipeline_model_parallel_size") or 1)
-    if count < needed:
+    """Refuse batches with nothing to pair, and those with fewer microbatches than Megatron interleaves."""
+    ranks, steps = argument(args, "pipeline_model_parallel_size") or 1, batches.of_training(args)
+    group = argument(args, "microbatch_group_size_per_vp_stage") or ranks
+    needed = max(2, ranks)
+    if steps is not None:
+        # Without a pipeline a step of one microbatch runs by itself, until a schedule makes it larger.
+        count = steps.microbatches if ranks > 1 else steps.most_microbatches
+        if count < needed:
+            yield (
+                f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, which leaves nothing to pair; "
+                f"use at least {needed} ({steps.enlarged(needed)})"
+            )
+    found = batches.of_evaluation(args)
+    interleaves = ranks > 1 and not is_v_shaped(args)
+    if interleaves and found is not None and (count := found.microbatches) < group:
         yield (
-            f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, which leaves nothing to pair; use "
-            f"at least {needed} (--global-batch-size {needed * one * replicas})"
+            f"{FLAG}: an evaluation has {count} microbatch{'es' * (count != 1)}, and Megatron interleaves "
+            f"{group} in a pipeline; use {found.enlarged(group)}, or a smaller {found.micro_flag}"
         )
 
 

@@ -267,6 +267,7 @@ def test_runs_are_neighbours_in_one_document():
     ("args", "message"),
     [
         ({"micro_batch_size": 2}, "--micro-batch-size is 2; use 1"),
+        ({"micro_batch_size": 1, "eval_micro_batch_size": 2}, "--eval-micro-batch-size is 2; use 1, or omit"),
         ({"reset_attention_mask": True}, "--reset-attention-mask both say"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking both say"),
         (
@@ -283,6 +284,13 @@ def test_runs_are_neighbours_in_one_document():
 def test_jobs_that_cannot_pack_are_refused(args, message):
     with mindspeed_dsa.enabled(pack_documents=True), pytest.raises(SettingsError, match=message):
         mindspeed_dsa.validate(SimpleNamespace(**args))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"eval_micro_batch_size": 1}, {"eval_micro_batch_size": 2, "eval_iters": 0}]
+)
+def test_jobs_whose_evaluations_pack(sizes):
+    assert not check_packs(SimpleNamespace(micro_batch_size=1, **sizes), None)
 
 
 @pytest.mark.parametrize("switches", [{}, {"use_fused_lightning_indexer": True}], ids=str)

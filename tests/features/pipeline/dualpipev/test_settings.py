@@ -57,6 +57,9 @@ def test_what_is_served():
     assert problems() == []
     assert problems(num_layers=5, pipeline_model_parallel_layout="Et|tt|t|tmL") == []
     assert problems(rampup_batch_size=["16", "16", "320"], global_batch_size=64) == []
+    # What Megatron itself makes of a job with a schedule, whose evaluations have one microbatch.
+    scheduled = {"global_batch_size": 4, "step_batch_size_schedule": "0:16 250B:32"}
+    assert problems(**scheduled, eval_global_batch_size=4, eval_micro_batch_size=1) == []
     assert problems(dualpipev_dw_detach=True, moe_fb_overlap=True, use_torch_fsdp2=True) == []
 
 
@@ -84,6 +87,10 @@ def test_what_is_served():
         (
             {"rampup_batch_size": ["4", "4", "64"]},
             "has 1 microbatch, and 2 pipeline ranks need at least 4; use --ramp",
+        ),
+        (
+            {"global_batch_size": 4, "step_batch_size_schedule": "0:8 1B:32"},
+            "need at least 4; use --step-batch-size-schedule '0:16 1B:32' or more",
         ),
         (
             {"dualpipev_dw_detach": True, "transformer_impl": "transformer_engine"},

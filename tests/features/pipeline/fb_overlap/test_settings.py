@@ -43,6 +43,15 @@ SERVED = {
             {"pipeline_model_parallel_size": 1, "mtp_num_layers": None, "global_batch_size": 4},
             "1 microbatch,",
         ),
+        (
+            {"global_batch_size": 4, "step_batch_size_schedule": "0:4 1B:32"},
+            "(--step-batch-size-schedule '0:8 1B:32')",
+        ),
+        (
+            {"eval_global_batch_size": 4, "eval_micro_batch_size": 1},
+            "interleaves 2 in a pipeline; use --eval-global-batch-size 8, or a smaller --eval-micro-",
+        ),
+        ({"eval_micro_batch_size": 2}, "--eval-global-batch-size 16"),
         ({"distribute_saved_activations": True}, "omit --distribute-saved-activations"),
         ({"recompute_granularity": "full", "fp8": "hybrid"}, "omit --fp8-format"),
         ({"fp4": "e2m1"}, "--recompute-modules moe"),
@@ -55,6 +64,22 @@ SERVED = {
 )
 def test_refused_in_one_sentence(arguments, words):
     moe.assert_refused(FEATURE, SERVED, arguments, "--moe-fb-overlap", words)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"global_batch_size": 4, "step_batch_size_schedule": "0:8 1B:32", "eval_global_batch_size": 8},
+        {"eval_global_batch_size": 4, "eval_iters": 0},
+        {"eval_global_batch_size": 4, "schedules_method": "dualpipev"},
+        {"eval_global_batch_size": 4, "pipeline_model_parallel_size": 1},
+        {"step_batch_size_schedule": "0:4 1B:8", "pipeline_model_parallel_size": 1},
+    ],
+    ids=str,
+)
+def test_batches_that_are_served(given):
+    args = Namespace(**{**SERVED, **given})
+    assert list(check_overlap(args, Options(counts_uses=True))) == []
 
 
 @pytest.mark.parametrize("shared", [{"mtp_num_layers": 1}, {"untie_embeddings_and_output_weights": False}])
