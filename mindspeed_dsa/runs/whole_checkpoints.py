@@ -7,6 +7,7 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,9 @@ UNCHECKED = f"it has no {manifest.NAME}, as Megatron alone writes it, and is tak
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _LAST = "metadata.json"
 """What Megatron writes last into a distributed checkpoint."""
+_INDEX = ".metadata"
+_SHARDS = re.compile(rb"__\d+_\d+\.distcp")
+"""Names of files in an index of torch's, of which each text is written in one piece."""
 _SHOWN = 40  # characters of a damaged file that a message repeats
 _MOST = 3  # checkpoints that a message names
 _ABSENT = f"there is no {TRACKER}"
@@ -127,9 +131,34 @@ def _unfinished(path: Path) -> str:
         return "it is missing"
     with os.scandir(path) as entries:
         found = {entry.name for entry in entries}
-    if found & {_LAST, ".metadata"} or any(name.startswith("mp_rank_") for name in found):
-        return ""
-    return "it was not written to its end"
+    if found & {_LAST, _INDEX}:
+        return _incomplete(path, found)
+    ranks = sorted(name for name in found if name.startswith("mp_rank_"))
+    if not ranks:
+        return "it was not written to its end"
+    for name in ranks:
+        if (path / name).is_dir() and not os.listdir(path / name):
+            return f"{name} is empty"
+    return "" if ranks[0].startswith("mp_rank_00") else "mp_rank_00 is missing"
+
+
+def _incomplete(path: Path, found: set[str]) -> str:
+    """Return in words what of a distributed checkpoint has gone, as when it was deleted and that was killed.
+
+    Its index names the files; what it is pickled with is not read.
+    """
+    if _INDEX in found:
+        named = {name.decode() for name in _SHARDS.findall((path / _INDEX).read_bytes())}
+        lost = sorted(named - found)
+        if lost:
+            return f"{lost[0]} is missing"
+    if _LAST not in found:
+        return f"{_LAST} is missing" if "common.pt" in found else ""  # torch_dcp has neither of the two
+    try:
+        kind = json.loads((path / _LAST).read_bytes())["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""  # of which Megatron speaks
+    return f"{_INDEX} is missing" if kind == "torch_dist" and _INDEX not in found else ""
 
 
 def choose(folder: Path, step: int | None = None, contents: bool = False) -> Choice:

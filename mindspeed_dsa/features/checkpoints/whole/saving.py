@@ -1,14 +1,17 @@
 """Manifests of the checkpoints that Megatron-LM writes, at once and in the background.
 
 Megatron writes a checkpoint's files and then, in place, the tracker that names it. Here it writes the
-tracker under another name, which becomes the tracker's when the manifest is there. Whoever writes an
-asynchronous save's files reads them again, for the checksums, while training goes on.
+tracker under another name, which becomes the tracker's when the manifest is there. The checkpoint before,
+which ``--save-retain-interval`` has Megatron delete when it writes a tracker that named it, is deleted here
+after that. Whoever writes an asynchronous save's files reads them again, for the checksums, while training
+goes on.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,10 +24,11 @@ from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
 from mindspeed_dsa.features.checkpoints.whole.written import Summed, forget, left
+from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, sync
 from mindspeed_dsa.runs.manifest import Entry
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, tracked
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, remove, tracked
 
 
 def claim_before_training(context: Context[Options]) -> None:
@@ -53,7 +57,8 @@ def save_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
         if is_elsewhere or getattr(job, "freeze_all_layers", False):  # which writes no weights
             return original(iteration, *args, **kwargs)
         name = name_of(None if kwargs.get("release") else int(iteration))
-        save = begin(_folder(job, temporary), name, work)
+        retain = None if temporary else getattr(job, "save_retain_interval", None)
+        save = begin(_folder(job, temporary), name, work, retain)
         work.saving = save
         work.choices.clear()
         try:
@@ -74,21 +79,19 @@ def _folder(job: Any, temporary: bool) -> Path:
     return Path(own) if own else Path(job.save, "non_persistent")
 
 
-def begin(folder: Path, name: str, work: Work) -> Save:
+def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Save:
     """Prepare a save on all ranks: what is about to be replaced is no whole checkpoint any more."""
     token = [uuid.uuid4().hex]
     if _ranks() > 1:
         dist.broadcast_object_list(token, src=0)
-    save = Save(folder, name, token[0])
+    save = Save(folder, name, token[0], retain)
 
     def prepare() -> None:
         work.claims.claim(folder)
         if save.path.is_dir():
             manifest.withdraw(save.path, work.claims.job)
         forget(save.path)
-        latest, wrong = tracked(folder)
-        if latest is not None and not wrong:  # Megatron reads which one came before
-            shutil.copyfile(folder / TRACKER, save.tracker)
+        save.tracker.unlink(missing_ok=True)  # of a killed job; Megatron would read which one came before
 
     together(
         lambda: prepare() if _rank() == 0 else None, f"{work.context.feature}: {save.path} cannot be written"
@@ -191,6 +194,24 @@ def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
     """Write the manifest when all files are on the disk, and let the tracker name the checkpoint."""
     manifest.complete(save.path, work.claims.job, known)
     forget(save.path)
+    before, _ = tracked(save.folder)
     sync(save.tracker)
     os.replace(save.tracker, save.folder / TRACKER)
     sync(save.folder)
+    if save.retain and isinstance(before, int) and before > 0 and before % save.retain:
+        old = save.folder / name_of(before)
+        if old != save.path and not old.is_symlink():
+            # As Megatron does: training does not wait for it, and the process does before it ends.
+            threading.Thread(target=_remove, args=(old, work.context.log)).start()
+
+
+def _remove(old: Path, log: Log) -> None:
+    """Delete a checkpoint that ``--save-retain-interval`` does not keep; what cannot be deleted stays."""
+    for half in old.parent.glob(".iter_*.deleted"):  # of a killed job, or of a thread that is at it still
+        shutil.rmtree(half, ignore_errors=True)
+    try:
+        remove(old)
+    except OSError as error:
+        log.warning("%s cannot be deleted: %s", old, error)
+    else:
+        log.info("deleted %s, of which --save-retain-interval keeps nothing", old)

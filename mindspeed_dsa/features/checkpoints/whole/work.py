@@ -22,12 +22,14 @@ class Save:
         folder: of all checkpoints.
         name: of this one.
         token: other than that of any other save; the same on all ranks.
+        retain: interval of steps whose checkpoints stay when the next one is whole; ``None``: all do.
         process: of this rank, which may have others write.
     """
 
     folder: Path
     name: str
     token: str
+    retain: int | None = None
     process: int = field(default_factory=os.getpid)
 
     @property

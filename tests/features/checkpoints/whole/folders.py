@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest
@@ -19,7 +20,7 @@ def checkpoint(folder: Path, iteration: int | None, job: str = "mine", listed: b
     for rank in range(2):
         (path / f"__{rank}_0.distcp").write_bytes(os.urandom(SHARD))
     (path / "common.pt").write_bytes(f"{job} {iteration}".encode())
-    (path / ".metadata").write_bytes(b"names of tensors")
+    (path / ".metadata").write_bytes(pickle.dumps({"files": ["__0_0.distcp", "__1_0.distcp"]}))
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     if listed:
         manifest.write(path, job, manifest.sums(path, manifest.names(path)))

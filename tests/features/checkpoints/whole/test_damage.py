@@ -279,6 +279,60 @@ def test_no_other_than_the_trackers_is_taken_unless_its_end_is_known(tmp_path: P
     assert [passed.partition(":")[0] for passed in choice.passed] == [f"iter_000000{n}" for n in (4, 3, 2)]
 
 
+LOST = ["__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json"]
+
+
+@pytest.mark.parametrize("first", LOST)
+def test_a_checkpoint_that_is_half_deleted_is_passed_over_for_the_newer_one(
+    first: str, tmp_path: Path
+) -> None:
+    """The tracker names it still: what deletes it was killed, in any order, and its manifest went first."""
+    checkpoint(tmp_path, 6)
+    old = checkpoint(tmp_path, 3, listed=False)
+    track(tmp_path, 3)
+    state = choose(tmp_path).state
+    assert state is not None
+    assert state.iteration == 3, "it is whole"
+    for name in (first, *(name for name in LOST if name != first), "common.pt"):
+        (old / name).unlink()
+        choice = choose(tmp_path)
+        assert choice.state is not None
+        assert choice.state.iteration == 6
+    old.rmdir()
+    shutil.rmtree(tmp_path / "iter_0000006")
+    with pytest.raises(RunError, match=r"no checkpoint in .* is whole"):
+        choose(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["file", "folder"])
+def test_a_half_deleted_checkpoint_of_the_format_torch_is_passed_over(lost: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, 6)
+    old = legacy(tmp_path, 3, listed=False)
+    track(tmp_path, 3)
+    (old / "mp_rank_00" / "model_optim_rng.pt").unlink()
+    if lost == "folder":
+        (old / "mp_rank_00").rmdir()
+    choice = choose(tmp_path)
+    assert choice.state is not None
+    assert choice.state.iteration == 6
+    assert choice.passed == (f"iter_0000003: mp_rank_00 is {'empty' if lost == 'file' else 'missing'}",)
+
+
+def test_an_index_of_torchs_own_names_the_files_that_are_missing(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    path = tmp_path / "iter_0000003"
+    weights = {f"layer {number}": torch.zeros(8) for number in range(50)}
+    torch_checkpoint.save(weights, checkpoint_id=path, no_dist=True)
+    track(tmp_path, 3)
+    state = choose(tmp_path).state
+    assert state is not None
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(RunError, match=r"iter_0000003: __0_0.distcp is missing"):
+        choose(tmp_path)
+
+
 def test_a_tracker_that_was_set_back_is_followed_while_it_can_be(tmp_path: Path) -> None:
     for iteration in (2, 3, 4):
         checkpoint(tmp_path, iteration)

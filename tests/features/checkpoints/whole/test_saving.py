@@ -10,19 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import mindspeed_dsa
-from mindspeed_dsa import features
 from mindspeed_dsa.features.checkpoints.whole.claims import FILE, Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
 from mindspeed_dsa.features.checkpoints.whole.work import Save
@@ -30,164 +25,8 @@ from mindspeed_dsa.features.checkpoints.whole.written import Summed
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, is_running
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, state_of
-from tests.features.checkpoints.whole.folders import SHARD, checkpoint, track
-from tests.support import fork
-
-FILES = {
-    "training/__init__.py": """
-        from types import SimpleNamespace
-
-        ARGS = SimpleNamespace(
-            save=None, async_save=False, ckpt_step=None, non_persistent_ckpt_type=None,
-            non_persistent_global_ckpt_dir=None,
-        )
-
-
-        def get_args():
-            return ARGS
-        """,
-    "training/async_utils.py": """
-        QUEUE = []
-
-
-        def schedule_async_save(async_request):
-            QUEUE.append(async_request)
-
-
-        def finalize():
-            request = QUEUE.pop(0)
-            if request.async_fn is not None:
-                request.async_fn(*request.async_fn_args)
-            for function in request.finalize_fns:
-                function()
-        """,
-    "training/checkpointing.py": """
-        import os
-        from typing import Callable, NamedTuple
-
-        from {root}.training import get_args
-        from {root}.training.async_utils import schedule_async_save
-
-        SEEN = []
-
-
-        class Request(NamedTuple):
-            async_fn: Callable
-            async_fn_args: tuple
-            finalize_fns: list
-
-            def add_finalize_fn(self, function):
-                self.finalize_fns.append(function)
-
-
-        def get_checkpoint_tracker_filename(checkpoints_path):
-            return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
-
-
-        def write_shards(folder, content):
-            for number in range(2):
-                with open(f"{{folder}}/__0_{{number}}.distcp", "wb") as file:
-                    file.write(content)
-
-
-        def save_checkpoint(iteration, model, non_persistent_ckpt=False, release=False):
-            args = get_args()
-            save_dir = os.path.join(args.save, "non_persistent") if non_persistent_ckpt else args.save
-            folder = os.path.join(save_dir, "release" if release else f"iter_{{iteration:07d}}")
-            os.makedirs(folder, exist_ok=True)
-            with open(f"{{folder}}/common.pt", "w") as file:
-                file.write(str(iteration))
-            finalize_fns = [lambda: open(f"{{folder}}/metadata.json", "w").write("1")]
-            request = Request(write_shards, (folder, model), finalize_fns)
-            tracker_filename = get_checkpoint_tracker_filename(save_dir)
-
-            def end():
-                before = open(tracker_filename).read() if os.path.exists(tracker_filename) else ""
-                SEEN.append(before)
-                with open(tracker_filename, "w") as file:
-                    file.write("release" if release else str(iteration))
-
-            request.add_finalize_fn(end)
-            if args.async_save:
-                schedule_async_save(request)
-                return
-            request.async_fn(*request.async_fn_args)
-            for function in finalize_fns:
-                function()
-
-
-        def read_metadata(tracker_filename):
-            with open(tracker_filename) as file:
-                text = file.read()
-            return (0, True) if text == "release" else (int(text), False)
-
-
-        def _get_non_persistent_iteration(folder, args, checkpointing_context=None):
-            if args.non_persistent_ckpt_type is None:
-                return -1
-            iteration, _ = read_metadata(get_checkpoint_tracker_filename(folder))
-            return iteration
-
-
-        def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None):
-            newest = _get_non_persistent_iteration(os.path.join(load_dir, "non_persistent"), args)
-            iteration, release = -1, False
-            tracker_filename = get_checkpoint_tracker_filename(load_dir)
-            if os.path.isfile(tracker_filename):
-                iteration, release = read_metadata(tracker_filename)
-            if args.ckpt_step:
-                iteration = args.ckpt_step
-            if newest > iteration:
-                return f"non_persistent/iter_{{newest:07d}}"
-            if iteration == -1:
-                return None
-            return "release" if release else f"iter_{{iteration:07d}}"
-
-
-        def load_checkpoint(load_dir):
-            args = get_args()
-            first = _load_base_checkpoint(load_dir, args, rank0=True)
-            second = _load_base_checkpoint(load_dir, args, sharded_state_dict=1)
-            assert first == second
-            return second
-        """,
-}
-ROOT = "megatron_that_saves"
-
-
-class Job(SimpleNamespace):
-    """Modules of the fork, and the folder that it saves into."""
-
-    def save(self, iteration: int, content: bytes = b"", **kwargs: Any) -> None:
-        self.checkpointing.save_checkpoint(iteration, content or os.urandom(SHARD), **kwargs)
-
-    def load(self) -> Any:
-        return self.checkpointing.load_checkpoint(str(self.folder))
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """A fork with the feature on."""
-    fork.write(tmp_path, ROOT)
-    for name, text in FILES.items():
-        path = tmp_path / ROOT / name
-        path.write_text(textwrap.dedent(text).format(root=ROOT), encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", ROOT)
-    # The fork is too small for the platform's own redirections.
-    monkeypatch.setattr(features, "built_in", lambda: (FEATURE,))
-    folder = tmp_path / "checkpoints"
-    with mindspeed_dsa.enabled(whole_checkpoints=True):
-        training = import_module(f"{ROOT}.training")
-        training.ARGS.save = str(folder)
-        yield Job(
-            args=training.ARGS,
-            checkpointing=import_module(f"{ROOT}.training.checkpointing"),
-            async_utils=import_module(f"{ROOT}.training.async_utils"),
-            folder=folder,
-        )
-    for name in [name for name in sys.modules if name.split(".")[0] == ROOT]:
-        del sys.modules[name]
+from tests.features.checkpoints.whole.conftest import Job
+from tests.features.checkpoints.whole.folders import checkpoint, track
 
 
 def test_a_save_ends_with_a_manifest_of_all_files_and_then_the_tracker(job: Job) -> None:
@@ -199,7 +38,7 @@ def test_a_save_ends_with_a_manifest_of_all_files_and_then_the_tracker(job: Job)
         assert state.listed is not None
         assert sorted(state.listed.files) == ["__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json"]
     assert (job.folder / TRACKER).read_text() == "6"
-    assert job.checkpointing.SEEN == ["", "3"]  # what --save-retain-interval deletes by
+    assert job.checkpointing.SEEN == ["", ""]  # what --save-retain-interval deletes by, before a manifest
     left = {path.name for path in job.folder.iterdir()}
     assert left == {"iter_0000003", "iter_0000006", TRACKER, FILE}
 

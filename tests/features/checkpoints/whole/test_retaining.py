@@ -1,0 +1,99 @@
+"""``--save-retain-interval``: a checkpoint is deleted when the one that follows it is whole, not before."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_dsa.features.checkpoints.whole import saving
+from mindspeed_dsa.runs import manifest
+from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, state_of
+from tests.features.checkpoints.whole.conftest import Job
+from tests.features.checkpoints.whole.folders import checkpoint
+
+
+def gone(path: Path) -> bool:
+    """Wait until a thread has deleted a folder."""
+    until = time.monotonic() + 20
+    while path.exists() or list(path.parent.glob(".*.deleted")):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_is_deleted_when_the_next_one_has_a_manifest_and_the_tracker(
+    job: Job, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """``--save-retain-interval``: killed at any moment, the job has a whole checkpoint to go on from."""
+    done: list[str] = []
+    rename, replace = Path.rename, os.replace
+
+    def renamed(old: Path, new: Path) -> Path:
+        done.append(old.name)
+        return rename(old, new)
+
+    def replaced(old: Path, new: Path) -> None:
+        replace(old, new)
+        done.append(f"{Path(new).parent.name}/{Path(new).name}")
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "replace", replaced)
+    job.args.async_save, job.args.save_retain_interval = asynchronous, 6
+    for iteration in (3, 6, 9):
+        job.save(iteration)
+        if asynchronous:
+            job.async_utils.finalize()
+    assert gone(job.folder / "iter_0000003")
+    assert (job.folder / "iter_0000006").is_dir()
+    tracker = done.index(f"checkpoints/{TRACKER}", done.index(f"iter_0000006/{manifest.NAME}"))
+    assert tracker < done.index("iter_0000003")
+    assert job.load() == "iter_0000009"
+    job.save(12)
+    if asynchronous:
+        job.async_utils.finalize()
+    assert gone(job.folder / "iter_0000009")
+
+
+def test_a_checkpoint_stays_where_the_next_one_is_not_written_to_its_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.args.save_retain_interval = 6
+    job.save(3)
+    # Of a job that was killed: a tracker that Megatron would read which checkpoint came before.
+    (job.folder / f".{TRACKER}.iter_0000006").write_text("3")
+    monkeypatch.setattr(manifest, "complete", lambda *args: (_ for _ in ()).throw(OSError(5, "killed here")))
+    with pytest.raises(RunError, match="killed here"):
+        job.save(6)
+    assert state_of(job.folder, 3, contents=True).damage == ""
+    assert job.load() == "iter_0000003"
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_said_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = checkpoint(tmp_path, 3)
+    checkpoint(tmp_path, 1).rename(tmp_path / ".iter_0000001.host-1.0123456789ab.deleted")
+
+    def readonly(*args: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    said: list[str] = []
+    log = SimpleNamespace(
+        warning=lambda text, *args: said.append(text % args),
+        info=lambda text, *args: said.append(text % args),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", readonly)
+        saving._remove(old, log)
+    saving._remove(old, log)
+    assert "iter_0000003 cannot be deleted: [Errno 30] Read-only file system" in said[0]
+    assert "deleted" in said[1]
+    assert list(tmp_path.iterdir()) == []
