@@ -44,7 +44,11 @@ INDEXER = {
     "dsa_indexer_head_dim": "index_head_dim",
     "dsa_indexer_topk": "index_topk",
 }
-_NUMBERS = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
+LAYERS, PREDICTIONS = "num_hidden_layers", "num_nextn_predict_layers"
+MOST_LAYERS = 10_000
+"""Above it a file is not believed: there are lists with an entry for each layer."""
+_LARGEST = 2**31 - 1
+_NUMBERS = ("first_k_dense_replace", "n_shared_experts", PREDICTIONS)
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
     "deepseek_v32": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
@@ -94,7 +98,7 @@ def read_config(path: Path, who: str) -> dict[str, Any]:
     file = path / FILE if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{who}: {file} cannot be read ({error}); {_NAME_A_FOLDER}") from error
     if not isinstance(found, dict):
         raise SettingsError(f"{who}: {file} is no configuration of a model; {_NAME_A_FOLDER}")
@@ -117,7 +121,7 @@ def read_model(path: Path, who: str) -> tuple[dict[str, Any], int]:
         SettingsError: it cannot be read, or is no configuration.
     """
     found = read_config(path, who)
-    layers, told = found.get("num_hidden_layers"), found.get("num_nextn_predict_layers")
+    layers, told = found.get(LAYERS), found.get(PREDICTIONS)
     names = _names_in(path if path.is_dir() else path.parent)
     if not names or not isinstance(layers, int) or not isinstance(told, int):
         return found, 0
@@ -135,7 +139,7 @@ def _names_in(folder: Path) -> Iterable[str]:
             with open(folder / SINGLE, "rb") as file:
                 length = int.from_bytes(file.read(LENGTH), "little")
                 content = json.loads(file.read(min(length, LARGEST_HEADER)))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ()
     return content if isinstance(content, dict) else ()
 
@@ -170,7 +174,9 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     wrong = [name for name in (*wanted.values(), *_NUMBERS) if not _is_size(name, config.get(name, 0))]
     if wrong:
         found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
-        raise SettingsError(f"{where}: {found}; give a positive number")
+        raise SettingsError(
+            f"{where}: {found}; give a positive number, of layers not more than {MOST_LAYERS:,}"
+        )
     if config.get("moe_layer_freq", 1) != 1:
         raise SettingsError(
             f"{where} has moe_layer_freq {config['moe_layer_freq']!r}, and only 1 can be read; give the "
@@ -212,13 +218,23 @@ def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     A list of types counts; where frequency and offset say the same, they are what is returned.
     """
-    rule = Sharing(config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2))
+    frequency, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
+    pattern = config.get("index_topk_pattern")
+    letters = pattern if isinstance(pattern, (str, list)) else [pattern]
+    numbers = {"index_topk_freq": frequency, "index_skip_topk_offset": 0 if offset is None else offset}
+    wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _is_count(value)]
+    if pattern is not None and not all(isinstance(each, str) for each in letters):
+        wrong.append(f"index_topk_pattern is {pattern!r}")
+    if wrong:
+        raise SettingsError(
+            f"{where}: {', '.join(wrong)}; give numbers, and a pattern as a letter, F or S, for each layer"
+        )
+    rule = Sharing(frequency, 2 if offset is None else offset)
     if rule.frequency > 1 and rule.offset < 1:
         raise SettingsError(
             f"{where}: with index_skip_topk_offset {rule.offset} layer 0 shares a selection, and no layer "
             "below it selects; give 1 or more"
         )
-    pattern = config.get("index_topk_pattern")
     if config.get("indexer_types") is not None:
         types = _types(config, where, "indexer_types", ("full", "shared"))
         pattern = "".join("S" if each == "shared" else "F" for each in types)
@@ -246,7 +262,11 @@ def _is_size(name: str, value: Any) -> bool:
     if value is None:  # queries without a latent, no prediction layers
         return name in ("q_lora_rank", *_NUMBERS)
     least = 0 if name in _NUMBERS else 1
-    return type(value) is int and value >= least
+    return _is_count(value) and least <= value <= (MOST_LAYERS if name in (LAYERS, PREDICTIONS) else _LARGEST)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 # -- everything else that decides numbers -------------------------------------------------------

@@ -8,6 +8,7 @@ slice that is asked for and one buffer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import fp8
-from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, LARGEST_HEADER, LENGTH, SINGLE
+from mindspeed_dsa.features.checkpoints.hugging_face.config import (
+    INDEX,
+    LARGEST_HEADER,
+    LAYERS,
+    LENGTH,
+    MOST_LAYERS,
+    PREDICTIONS,
+    SINGLE,
+)
 from mindspeed_dsa.runs.files import RunError
 
 DTYPES = {
@@ -52,6 +61,7 @@ FACTORS = "_scale_inv"
 FACTOR_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 """Dtypes that files have factors in: DeepSeek's to V3.2 in fp32, also those that are powers of two."""
 _BUFFER = 2**22
+_LARGEST_BLOCK = 2**16
 _MENTIONED = 5  # names in one problem; there can be tens of thousands
 
 
@@ -109,13 +119,13 @@ class WeightFiles:
         problems: list[str] = []
         quantised = described.get("quantization_config") or {}
         self.quantised: Mapping[str, Any] = quantised if isinstance(quantised, dict) else {}
-        block = self.quantised.get("weight_block_size") or fp8.BLOCK
-        if not (isinstance(block, (list, tuple)) and len(block) == 2 and _counts(list(block)) and all(block)):
+        block = self.quantised.get("weight_block_size") or list(fp8.BLOCK)
+        if not (isinstance(block, list) and len(block) == 2 and _counts(block) and _may_be(block)):
             problems.append(f"config.json has a weight_block_size of {block!r}, which is no rows and columns")
-            block = fp8.BLOCK
+            block = list(fp8.BLOCK)
         self.block: tuple[int, int] = (block[0], block[1])
-        layers = described.get("num_hidden_layers") or 0
-        self.predictions = range(layers, layers + (described.get("num_nextn_predict_layers") or 0))
+        layers, more = (_layers(described, name, problems) for name in (LAYERS, PREDICTIONS))
+        self.predictions = range(layers, layers + more)
         parts = _parts(folder, problems)
         self._parts = dict(_with_factors(parts, self.block, problems))
         if problems:
@@ -287,14 +297,27 @@ def _weight_map(index: Path) -> dict[str, str]:
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files:
         raise _DamagedError(f"{index.name} has no weight_map, which says what file a tensor is in")
-    wrong = sorted(
-        str(file) for file in files.values() if not isinstance(file, str) or Path(file).name != file
-    )
-    if wrong:
-        raise _DamagedError(
-            f"{index.name} names {_some(sorted(set(wrong)))}, which are no files of this folder"
-        )
+    if wrong := sorted({_readable(file) for file in files.values() if not _is_file_name(file)}):
+        raise _DamagedError(f"{index.name} names {_some(wrong)}, which are no files of this folder")
     return files
+
+
+def _is_file_name(value: Any) -> bool:
+    if not isinstance(value, str) or not _is_text(value) or "\0" in value:
+        return False
+    return value not in ("", "..") and Path(value).name == value
+
+
+def _is_text(value: str) -> bool:
+    """Tell whether there are such characters: JSON can write halves of them, which nothing can print."""
+    with contextlib.suppress(UnicodeEncodeError):
+        value.encode("utf-8")
+        return True
+    return False
+
+
+def _readable(value: Any) -> str:
+    return value if isinstance(value, str) and value and value.isprintable() else repr(value)
 
 
 def _indexed(folder: Path, files: dict[str, str], problems: list[str]) -> dict[str, _Part]:
@@ -413,6 +436,22 @@ def _shape_of(
     return (end - begin, *rest)
 
 
+def _layers(described: Mapping[str, Any], name: str, problems: list[str]) -> int:
+    """Return how many layers a configuration speaks of; one that is no number goes to ``problems``."""
+    value = described.get(name)
+    if value is None:
+        return 0
+    if type(value) is int and 0 <= value <= MOST_LAYERS:
+        return value
+    problems.append(f"config.json has a {name} of {value!r}, which is no number of layers")
+    return 0
+
+
+def _may_be(block: list[int]) -> bool:
+    """Tell whether blocks have such sizes; larger ones than any weight would take memory for nothing."""
+    return all(0 < each <= _LARGEST_BLOCK for each in block)
+
+
 def _counts(value: Any) -> bool:
     """Tell whether a value out of JSON is a list of integers that count something."""
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
@@ -423,6 +462,8 @@ def _json(text: bytes, file: str) -> Any:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
+        if odd := [repr(name) for name in content if not _is_text(name)]:
+            raise _DamagedError(f"{file} names {_some(odd)}, which is no text")
         if len(content) < len(pairs):
             counts = Counter(name for name, _ in pairs)
             twice = [name for name, count in counts.items() if count > 1]

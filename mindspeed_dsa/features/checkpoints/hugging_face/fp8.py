@@ -111,8 +111,8 @@ def quantise(
     Args:
         weight: floating point ``[rows, columns]`` on the CPU, whole or from a block's first row on.
         factors: fp32, of the blocks of these rows; ``None`` chooses the largest magnitude of a block / 448,
-            and 1 for a block of zeros. A block that has outgrown its factor, as training may let it, gets
-            one that is chosen so, rather than being cut off.
+            2^-126 at least, and 1 for a block of zeros. A block that has outgrown its factor, as training may
+            let it, gets one that is chosen so, rather than being cut off.
         block: rows and columns of a block.
         powers_of_two: chosen factors are rounded up to such.
 
@@ -120,7 +120,8 @@ def quantise(
         ``float8_e4m3fn`` ``[rows, columns]`` and fp32 ``[ceil(rows / 128), ceil(columns / 128)]``.
 
     Raises:
-        RunError: the weight holds what FP8 cannot: NaN or infinities.
+        RunError: the weight holds what FP8 cannot: NaN, infinities, or numbers whose factor
+            :func:`wrong_factor` would refuse.
     """
     rows, columns = weight.shape
     height, width = block
@@ -132,13 +133,15 @@ def quantise(
         values = scratch[: len(part)].copy_(part)
         of_columns = torch.maximum(values.amax(0), -values.amin(0))
         largest = torch.stack([each.amax() for each in of_columns.split(width)])
-        if not largest.isfinite().all():
-            raise RunError(
-                f"rows {begin} to {begin + len(values)} hold NaN or infinities, which FP8 blocks cannot; "
-                "export in bf16, and look for the step at which training diverged"
-            )
-        own = largest / LARGEST
+        own = (largest / LARGEST).clamp(min=2.0**_SMALLEST_POWER)
         own = torch.where(largest > 0, _power_above(own) if powers_of_two else own, 1.0)
+        # Rounded to bf16, as it is read, a number may become an infinity.
+        if not (largest.bfloat16().isfinite() & (own < _FACTORS_BELOW)).all():
+            raise RunError(
+                f"rows {begin} to {begin + len(values)} hold NaN or infinities, or numbers beyond "
+                f"{LARGEST * _FACTORS_BELOW / 2:.2g}, which FP8 blocks cannot; export in bf16, and look for "
+                "the step at which training diverged"
+            )
         if factors is None:
             chosen[band] = own
         elif (outgrown := largest > _SATURATES * chosen[band]).any():

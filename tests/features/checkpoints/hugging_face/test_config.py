@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.config import (
     _DEFAULTS,
     arguments_of,
     read_config,
+    read_model,
     rotary_of,
     said,
     sizes_of,
@@ -298,3 +300,32 @@ def test_a_folder_or_its_file_is_read(tmp_path):
     transformers.GlmMoeDsaConfig().save_pretrained(tmp_path)
     assert read_config(tmp_path, "me")["model_type"] == "glm_moe_dsa"
     assert read_config(file, "me") == read_config(tmp_path, "me")
+
+
+ODD = ["three", "\ud800", [], [1], {}, {"a": 1}, True, -1, 1.5, float("nan"), float("inf"), None, 10**30]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_of_any_type_are_taken_or_refused_in_words(kind, tmp_path):
+    """A field that is no number is no traceback, and a number of any size no list of so many entries."""
+    file = config(kind, rope_parameters=dict(YARN)) | {"index_topk_freq": 1, "index_skip_topk_offset": 2}
+    file |= {"index_topk_pattern": None, "rope_scaling": None, "quantization_config": None}
+    for name in file:
+        for value in ODD:
+            odd = {**file, name: value}
+            with contextlib.suppress(SettingsError):
+                arguments_of(odd, WHERE)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.layers.6.x": "x"}}')
+    for value in ODD:
+        for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+            (tmp_path / "config.json").write_text(json.dumps({**file, name: value}))
+            read_model(tmp_path, "me")
+
+
+def test_files_of_nothing_but_brackets_are_refused_in_words(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_config(tmp_path, "me")
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1, "num_nextn_predict_layers": 1}')
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert read_model(tmp_path, "me")[1] == 0

@@ -200,7 +200,15 @@ def test_other_blocks(tmp_path):
         WeightFiles(tmp_path)
 
 
-@pytest.mark.parametrize("block", [[128], 128, [0, 128], ["a", 1]])
+@pytest.mark.parametrize("value", ["three", 1.5, [1], True, -1, 10**9], ids=repr)
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_nextn_predict_layers"])
+def test_layers_that_are_no_number_are_refused(tmp_path, name, value):
+    save_file({"w": torch.ones(6, 6)}, tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match=f"has a {name} of .*, which is no number of layers"):
+        WeightFiles(tmp_path, {name: value})
+
+
+@pytest.mark.parametrize("block", [[128], 128, [0, 128], ["a", 1], [1, 10**12]])
 def test_blocks_of_no_size_are_refused(tmp_path, block):
     save_file({"w": torch.ones(6, 6)}, tmp_path / "model.safetensors")
     with pytest.raises(RunError, match="which is no rows and columns"):
@@ -264,6 +272,9 @@ def test_both_kinds_of_folder(tmp_path):
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "names a twice"),
         ('{"weight_map": {"a": "../x", "b": 3}}', "names ../x, 3, which are no files"),
+        ('{"weight_map": {"a": "x\\u0000", "b": ""}}', "names '', 'x\\x00', which are no files"),
+        ('{"weight_map": {"a": "\\ud800", "b": ".."}}', "names '\\ud800', .., which are no files"),
+        ('{"weight_map": {"\\ud800": "x"}}', "names '\\ud800', which is no text"),
         ("[" * 100_000, "something else"),
     ],
 )
@@ -332,6 +343,7 @@ def changed(name: str, **entry):
         (lambda header: b"{", "something else"),
         (lambda header: b'{"\xff": 1}', "something else"),
         (lambda header: b'{"a": 1, "a": 2}', "model.safetensors names a twice"),
+        (lambda header: b'{"\\udfff": 1}', "model.safetensors names '\\udfff', which is no text"),
     ],
 )
 def test_a_wrong_header(tmp_path, change, message):

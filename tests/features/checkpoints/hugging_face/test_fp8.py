@@ -142,6 +142,41 @@ def test_what_fp8_cannot_hold(value, factors):
         fp8.quantise(weight, factors)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(-133, 127), st.integers(1, 140), st.integers(1, 140), st.booleans())
+def test_what_is_written_can_be_read(exponent, rows, columns, powers):
+    """Of every magnitude that bf16 has: the reader takes each factor that the writer chooses."""
+    signs = 1 - 2 * torch.randint(0, 2, (rows, columns))
+    weight = ((1 + torch.rand(rows, columns)) * 2.0**exponent * signs).bfloat16()
+    weight = weight.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max)
+    try:
+        quantised, factors = fp8.quantise(weight, powers_of_two=powers)
+    except RunError:
+        assert powers
+        assert weight.abs().max() > 448 * 2.0**119
+        return
+    assert fp8.wrong_factor(factors) is None
+    back = torch.empty(rows, columns, dtype=torch.bfloat16)
+    fp8.dequantise(quantised, factors, back)
+    step = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns] * 2.0**-9
+    assert back.isfinite().all()
+    assert ((back.double() - weight.double()).abs() <= weight.double().abs() * 2.0**-3 + step).all()
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("value", [1e-45, 2.0**-133, 3.3e38, 3.4e38])
+def test_the_least_and_the_largest_numbers(value, powers):
+    """1e-45 / 448 is 0 in fp32; 3.3e38 would need a factor of 2^120, and bf16 has 3.4e38 as an infinity."""
+    weight = torch.full((3, 3), value)
+    if value > 3.35e38 or (powers and value > 1):
+        with pytest.raises(RunError, match=r"rows 0 to 3 hold .* numbers beyond 3e\+38, .*export in bf16"):
+            fp8.quantise(weight, powers_of_two=powers)
+        return
+    _, factors = fp8.quantise(weight, powers_of_two=powers)
+    assert fp8.wrong_factor(factors) is None
+    assert factors[0, 0] >= 2.0**-126
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.0, -1.0, 2.0**120])
 def test_wrong_factors(value):
     factors = torch.rand(3, 5) + 0.1
