@@ -1,7 +1,7 @@
-"""Checks of arguments: shapes and dtypes always, the contents of index tensors on request.
+"""Checks of arguments: shapes and dtypes always, the contents of tensors on request.
 
-Reading an index tensor costs a pass over it and, on an accelerator, a wait for the device. So these
-checks run after :func:`set_debug_checks` only.
+Reading a tensor costs a pass over it and, on an accelerator, a wait for the device. So these checks run
+after :func:`set_debug_checks` only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _enabled = False
 
 
 def set_debug_checks(enabled: bool) -> bool:
-    """Switch the checks of index contents on or off; returns the previous state."""
+    """Switch the checks of tensors' contents on or off; returns the previous state."""
     global _enabled
     before, _enabled = _enabled, enabled
     return before
@@ -149,6 +149,27 @@ def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
             f"{operator}: an index occurs twice in {int(twice.sum())} rows of topk_indices, first row "
             f"{_first(twice)}; a key that is listed twice would be counted twice"
         )
+
+
+def check_finite(operator: str, **tensors: Tensor) -> None:
+    """Check that the indexer's operands are numbers; does nothing unless debug checks are on.
+
+    No other result says so: a key whose score is NaN is selected by no row that sees enough others.
+
+    Args:
+        operator: who to name in the error.
+        tensors: ``[..., n]`` each, by name.
+
+    Raises:
+        ValueError: an entry is NaN or infinite.
+    """
+    for name, tensor in tensors.items() if _enabled else ():
+        wrong = ~tensor.isfinite().all(-1)
+        if wrong.any():
+            raise ValueError(
+                f"{operator}: {name} is not finite at {int(wrong.sum())} of {wrong.numel()} places, first "
+                f"{_first(wrong)}; look for the first layer whose output is not"
+            )
 
 
 def _first(rows: Tensor) -> list[int]:

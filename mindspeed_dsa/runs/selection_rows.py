@@ -13,6 +13,8 @@ for each position would be ``4 k``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -37,7 +39,17 @@ class WrongRows(ValueError):
         self.row = row
 
 
-def encode(positions: Ints, visible: Ints) -> bytes:
+def integers(positions: npt.NDArray[Any]) -> Ints | Longs:
+    """Return positions of any integer type as int32 or int64, of which none becomes another one's key.
+
+    They are narrowed once :func:`check` has taken them: 2 ** 32 + 1 is no key 1.
+    """
+    if positions.dtype == np.uint64:
+        positions = np.minimum(positions, np.uint64(np.iinfo(np.int64).max))
+    return positions if positions.dtype == np.int32 else positions.astype(np.int64, copy=False)
+
+
+def encode(positions: Ints | Longs, visible: Ints) -> bytes:
     """Return rows as bytes.
 
     Args:
@@ -58,7 +70,7 @@ def encode(positions: Ints, visible: Ints) -> bytes:
     return b"".join(blocks)
 
 
-def check(positions: Ints, visible: Ints) -> None:
+def check(positions: Ints | Longs, visible: Ints) -> None:
     """Raise for what :func:`encode` raises for."""
     for first in range(0, len(positions), _ROWS):
         at = slice(first, first + _ROWS)
@@ -68,7 +80,7 @@ def check(positions: Ints, visible: Ints) -> None:
             raise WrongRows(str(error), first + error.row) from None
 
 
-def _bits(positions: Ints, visible: Longs) -> tuple[npt.NDArray[np.uint8], Longs, Longs]:
+def _bits(positions: Ints | Longs, visible: Longs) -> tuple[npt.NDArray[np.uint8], Longs, Longs]:
     """Return a byte for each visible key of every row, where rows begin, and how many keys they list.
 
     A row begins at a multiple of 8.
@@ -92,12 +104,13 @@ def _bits(positions: Ints, visible: Longs) -> tuple[npt.NDArray[np.uint8], Longs
     return bits, begins, counts
 
 
-def _encoded(positions: Ints, visible: Longs) -> bytes:
+def _encoded(positions: Ints | Longs, visible: Longs) -> bytes:
     bits, begins, counts = _bits(positions, visible)
     width = np.diff(begins) // 8
     methods = np.where(counts == visible, _COMPLETE, np.where(width <= counts, _BITMAP, _GAPS))
     bitmaps = np.packbits(bits, bitorder="little")[np.repeat(methods == _BITMAP, width)]
-    gaps, sizes = _gaps(positions[methods == _GAPS])
+    # All are below 2 ** 31 by now; the negative ones need not be above -2 ** 31.
+    gaps, sizes = _gaps(positions[methods == _GAPS].clip(min=-1).astype(np.int32, copy=False))
     return b"".join(part.tobytes() for part in (methods.astype(np.uint8), sizes, bitmaps, gaps))
 
 

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mindspeed_dsa.runs.files import RunError, number
-from mindspeed_dsa.runs.selection_rows import Ints, WrongRows, decode, encode
+from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, decode, encode
 
 SUFFIX = ".selections"
 _PREFIX_OF_FILES = "rank"
@@ -162,7 +162,7 @@ class Writer:
         self,
         key: Key,
         runs: Sequence[Run],
-        keys: Ints,
+        keys: Ints | Longs,
         mass: npt.NDArray[Any] | None = None,
         tokens: npt.NDArray[Any] | None = None,
     ) -> int:

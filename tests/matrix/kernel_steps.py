@@ -245,8 +245,8 @@ def valid_rows_on_two_ranks(counted: int) -> dict[str, Any]:
     return {"loss": mine, "whole": whole, "gradients": (gradient[own], expected[own])}
 
 
-def topk_length_cuts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with the entries past ``topk_length`` full of keys, and with them at -1."""
+def topk_length_cuts() -> tuple[torch.Tensor, ...]:
+    """Attention with the entries past ``topk_length`` full of keys, at -1, and far beyond the keys."""
     job.start({"use_fused_dsa": True})
     run_fused_absorbed_sparse_attention = hooks({"use_fused_dsa": True}).run_fused_absorbed_sparse_attention
 
@@ -254,10 +254,12 @@ def topk_length_cuts() -> tuple[torch.Tensor, torch.Tensor]:
     query, key = torch.randn(6, 1, 3, 24), torch.randn(6, 1, 1, 24)
     indices = torch.arange(4).expand(1, 6, 4)
     length = torch.tensor([[1, 2, 3, 4, 4, 2]])
-    cut = indices.masked_fill(torch.arange(4) >= length[..., None], -1)
+    past = torch.arange(4) >= length[..., None]
+    cut, beyond = indices.masked_fill(past, -1), indices.masked_fill(past, 2**32)
     return (
         run_fused_absorbed_sparse_attention(query, key, indices, 0.2, 16, length),
         run_fused_absorbed_sparse_attention(query, key, cut, 0.2, 16),
+        run_fused_absorbed_sparse_attention(query, key, beyond, 0.2, 16),
     )
 
 

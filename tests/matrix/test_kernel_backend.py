@@ -199,8 +199,9 @@ def test_padding_rows_do_not_count(pool):
 
 
 def test_entries_past_the_length_do_not_count(pool):
-    ((cut, marked),) = pool.run(f"{CASE}:topk_length_cuts", 1)
+    ((cut, marked, beyond),) = pool.run(f"{CASE}:topk_length_cuts", 1)
     torch.testing.assert_close(cut, marked, rtol=0, atol=0)
+    torch.testing.assert_close(cut, beyond, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -25,3 +25,9 @@ def checked_indices():
     before = checks.set_debug_checks(True)
     yield
     checks.set_debug_checks(before)
+
+
+@pytest.fixture
+def operands_that_are_no_numbers(checked_indices):
+    """Debug checks refuse them."""
+    checks.set_debug_checks(False)

@@ -86,6 +86,7 @@ SPOILT = ("query", "a key that no row selects", "weights", "gradient")
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e38])
 @pytest.mark.parametrize("where", SPOILT)
+@pytest.mark.usefixtures("operands_that_are_no_numbers")
 def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkeypatch, dense_calls):
     """The dense form would multiply it with zeros: it leaves such calls to the other one."""
     inputs, indices = leaves(), random_indices(3, 40, 35, 12, empty_rows=(4,))

@@ -198,6 +198,7 @@ def test_equal_scores_that_other_sums_would_tell_apart(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["chunked", "cpu"])
+@pytest.mark.usefixtures("operands_that_are_no_numbers")
 def test_rows_and_keys_that_are_not_finite(backend):
     inputs = [x.clone() for x in indexer_inputs(2, 50, heads=3, dim=32)]
     query, key, weights = inputs

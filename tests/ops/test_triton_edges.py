@@ -94,6 +94,7 @@ def test_nan_is_selected_after_every_number(topk):
 
 
 @pytest.mark.parametrize("use_relu", [True, False])
+@pytest.mark.usefixtures("operands_that_are_no_numbers")
 def test_nan_of_the_products_reaches_the_selection_as_in_the_reference(use_relu):
     query, key, weights = indexer_inputs(1, 6, 40)
     key[0, ::3] = torch.nan

@@ -62,6 +62,7 @@ def test_keys_that_are_chosen_otherwise_are_near_the_last_one(operands):
     assert ((scores.gather(-1, found.long()).amin(-1) - last).abs() <= 2 * bound).all()
 
 
+@pytest.mark.usefixtures("operands_that_are_no_numbers")
 def test_keys_that_are_no_numbers_come_last(operands):
     inputs = [x.clone() for x in indexer_inputs(1, 16, heads=16, dim=32)]
     inputs[1][0, 2], inputs[1][0, 5, 3] = torch.nan, torch.inf

@@ -130,12 +130,18 @@ def test_selections_that_are_handed_over_come_back(tmp_path):
             np.where(np.arange(6) < 2, 0, -1) * np.ones((3, 3, 1), np.int32),
             "token 0 lists key 0 more than once",
         ),
+        (np.full((3, 3, 6), 2**32), "layer 1: token 0 lists key 4294967296 and sees 1"),
+        (
+            np.full((3, 3, 6), 2**64 - 1, np.uint64),
+            "layer 1: token 0 lists key 9223372036854775807 and sees 1",
+        ),
+        (np.zeros((3, 3, 6)), "selections are float64; hand over positions as integers"),
     ],
-    ids=["layers", "topk", "not visible", "twice"],
+    ids=["layers", "topk", "not visible", "twice", "64 bits", "unsigned", "floats"],
 )
 def test_nothing_is_left_of_selections_that_are_wrong(tmp_path, array, words):
     with pytest.raises(RunError, match=words):
-        write(tmp_path, HEADER, [Handed(1, 0, array.astype(np.int32))])
+        write(tmp_path, HEADER, [Handed(1, 0, array)])
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import Call, ShapeClass, choose, count_call, plan, spent, unless_empty
 from mindspeed_dsa.ops.checks import (
+    check_finite,
     check_float,
     check_heads,
     check_shape,
@@ -160,7 +161,10 @@ def selected_scores(
 
 
 def check_operands(operator: str, query: Tensor, key: Tensor, weights: Tensor) -> None:
-    """Raise ``ValueError`` unless shapes and dtypes are those that :func:`lightning_indexer` takes."""
+    """Raise ``ValueError`` unless the operands are such as :func:`lightning_indexer` takes.
+
+    Their shapes and dtypes, and with debug checks on that all numbers are finite.
+    """
     check_shape(operator, "query", query, (None,) * 4, "[batch, query_length, heads, head_dim]")
     check_heads(operator, "query", query)
     batch, query_length, heads, head_dim = query.shape
@@ -170,6 +174,7 @@ def check_operands(operator: str, query: Tensor, key: Tensor, weights: Tensor) -
     )
     check_float(operator, query=query, key=key)
     check_weights(operator, "weights", weights, query)
+    check_finite(operator, query=query, key=key, weights=weights)
 
 
 def shape_class(query: Tensor, topk: int) -> ShapeClass:

@@ -241,10 +241,12 @@ class KernelHooks:
         if topk_length is not None:
             slot = torch.arange(topk_indices.shape[-1], device=topk_indices.device)
             topk_indices = topk_indices.masked_fill(slot >= topk_length[..., None], -1)
+        if topk_indices.dtype != torch.int32:
+            topk_indices = topk_indices.long()  # the operator looks at all bits before it narrows
         attended = sparse_flash_attention(
             query.transpose(0, 1),
             key.squeeze(2).transpose(0, 1),
-            topk_indices.int(),
+            topk_indices,
             softmax_scale,
             value_dim=v_channels,
             backend=self.options.backend,

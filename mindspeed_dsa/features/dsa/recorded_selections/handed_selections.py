@@ -7,11 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.selection_rows import WrongRows
+from mindspeed_dsa.runs.selection_rows import WrongRows, integers
 from mindspeed_dsa.runs.selections import Header, Key, Run, Writer, free_rank
 
 
@@ -42,8 +41,8 @@ def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
         handed: the selections of each sequence.
 
     Raises:
-        RunError: an array is not of this model, or a row lists what it does not see, or a key twice; nothing
-            is left of the file then.
+        RunError: an array is not of this model, or of no integers, or a row lists what it does not see, or a
+            key twice; nothing is left of the file then.
     """
     writer = Writer(folder, free_rank(folder), header)
     try:
@@ -55,10 +54,15 @@ def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
                     f"{topk}], and the model has {len(header.computing)} layers that select at most "
                     f"{header.topk} keys"
                 )
+            if each.array.dtype.kind not in "iu":
+                raise RunError(
+                    f"step {each.step}, sequence {each.sequence}: selections are {each.array.dtype}; hand "
+                    "over positions as integers"
+                )
             runs = [Run(a, a, b - a) for a, b in pairwise((*each.documents, tokens)) if b > a]
             for column, layer in enumerate(header.computing):
                 try:
-                    keys = each.array[:, column].astype(np.int32)
+                    keys = integers(each.array[:, column])
                     writer.append(Key(each.step, each.sequence, layer), runs, keys)
                 except WrongRows as error:
                     raise RunError(

@@ -16,7 +16,7 @@ from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, Replayed
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, check
+from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, check, integers
 from mindspeed_dsa.runs.selections import Header, Key, Recording
 
 Bools = npt.NDArray[np.bool_]
@@ -36,7 +36,7 @@ class Found:
         documents: ``[rows]``, where the rows' documents began; None: where those of the batch do.
     """
 
-    def __init__(self, keys: Ints, has: Bools, documents: Ints | None = None) -> None:
+    def __init__(self, keys: Ints | Longs, has: Bools, documents: Ints | None = None) -> None:
         self.keys, self.has, self.documents = keys, has, documents
 
 
@@ -128,7 +128,7 @@ class _Source(ABC):
                 f"for it"
             ) from error
         last = np.iinfo(np.int32).max
-        keys = np.sort(np.where(found.keys >= 0, found.keys, last), axis=1)
+        keys = np.sort(np.where(found.keys >= 0, found.keys, last).astype(np.int32), axis=1)
         keys = np.where(keys == last, -1, keys)
         width = min(rows.topk, rows.keys)
         if (keys[:, width:] >= 0).any():
@@ -219,7 +219,14 @@ class HandedOver(_Source):
             raise SelectionError(
                 f"{REPLAY} batch: selections are {topk_indices.dtype}; hand over positions as integers"
             )
-        self._array = topk_indices.detach()
+        array = topk_indices.detach()
+        if array.dtype not in (torch.int32, torch.int64):
+            array = array.long()
+            if topk_indices.dtype == torch.uint64 and bool((array < 0).any()):
+                raise SelectionError(
+                    f"{REPLAY} batch: selections list keys from 2 ** 63 on; hand over positions in a document"
+                )
+        self._array = array
 
     def place(self, rows: LayerRows, sequence: int) -> str:
         """Do as :meth:`_Source.place` says."""
@@ -250,9 +257,9 @@ class HandedOver(_Source):
             )
         has = positions < of_layer.shape[0]
         chosen = torch.from_numpy(positions.clip(max=of_layer.shape[0] - 1)).to(of_layer.device)
-        keys = of_layer.index_select(0, chosen.long()).cpu().numpy()
+        keys = integers(of_layer.index_select(0, chosen.long()).cpu().numpy())
         has &= (keys >= 0).any(axis=1)
-        return Found(np.where(has[:, None], keys, -1).astype(np.int32), has)
+        return Found(np.where(has[:, None], keys, -1), has)
 
 
 def hand_over(topk_indices: Tensor) -> None:

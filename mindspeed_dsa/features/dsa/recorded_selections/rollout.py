@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.dsa.recorded_selections.feature import REPLAY
 from mindspeed_dsa.features.dsa.recorded_selections.replay import SelectionError, hand_over, waiting_header
+from mindspeed_dsa.runs.selection_rows import integers
 from mindspeed_dsa.runs.selections import Header
 
 Array = npt.NDArray[np.int32]
@@ -71,7 +72,7 @@ def in_pack(
         engine has recorded have no key.
 
     Raises:
-        SelectionError: a request is of another model, or longer than its place.
+        SelectionError: a request is of another model, longer than its place, or lists what is no token of it.
     """
     bounds = cu_seqlens.tolist()
     if not len(requests) == len(lengths) < len(bounds):
@@ -107,9 +108,14 @@ def in_pack(
                 f"{REPLAY} batch: request {number} has {rows} rows and {length} tokens, in a document of "
                 f"{end - begin}; give the length that the recorded tokens have, and where the pack has them"
             )
+        if array.size and (array.dtype.kind not in "iu" or array.max() >= length):
+            raise SelectionError(
+                f"{REPLAY} batch: request {number} has {length} tokens and lists {array.dtype} up to "
+                f"{array.max()}; give positions in it, counted from its first token, as integers"
+            )
         columns = array.shape[1]
         out[begin : begin + rows, :columns] = -1  # also what an engine with a smaller topk leaves out
-        out[begin : begin + rows, :columns, :topk] = array
+        out[begin : begin + rows, :columns, :topk] = np.maximum(integers(array), -1)
     return torch.from_numpy(out)
 
 

@@ -151,14 +151,23 @@ def test_rows_of_packs_and_of_context_parallel_ranks():
         (lambda a: a.__setitem__((0, 9, 1), 4), "row 9 lists key 4 more than once"),
         (lambda a: a.__setitem__((0, 6, 1, 2), -1), "row 6 has 4 keys and sees 7"),
         (lambda a: a.__setitem__((0, 11, 1), -1), "row 11 has no selection"),
+        (lambda a: a.__setitem__((0, 9, 1, 0), 2**32 + 1), "row 9 lists key 4294967297 and sees 10 keys"),
+        (lambda a: a.__setitem__((0, 9, 1, 0), 1 - 2**32), "row 9 has 4 keys and sees 10"),
     ],
-    ids=["beyond the row", "twice", "short", "missing"],
+    ids=["beyond the row", "twice", "short", "missing", "64 bits", "64 bits below"],
 )
 def test_a_wrong_row_is_named(change, words):
-    array = foreign(1)
+    array = foreign(1).astype(np.int64)
     change(array)
     with pytest.raises(SelectionError, match=rf"sequence 0 of the microbatch, layer 3: {words}"):
         handed(array).selection(asked(1))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64])
+def test_any_integer_type_is_taken(dtype):
+    array = foreign(1)[..., :1]  # one key for each row: not all types have a -1
+    expected = handed(array, "select").selection(asked(1)).topk_indices
+    assert torch.equal(handed(array.astype(dtype), "select").selection(asked(1)).topk_indices, expected)
 
 
 def test_another_topk_and_another_number_of_layers_are_named():

@@ -115,6 +115,12 @@ def test_an_engine_that_selects_fewer_keys():
         ([np.zeros((8, 3, 6), np.int32)], [9], "up to 6 keys for a row, and the model selects 4"),
         ([request(10)], [9], "has 10 rows and 9 tokens, in a document of 12; give the length"),
         ([request(12)], [13], "has 12 rows and 13 tokens, in a document of 12"),
+        (
+            [request(8).astype(np.int64) + 2**32],
+            [9],
+            "request 0 has 9 tokens and lists int64 up to 429496730",
+        ),
+        ([request(8) * 1.5], [9], "lists float64 up to 10.5; give positions in it"),
         ([request(8)], [9, 3], "1 requests, 2 lengths and 3 documents"),
         ([request(2)] * 4, [3] * 4, "4 requests, 4 lengths and 3 documents"),
     ],
@@ -122,6 +128,12 @@ def test_an_engine_that_selects_fewer_keys():
 def test_what_does_not_fit_is_named(requests, lengths, words):
     with pytest.raises(SelectionError, match=words):
         in_pack(requests, lengths, PADDED, HEADER)
+
+
+def test_numbers_of_64_bits_below_all_positions_are_no_keys():
+    array = request(8).astype(np.int64)
+    packed = in_pack([np.where(array < 0, 1 - 2**32, array)], [9], torch.tensor([0, 9]), HEADER)
+    assert torch.equal(packed, in_pack([request(8)], [9], torch.tensor([0, 9]), HEADER))
 
 
 def test_it_needs_a_microbatch_that_waits():
