@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mindspeed_dsa.feature import Context, Feature, Flag
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Context, Feature, Flag
 from mindspeed_dsa.megatron import across_layouts
 from mindspeed_dsa.megatron.configuration import argument
+from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.expert_parallel import number_of_experts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.patches.spec import Patch
 
 
 def extend(args: Any) -> Sequence[str]:
@@ -47,6 +49,14 @@ def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
         yield (
             f"{_FLAG} gives each rank whole experts, and --expert-tensor-parallel-size {etp} slices them; "
             "omit one of them"
+        )
+        return
+    if etp == 1 and ep % tp:
+        yield (
+            f"{_FLAG}: with --expert-tensor-parallel-size 1 the expert parallel size counts the tensor "
+            f"parallel ranks, and --expert-model-parallel-size {ep} is no multiple of "
+            f"--tensor-model-parallel-size {tp}; omit --expert-tensor-parallel-size, or set "
+            f"--expert-model-parallel-size {tp * ep}"
         )
         return
     whole = ep if etp == 1 else tp * ep
@@ -107,4 +117,52 @@ FEATURE = Feature(
     check=check_tp_extend_ep,
     on_finalize="mindspeed_dsa.features.moe.tp_extend_ep.feature:require_whole_experts",
     doc="moe-tp-extend-ep.md",
+)
+
+# -- copies of whole experts ---------------------------------------------------------------------
+
+
+def reduce_over_copies(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
+    """Decorate ``MoELayer.__init__``: gradients of experts are reduced over all ranks with a copy of them.
+
+    Those ranks are the expert data parallel ones. Megatron reduces over them what has ``allreduce = False``,
+    and gives that mark to experts under expert parallelism alone. Without it, as many ranks as there are
+    tensor parallel ones for each slice of an expert have a copy of it, and other tokens. Dispatchers move
+    them; in 0.12 linear layers of such experts would do so as well, over the wrong ranks.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        state = context.megatron("core.parallel_state")
+        slices = state.get_expert_tensor_parallel_world_size()
+        if slices == state.get_tensor_model_parallel_world_size():
+            return
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False
+        for module in self.experts.modules():
+            if hasattr(module, "explicit_expert_comm"):
+                module.explicit_expert_comm = True
+
+    return __init__
+
+
+COPIES = Feature(
+    name="dsa-expert-tp-grads",
+    summary="Sums gradients of experts over tensor parallel ranks that hold copies of them: an expert tensor "
+    "parallel size of its own, without expert parallelism.",
+    flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
+    active=uses_dsa,
+    when="the model uses DSA",
+    doc="moe-tp-extend-ep.md",
+    patches=(
+        Patch(
+            "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
+            "wrap",
+            "mindspeed_dsa.features.moe.tp_extend_ep.feature:reduce_over_copies",
+            "with an expert tensor parallel size of its own and no expert parallelism, copies of experts "
+            "keep the gradients of their own tokens, and drift apart",
+            versions=">=0.12.1,<0.19",
+            priority=100,  # the experts are those that other features have built
+        ),
+    ),
 )

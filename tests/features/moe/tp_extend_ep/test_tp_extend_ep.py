@@ -52,7 +52,9 @@ def test_experts_get_the_tensor_parallel_ranks_once(before, after):
     [
         ({"etp": 2}, "--expert-tensor-parallel-size 2 slices them; omit one of them"),
         ({"tp": 4, "ep": 3}, "8 experts cannot be spread evenly over 12 ranks"),
-        ({"ep": 3, "etp": 1}, r"over 3 ranks \(--expert-model-parallel-size 3\)"),
+        ({"ep": 6, "etp": 1}, r"over 6 ranks \(--expert-model-parallel-size 6\)"),
+        ({"ep": 1, "etp": 1}, "omit --expert-tensor-parallel-size, or set --expert-model-parallel-size 2"),
+        ({"tp": 4, "ep": 2, "etp": 1}, "or set --expert-model-parallel-size 8"),
         ({"ep": 2, "world": 6}, "start a multiple of 4"),
         ({"ep": 2, "world": 12, "pp": 2}, "start a multiple of 8"),
         ({"experts": None}, "set --num-experts or omit the flag"),
