@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -32,6 +33,8 @@ TRANSLATED = "moe-permute-fusion"
 """What MindSpeed calls by the last of these names."""
 STEPS = 3
 INFO = "package_info.py"
+EVALUATION = re.compile(r"validation loss at iteration (\d+) [^|]*\|[^|]*lm loss value: (\S+)")
+"""What Megatron prints of one: the step, and the loss."""
 
 
 def checkout() -> str | None:
@@ -61,12 +64,23 @@ def pretrain(
     layout: str = LAYOUT,
     script: str = "pretrain_gpt_dsa.sh",
     steps: int = STEPS,
+    interval: int = 100,
 ) -> dict[str, Any]:
-    """Some steps of a recipe on two ranks: what each step recorded, and which features were at work."""
-    command, environment = job(folder, features, layout, script, steps)
+    """Some steps of a recipe on two ranks.
+
+    Returns:
+        ``steps``, what each step recorded; ``evaluations``, the loss of the last one after a step, by the
+        step; ``at work``, names of features.
+    """
+    command, environment = job(folder, features, layout, script, steps, interval)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr[-6000:]
-    return {"steps": metrics.read(folder / "steps.jsonl"), "at work": reported(folder)}
+    evaluations = {int(step): float(loss) for step, loss in EVALUATION.findall(done.stdout + done.stderr)}
+    return {
+        "steps": metrics.read(folder / "steps.jsonl"),
+        "evaluations": evaluations,
+        "at work": reported(folder),
+    }
 
 
 def job(
@@ -75,11 +89,13 @@ def job(
     layout: str = LAYOUT,
     script: str = "pretrain_gpt_dsa.sh",
     steps: int = STEPS,
+    interval: int = 100,
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of the same, which writes into a new folder."""
     folder.mkdir()
     command = ["bash", str(RECIPE / script), *layout.split(), *features.split()]
-    command += f"--train-iters {steps} --lr-decay-iters 50 --eval-interval 100 --eval-iters 1".split()
+    command += f"--train-iters {steps} --lr-decay-iters 50".split()
+    command += f"--eval-interval {interval} --eval-iters 1".split()
     command += ["--step-metrics-file", str(folder / "steps.jsonl"), "--mindspeed-report-dir", str(folder)]
     # The dataset helpers are compiled in the checkout, for the Python whose python3-config comes first.
     programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]

@@ -1,0 +1,86 @@
+"""Jobs of Megatron-LM's own pretrain_gpt.py from the first step to a resume, with an evaluation and a save.
+
+Each stage and each model of DSA, and schedules of our own: ten steps, of which the last five run again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix.record import Note
+from tests.matrix.test_pretrain_gpt import LAYOUT, checkout, pretrain
+
+pytestmark = [
+    pytest.mark.releases(">=0.12.1"),
+    pytest.mark.timeout(1100),
+    pytest.mark.skipif(checkout() is None, reason="MEGATRON_LM names no checkout of the installed release"),
+]
+
+STEPS, HALF = 10, 5
+FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
+STAGES = ("dense", "warmup", "sparse", "frozen")
+LEARN = ("warmup", "sparse")
+"""Stages that have an indexer loss."""
+MODELS = ("deepseek-v3.2", "glm-5", "glm-5.2")
+FUSED = "--use-fused-dsa"
+V = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
+
+
+def ten_steps(folder: Path, flags: str, layout: str = LAYOUT) -> dict[str, Any]:
+    """Train, evaluate and save every five steps; then take the second half again from the first save."""
+    saved = folder / "checkpoints"
+    flags = f"{flags} --ckpt-format torch_dist --save {saved} --save-interval {HALF}"
+    unbroken = pretrain(folder / "unbroken", flags, layout, steps=STEPS, interval=HALF)
+    shutil.rmtree(saved / f"iter_{STEPS:07d}")
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(HALF), encoding="utf-8")
+    resumed = pretrain(folder / "resumed", f"{flags} --load {saved}", layout, steps=STEPS, interval=HALF)
+    assert [record["step"] for record in unbroken["steps"]] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in resumed["steps"]] == list(range(HALF + 1, STEPS + 1))
+    for mine, theirs in zip(resumed["steps"], unbroken["steps"][HALF:], strict=True):
+        for figure in FIGURES:
+            assert mine[figure] == pytest.approx(theirs[figure], rel=1e-5), figure
+    assert set(unbroken["evaluations"]) == {HALF, STEPS}
+    assert set(resumed["evaluations"]) == {STEPS}
+    assert resumed["evaluations"][STEPS] == pytest.approx(unbroken["evaluations"][STEPS], rel=1e-5)
+    return unbroken
+
+
+@pytest.mark.parametrize("fused", ["", pytest.param(FUSED, marks=pytest.mark.full)], ids=["", "fused"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage(note: Note, tmp_path: Path, stage: str, fused: str) -> None:
+    name = "dsa-stage" if stage != "sparse" else "dsa-stage-checkpoints"
+    note.begins("pretrain_gpt.py, TP2+SP", name)
+    trained = ten_steps(tmp_path, f"--dsa-stage {stage} {fused}")
+    first, last = trained["steps"][0], trained["steps"][-1]
+    assert bool(first["indexer_loss"]) == (stage in LEARN)
+    learned = "indexer_loss" if stage == "warmup" else "lm_loss"
+    assert last[learned] < first[learned]
+    earlier, later = (trained["evaluations"][step] for step in (HALF, STEPS))
+    if stage == "warmup":
+        assert later == pytest.approx(earlier, rel=1e-2), "the model is frozen, and attends to all keys"
+    else:
+        assert later < earlier
+    note.trained([trained])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model(note: Note, tmp_path: Path, model: str) -> None:
+    """Its recipe has four layers, of which GLM-5.2's last shares a selection."""
+    note.begins("pretrain_gpt.py, TP2+SP", "dsa-model")
+    trained = ten_steps(tmp_path, f"--dsa-model {model} {FUSED}")
+    assert trained["evaluations"][STEPS] < trained["evaluations"][HALF]
+    assert all(record["indexer_loss"] > 0 for record in trained["steps"])
+    note.trained([trained])
+
+
+def test_a_schedule_of_our_own(note: Note, tmp_path: Path) -> None:
+    """The first rank begins and ends the model, and the last one reports the losses."""
+    if note.begins("pretrain_gpt.py, PP2", "dualpipev", switches={"schedules_method": "dualpipev"}):
+        return
+    trained = ten_steps(tmp_path, "--schedules-method dualpipev", V)
+    assert trained["evaluations"][STEPS] < trained["evaluations"][HALF]
+    note.trained([trained])
