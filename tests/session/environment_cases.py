@@ -82,11 +82,12 @@ CASES = [
                 "expert_model_parallel_size": 8,
                 "moe_router_topk": 8,
                 "bf16": True,
+                "eval_micro_batch_size": 2,
             }
         },
         "note",
-        "send 448 MB from each rank",
-        [{"variables": {"HCCL_BUFFSIZE": "448"}}, {"args": {"hidden_size": 7168, "seq_length": 4096}}],
+        "send 896 MB from each rank",
+        [{"variables": {"HCCL_BUFFSIZE": "896"}}, {"args": {"hidden_size": 7168, "seq_length": 4096}}],
     ),
     (
         "async-error-handling",

@@ -94,6 +94,16 @@ def test_what_goes_together(arguments):
             {"pipeline_model_parallel_size": 4, "global_batch_size": 8, "data_parallel_size": 2},
             4 * 128 * 8 * 2 / 1024,
         ),
+        # what Megatron makes of a schedule, whose largest step has four
+        (
+            {
+                "pipeline_model_parallel_size": 4,
+                "global_batch_size": 4,
+                "data_parallel_size": 2,
+                "step_batch_size_schedule": "0:8 1B:32",
+            },
+            4 * 128 * 8 * 4 / 1024,
+        ),
         # query and output of 32 heads, 128 + 64 and 128 wide
         (
             {
