@@ -61,6 +61,7 @@ def test_jobs_that_train_differently_are_not_compared(monkeypatch):
             memory.require_same_training([off, on])
 
 
+@pytest.mark.full
 def test_a_job_that_ends_is_an_error():
     with (
         Child("bad", memory.QUICK, {"use_nothing": True}, "cpu") as bad,
@@ -69,6 +70,7 @@ def test_a_job_that_ends_is_an_error():
         bad.ask("step")
 
 
+@pytest.mark.full
 def test_a_long_step_is_a_step_of_several_microbatches(monkeypatch):
     monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=warm.popen, PIPE=subprocess.PIPE))
     with Child("off", memory.QUICK, {}, "cpu") as one, Child("other", memory.QUICK, {}, "cpu") as other:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from mindspeed_dsa.features import shipped
 
 _FETCH = """
@@ -30,6 +32,7 @@ print(len(rows), len(fetched))
 """
 
 
+@pytest.mark.full
 def test_implementations_load_while_torch_imports_their_target():
     """One that imports a module which is still being imported would fail in a fresh process only."""
     rows = {

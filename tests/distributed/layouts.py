@@ -78,7 +78,7 @@ plain = partial(row, "megatron", watched=AT_EXPERTS)
 MEGATRON = (
     plain("TP2+SP", 2, TP2, SHALLOW, quick=True),
     plain("PP2", 2, PP2, SHALLOW, quick=True),
-    plain("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}", quick=True),
+    plain("PP4 x VPP2, P2P overlap", 4, f"{PP4} {VPP2}"),
     plain("EP2", 2, EP2, SHALLOW, quick=True),
     plain("DP2, distributed optimizer", 2, ZERO, SHALLOW, quick=True),
     plain("TP2+SP x PP2", 4, f"{TP2} {PP2}"),
@@ -267,7 +267,7 @@ COMMUNICATION = (
         **HALVES,
     ),
     fsdp2("EP2 x EDP2", 4, EP2),
-    fsdp2("PP2 x EP2", 4, f"{PP2} {EP2}", quick=True),
+    fsdp2("PP2 x EP2", 4, f"{PP2} {EP2}"),
     fsdp2("PP2 x VPP2 x EP2, loss per token", 4, f"{PP2} {VPP2} {EP2} {PER_TOKEN}"),
     fsdp2("EP2, layers recomputed", 2, f"{EP2} {FULL_RECOMPUTE}"),
     fsdp2(
@@ -391,7 +391,7 @@ FASTER_LAYERS = (
         "TP2, MTP", 2, "--tensor-model-parallel-size 2", model=f"{DENSE} {NO_EXPERTS} {MTP}", both={}
     ),
     without_logits("TP2+SP, MTP, tied embeddings", 2, TP2, model=TIED_MTP),
-    without_logits("PP2, tied embeddings", 2, PP2, model=f"{SHALLOW} {TIED}", quick=True),
+    without_logits("PP2, tied embeddings", 2, PP2, model=f"{SHALLOW} {TIED}"),
     without_logits("PP2, MTP", 2, PP2, model=f"{SHALLOW} {MTP}"),
     without_logits("PP2 x VPP2", 2, f"{PP2} {VPP2}", fused_linear_cross_entropy_gradient="backward"),
     without_logits("CP2", 2, cp=2, **FUSED),

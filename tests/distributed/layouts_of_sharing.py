@@ -53,7 +53,7 @@ packed = partial(
 
 SHARED_SELECTIONS = (
     fused("TP2+SP, core attention recomputed", 2, f"{TP2} {CORE_ATTENTION}"),
-    fused("PP2, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}", quick=True),
+    fused("PP2, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}"),
     sharing("TP2+SP, Megatron's attention", 2, TP2),
     sharing("PP2, Megatron's attention, all layers recomputed", 2, f"{PP2} {FULL_RECOMPUTE}"),
     fused("GLM-5.2's layers", model=GLM_5_2),

@@ -57,7 +57,7 @@ def train(pool: WorkerPool, tmp_path: Path) -> Run:
 @pytest.mark.parametrize(
     ("optimizer", "first", "second", "grouped"),
     [
-        ("", HERE, THERE, {}),
+        pytest.param("", HERE, THERE, {}, marks=pytest.mark.full),
         pytest.param(ZERO, HERE, THERE, {}, marks=pytest.mark.full),
         pytest.param("", HERE, None, {}, marks=pytest.mark.full),
         pytest.param(ZERO, None, HERE, {}, marks=pytest.mark.full),

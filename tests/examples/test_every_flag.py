@@ -183,6 +183,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tupl
     return [(words[0], *answer) for words, answer in each], dict(zip(USED, found[len(alone) :], strict=True))
 
 
+@pytest.mark.full
 def test_every_flag_passes_or_is_refused_in_one_message(answers: Any) -> None:
     alone, _ = answers
     problems = [unclear(*answer) for answer in alone]

@@ -100,7 +100,9 @@ def test_initial_weights_can_be_saved_and_loaded(jobs: JobServer, tmp_path: Path
     assert sorted(path.stat().st_mtime_ns for path in initial.rglob("*")) == before
 
 
-@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param((), marks=pytest.mark.full), ("--bf16",)], ids=["fp32", "bf16"]
+)
 def test_sgd_resumes_with_its_momentum(jobs: JobServer, tmp_path: Path, precision: tuple[str, ...]) -> None:
     options = ("--optimizer", "sgd", "--lr-decay-iters", "4", *precision)
     assert jobs.run(tmp_path / "whole", *options, "--train-iters", "4").code == 0
@@ -115,6 +117,7 @@ def test_sgd_resumes_with_its_momentum(jobs: JobServer, tmp_path: Path, precisio
     )
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_is_refused_and_kept(jobs: JobServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert jobs.run(run, "--train-iters", "2", "--bf16").code == 0
@@ -170,6 +173,7 @@ def test_damaged_weights_are_refused_or_passed_over(jobs: JobServer, tmp_path: P
     assert weights.read_bytes() == whole
 
 
+@pytest.mark.full
 def test_checkpoints_are_not_replaced_by_another_job(jobs: JobServer, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     options = ("--save", str(saved), "--train-iters", "2")
@@ -188,6 +192,7 @@ def test_checkpoints_are_not_replaced_by_another_job(jobs: JobServer, tmp_path: 
     assert complete_steps(saved) == [2, 4]
 
 
+@pytest.mark.full
 def test_a_loaded_checkpoint_is_never_written_again(jobs: JobServer, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     options = ("--save", str(saved), "--load", str(saved))
@@ -247,6 +252,7 @@ SHARING = ("--num-layers", "4", "--dsa-indexer-topk-freq", "4", "--dsa-indexer-s
 """Flags of a model whose last layer of four has no indexer."""
 
 
+@pytest.mark.full
 def test_layers_share_a_selection(jobs: JobServer, tmp_path: Path) -> None:
     """The job says which select, counts them at its end, and goes on as if it had not been stopped."""
     whole = jobs.run(tmp_path / "whole", *SHARING, "--train-iters", "4")

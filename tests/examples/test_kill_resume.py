@@ -119,6 +119,7 @@ def test_what_cannot_be_written_ends_the_job_in_one_line(
     assert_resumes_like(unbroken, run, jobs, step=2)
 
 
+@pytest.mark.full
 def test_a_writer_ends_with_its_job(jobs: JobServer, unbroken: Path, tmp_path: Path) -> None:
     """It would hold the lock of the run's folder, and the next job would begin a run of its own."""
     run, writer = tmp_path / "run", []

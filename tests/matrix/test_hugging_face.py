@@ -64,6 +64,7 @@ def test_one_process(pool: Any, model: Model, form: str) -> None:
     assert_same(model, pool.run(STEP, 1, model=model, switches=FORMS[form]))
 
 
+@pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shared_selections_on_two_ranks(pool: Any, layout: str) -> None:
     """The second stage of a pipeline begins with a layer that selects."""
@@ -106,6 +107,7 @@ READ = {
 QUICK_READ = ("TP2+SP, EP2",)
 
 
+@pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize("kind", [DENSE, DEEPSEEK, GLM])
 @pytest.mark.parametrize(
     "layout", [name if name in QUICK_READ else pytest.param(name, marks=pytest.mark.full) for name in READ]

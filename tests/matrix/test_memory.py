@@ -130,7 +130,7 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 WITHOUT_MTP_REPAIR = {"mtp_recompute": False}
 
 
-@pytest.mark.releases(">=0.16,<0.19", quick=True)
+@pytest.mark.releases(">=0.16,<0.19")
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_packs_in_recomputed_layers_of_multi_token_prediction(pool, note, method):
     note.begins("one process", "mtp-recompute")

@@ -82,6 +82,7 @@ def test_without_a_loss_no_scores_are_formed(pool):
     same_bits(result, one_process(pool, FULL, NO_LOSS, formulas="ue8m0"))
 
 
+@pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [

@@ -114,6 +114,7 @@ def test_recomputed_layers_read_their_own_microbatchs_selection(pool, sharing, s
     assert result["selected"] > expected["selected"], "nothing was recomputed"
 
 
+@pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize("switches", [{}, FUSED], ids=["Megatron's functions", "fused"])
 @pytest.mark.parametrize("sharing", [HALF, {**HALF, "dsa_indexer_share_for_mtp": True}], ids=["rule", "MTP"])
 def test_multi_token_prediction_selects_for_itself(pool, switches, sharing):
@@ -173,7 +174,7 @@ def test_second_stream_and_compiled_regions(pool, overrides):
 BUBBLES = {"recompute_in_bubble": True}
 
 
-@pytest.mark.releases(">=0.14", quick=True)
+@pytest.mark.releases(">=0.14")
 @pytest.mark.parametrize(
     ("recompute", "sharing", "switches", "sizes"),
     [
@@ -213,7 +214,7 @@ def test_megatrons_own_holder_gives_another_microbatchs_selection(pool):
     assert sum(error > 1e-3 for error in wrong.values()) > 10
 
 
-@pytest.mark.releases(">=0.16", quick=True)
+@pytest.mark.releases(">=0.16")
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, {"pp": 2}), (2, {"cp": 2})], ids=["PP2", "CP2"])
 @pytest.mark.parametrize("overrides", [{}, FULL], ids=["plain", "full"])
 def test_packed_documents(pool, ranks, sizes, overrides):

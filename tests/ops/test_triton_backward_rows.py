@@ -93,7 +93,10 @@ def case_of(heads, topk, dtype):
 
 @on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("heads", "topk"), [(33, 65), (64, 200), (80, 130)])
+@pytest.mark.parametrize(
+    ("heads", "topk"),
+    [(33, 65), *(pytest.param(*each, marks=pytest.mark.full) for each in [(64, 200), (80, 130)])],
+)
 def test_gradients(heads, topk, dtype, monkeypatch):
     """Beside the formula in fp64; the sum over heads, which is not rounded, beside that of tiles of keys."""
     torch.use_deterministic_algorithms(False)

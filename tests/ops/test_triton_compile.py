@@ -159,6 +159,7 @@ print(json.dumps([list(known.values()), again, len(found)]))
 """
 
 
+@pytest.mark.full
 def test_a_kernel_that_passed_is_compiled_again_only_if_it_changes(tmp_path):
     file = tmp_path / "one_kernel.py"
     file.write_text(ONE_KERNEL)

@@ -161,7 +161,7 @@ def test_takes_every_visible_key_when_topk_is_large():
         (1, 16, torch.float32),
     ],
 )
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [pytest.param(True, marks=pytest.mark.full), False])
 def test_scores_and_their_gradients(heads, dim, dtype, deterministic, monkeypatch):
     torch.use_deterministic_algorithms(deterministic)
     # Chunks of three rows, so that the sum over chunks is crossed.

@@ -60,9 +60,9 @@ def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
 @pytest.mark.parametrize(
     ("batch", "rows", "heads", "topk", "chunk", "shares"),
     [
-        pytest.param(2, 13, 3, 90, 8, True, id="chunks-across-sequences"),
+        pytest.param(2, 13, 3, 90, 8, True, id="chunks-across-sequences", marks=pytest.mark.full),
         pytest.param(1, 9, 33, 90, 4, True, id="one-row-at-the-end"),
-        pytest.param(3, 5, 17, 128, 3, False, id="chunks-too-small-to-share"),
+        pytest.param(3, 5, 17, 128, 3, False, id="chunks-too-small-to-share", marks=pytest.mark.full),
         pytest.param(2, 7, 40, 130, 12, True, id="rows-of-two-sequences", marks=pytest.mark.full),
         pytest.param(2, 3, 2, 10, 100, False, id="less-than-a-tile"),
     ],

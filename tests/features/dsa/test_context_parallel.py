@@ -161,7 +161,7 @@ def test_every_form_beside_tensor_parallel_ranks(pool, form, sequence_parallel, 
 
 @pytest.mark.parametrize("rope_type", ["rope", "yarn"])
 @pytest.mark.parametrize("case", ["rotated", "backport_indexer"])
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_rows_are_rotated_by_their_positions_in_the_whole_sequence(pool, case, rope_type, cp):
     (whole,) = pool.run(f"{CASES}:{case}", 1, cp=1, rope_type=rope_type)
     ranks = pool.run(f"{CASES}:{case}", cp, cp=cp, rope_type=rope_type)

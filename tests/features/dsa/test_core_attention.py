@@ -92,10 +92,10 @@ def test_all_parts_on_every_form_of_the_loss(pool, stock, model, switches):
     [
         (FUSED, 2),
         (FUSED | {"dsa_backend": "cpu", "use_dsa_absorb": "auto"}, 2),
-        (FUSED | {"dsa_backend": "chunked"}, 0),
+        pytest.param(FUSED | {"dsa_backend": "chunked"}, 0, marks=pytest.mark.full),
         (FUSED | {"use_dsa_absorb": True}, 0),
-        (FUSED | {"use_fused_sparse_flash_attention": False}, 0),
-        (IN_BACKWARD, 0),
+        pytest.param(FUSED | {"use_fused_sparse_flash_attention": False}, 0, marks=pytest.mark.full),
+        pytest.param(IN_BACKWARD, 0, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -115,10 +115,10 @@ ABSORBED = FUSED | {"use_dsa_absorb": True}
     [
         (ABSORBED, {}, 1),
         (IN_BACKWARD | {"use_dsa_absorb": True}, AGAIN, 2),
-        (ABSORBED, UP_AGAIN, 1),
-        (ABSORBED, SHORT, 1),
-        (ABSORBED, DENSE_LOSS, 1),
-        (ABSORBED | {"use_fused_sparse_flash_attention": False}, {}, 1),
+        pytest.param(ABSORBED, UP_AGAIN, 1, marks=pytest.mark.full),
+        pytest.param(ABSORBED, SHORT, 1, marks=pytest.mark.full),
+        pytest.param(ABSORBED, DENSE_LOSS, 1, marks=pytest.mark.full),
+        pytest.param(ABSORBED | {"use_fused_sparse_flash_attention": False}, {}, 1, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -206,7 +206,11 @@ OTHER_MODELS = [
 ]
 
 
-@pytest.mark.parametrize("overrides", OTHER_MODELS, ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [*OTHER_MODELS[:3], *(pytest.param(each, marks=pytest.mark.full) for each in OTHER_MODELS[3:])],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "switches", [FUSED, pytest.param(IN_BACKWARD, marks=pytest.mark.full)], ids=["forward", "backward"]
 )

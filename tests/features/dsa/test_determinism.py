@@ -225,7 +225,11 @@ def test_tensor_parallel_ranks_select_the_same(pool, switches):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("overrides", [ALL_LAYERS, CORE], ids=["all layers", "core attention"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(ALL_LAYERS, marks=pytest.mark.full), CORE],
+    ids=["all layers", "core attention"],
+)
 @pytest.mark.parametrize("switches", [FUSED, FP8], ids=["full", "fp8"])
 def test_a_recomputation_selects_the_same(pool, switches, overrides):
     (plain,) = run(pool, 1, switches)

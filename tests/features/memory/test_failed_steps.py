@@ -63,6 +63,7 @@ def test_weights_of_other_ranks_are_not_gone_on_with(pool):
         assert found["refused"].startswith("reuse-fp32-param: a step of this optimizer failed")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [PLAIN, DISTRIBUTED], ids=["plain", "distributed"])
 def test_kernels_that_fail_in_the_middle(pool, options):
     """They update parameters in an order of their own, so that what they leave is not what stock leaves."""

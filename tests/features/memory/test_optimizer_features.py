@@ -105,8 +105,13 @@ def test_a_step_that_fails_leaves_everything(pool, case, ranks, options):
     of_each(
         {
             REUSE: these(
-                *((ranks, {**DISTRIBUTED, **FROM_STATE_DICT}) for ranks in (1, 2)),
-                full=[(1, PLAIN), (1, DISTRIBUTED), (2, DISTRIBUTED)],
+                (1, {**DISTRIBUTED, **FROM_STATE_DICT}),
+                full=[
+                    (2, {**DISTRIBUTED, **FROM_STATE_DICT}),
+                    (1, PLAIN),
+                    (1, DISTRIBUTED),
+                    (2, DISTRIBUTED),
+                ],
             ),
             SWAP: these((1, PLAIN), (2, {**DISTRIBUTED, **FROM_STATE_DICT}), full=[(2, DISTRIBUTED)]),
             VIRTUAL: these(full=[(1, PLAIN), (2, DISTRIBUTED)]),

@@ -13,7 +13,9 @@ SWAP = {"swap_optimizer": True}
 VIRTUAL = {"virtual_optimizer": ["all"]}
 FLOAT32 = {"precision": "fp32"}
 OPTIMIZERS = [
-    pytest.param(PLAIN, (REUSE, SWAP, VIRTUAL), id="Float16OptimizerWithFloat16Params"),
+    pytest.param(
+        PLAIN, (REUSE, SWAP, VIRTUAL), id="Float16OptimizerWithFloat16Params", marks=pytest.mark.full
+    ),
     pytest.param(FLOAT32, (SWAP, VIRTUAL), id="FP32Optimizer"),
     pytest.param(DISTRIBUTED, (REUSE, SWAP, VIRTUAL), id="DistributedOptimizer"),
 ]
@@ -46,6 +48,7 @@ def test_state_dicts_are_stocks_and_load_into_each_other(pool, options, features
         assert list(leaves_of(having["saved"])) == list(leaves_of(stock["saved"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("options", "features"), OPTIMIZERS)
 def test_parameters_without_elements(pool, options, features):
     stock = run(pool, switches=OFF, empty=True, **options)

@@ -18,7 +18,7 @@ MAPPED = {"virtual_optimizer": ["all"]}
 @pytest.mark.parametrize(
     ("world_size", "sharding_size", "switches"),
     [
-        (2, None, {}),
+        pytest.param(2, None, {}, marks=pytest.mark.full),
         (2, None, SWAPPED),
         pytest.param(4, 2, {}, marks=pytest.mark.full),
         pytest.param(4, None, {}, marks=pytest.mark.full),

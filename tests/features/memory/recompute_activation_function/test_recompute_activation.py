@@ -51,10 +51,14 @@ def assert_same(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
     [
         (PLAIN, 2),
         ({**PLAIN, **FUSED}, 2),
-        ({**PLAIN, **UNGATED, "activation": "gelu"}, 2),
+        pytest.param({**PLAIN, **UNGATED, "activation": "gelu"}, 2, marks=pytest.mark.full),
         ({**PLAIN, **UNGATED, "activation": "gelu", "add_bias_linear": True}, 2),
-        ({**PLAIN, **FUSED, **UNGATED, "activation": "gelu", "add_bias_linear": True}, 2),
-        ({**PLAIN, **FUSED, "add_bias_linear": True}, 2),
+        pytest.param(
+            {**PLAIN, **FUSED, **UNGATED, "activation": "gelu", "add_bias_linear": True},
+            2,
+            marks=pytest.mark.full,
+        ),
+        pytest.param({**PLAIN, **FUSED, "add_bias_linear": True}, 2, marks=pytest.mark.full),
         ({**EXPERTS, **FUSED}, 2 * (4 + 1)),
         (
             {
@@ -102,7 +106,10 @@ def test_memory_that_is_not_the_outputs_alone_is_kept(pool, activation):
     assert on[0]["discarded"] == 0
 
 
-@pytest.mark.parametrize("frozen", ["linear_fc2", "linear_fc1", "embedding"])
+@pytest.mark.parametrize(
+    "frozen",
+    ["linear_fc2", *(pytest.param(each, marks=pytest.mark.full) for each in ("linear_fc1", "embedding"))],
+)
 def test_frozen_weights(pool, frozen):
     off, on = both(pool, overrides=PLAIN, frozen=frozen)
     assert_same(off, on)
@@ -118,7 +125,7 @@ def test_nothing_is_discarded_where_the_input_needs_no_gradient(pool):
     ("world_size", "arguments"),
     [
         (2, {"tp": 2}),
-        (2, {"pp": 2}),
+        pytest.param(2, {"pp": 2}, marks=pytest.mark.full),
         (1, {"mtp": True}),
         pytest.param(2, {"pp": 2, "vpp": 2, "num_microbatches": 4}, marks=pytest.mark.full),
         pytest.param(4, {"pp": 4, "vpp": 2, "num_microbatches": 8}, marks=pytest.mark.full),

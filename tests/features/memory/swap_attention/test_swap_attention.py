@@ -246,7 +246,7 @@ def test_an_exception_leaves_nothing_behind(pool, where):
 
 @pytest.mark.parametrize(
     ("switches", "tp"),
-    [({}, 1), ({"use_ascend_coc": True}, 2)],
+    [({}, 1), pytest.param({"use_ascend_coc": True}, 2, marks=pytest.mark.full)],
     ids=("Megatron's layers", "overlapped layers"),
 )
 def test_gradient_accumulation_fusion(pool, switches, tp):

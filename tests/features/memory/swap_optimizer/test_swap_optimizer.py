@@ -51,6 +51,7 @@ def test_any_number_of_parts_makes_the_same_training(pool, times):
     assert_same_training(pool, 1, switches, steps=3, clip=0.0, **DISTRIBUTED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -95,6 +96,7 @@ def test_after_a_step_that_fails_in_the_middle_only_loading_helps(pool):
     assert found["record"]["successful"]
 
 
+@pytest.mark.full
 def test_an_early_load_without_memory_is_made_later(pool):
     (expected,) = pool.run(f"{CASES}:loading_fails", 1, error=None, **DISTRIBUTED)
     assert pool.run(f"{CASES}:loading_fails", 1, error=torch.OutOfMemoryError, **DISTRIBUTED) == [expected]
@@ -107,6 +109,7 @@ def test_a_model_that_outlives_its_optimizer_keeps_nothing_of_it(pool):
     assert found["next"] == found["one"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", [16, pytest.param(4, marks=pytest.mark.full)])
 def test_peak_of_a_step_over_rest(pool, times):
     (found,) = pool.run(f"{CASES}:peaks", 1, switches={**ON, "swap_optimizer_times": times})

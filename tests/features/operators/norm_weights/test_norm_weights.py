@@ -150,6 +150,7 @@ def test_beside_what_moves_optimizer_state(pool, feature, options):
 # -- checkpoints -------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "way"),
     [

@@ -192,6 +192,7 @@ def test_losses_and_tokens_count_once(pool, recomputed):
         assert int(before["tokens"][0].sum()) == 2 * SEQUENCE * 2  # microbatches, tokens, experts of each
 
 
+@pytest.mark.full
 def test_a_recomputed_layer_keeps_its_input(pool):
     """Bytes of two more layers; beside the input where rows have gone, and states of random generators."""
     size = 32
@@ -211,6 +212,7 @@ def test_a_recomputed_layer_keeps_its_input(pool):
     assert whole > 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("selecting", [1, 2])
 def test_layers_that_share_keep_one_selection(pool, selecting):
     """Its indices alone come on top of the layers' inputs: once for the layers that read it, not for each."""

@@ -103,6 +103,7 @@ REDUNDANT = {"first": {2, 5, 7, 11}, "second": {8, 13, 14, 16}}
 """Waits that stand behind another one: nodes wait for the one before, which has waited, or for a transfer."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("switches", [{}, pytest.param(SWAPPING, marks=pytest.mark.full)], ids=["", "swap"])
 def test_no_stream_reads_what_another_has_not_done(pool, switches):
     """Nor is memory that one has made given away before the other is done with it."""

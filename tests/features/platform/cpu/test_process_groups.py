@@ -13,6 +13,7 @@ THREADS_OF_A_GROUP = 3
 ROUNDS = 4
 
 
+@pytest.mark.full
 def test_threads_stay_the_same_over_ten_rounds(pool):
     for left in pool.run(f"{CASES}:rounds", 2, enabled=True, count=10):
         assert {groups for _, groups in left} == {1}, "the world alone"
@@ -59,6 +60,7 @@ def test_groups_of_the_caller_survive(pool):
         assert found == [3.0, 3.0, 3.0, True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [False, True])
 def test_what_is_destroyed_already_does_no_harm(pool, tmp_path, world):
     stores = [str(tmp_path / f"store-{number}") for number in range(2 * world)]
