@@ -144,6 +144,8 @@ def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
 
 
 _IMPL = "mindspeed_dsa.features.attention.packs.delivery"
+_ROUTERS = "mindspeed_dsa.features.attention.packs.routers"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 FEATURE = Feature(
@@ -204,6 +206,37 @@ FEATURE = Feature(
             params=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
             versions=">=0.16",
             priority=100,  # outside of what knows whole sequences only
+        ),
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            "wrap",
+            f"{_ROUTERS}:mask_padding",
+            "routers would count rows of no document in their losses and in the load of experts",
+            versions=">=0.16",
+        ),
+        Patch(
+            f"{_ROUTER}.routing",
+            "wrap",
+            f"{_ROUTERS}:weigh_tokens",
+            "the z-loss is averaged over each rank's own tokens, of which padding leaves different numbers",
+            params=("logits", "padding_mask"),
+            versions=">=0.16",
+            priority=-100,  # inside of what knows the padding behind packs
+        ),
+        Patch(
+            f"{_ROUTER}._apply_expert_bias",
+            "wrap",
+            "mindspeed_dsa.features.attention.padding.routers:count_tokens",
+            "Megatron's count of tokens leaves out rows by a mask of the wrong shape",
+            params=("routing_map", "padding_mask"),
+            versions=">=0.16,<0.20.dev0",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_utils:z_loss_func",
+            "wrap",
+            "mindspeed_dsa.features.attention.padding.routers:average_over_ranks",
+            "the z-loss is averaged over each rank's own tokens, of which padding leaves different numbers",
+            versions=">=0.16",
         ),
         Patch(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

@@ -6,7 +6,8 @@ while Megatron is being imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,7 +17,7 @@ from mindspeed_dsa.context_parallel.layout import data_rows
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.padding.feature import Options
 
-_share: ContextVar[float] = ContextVar("_share", default=1.0)
+_share: ContextVar[float | Tensor] = ContextVar("_share", default=1.0)
 """Weight of the z-loss of the router that is running, by its rank's tokens."""
 
 
@@ -36,14 +37,21 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
         left_out = ~counted
         # Of this rank's tokens in the mean over ranks; a loss per token is weighed by them afterwards.
         share = float(counted.float().mean()) * padding.length / padding.tokens
-        token = _share.set(1.0 if self.config.calculate_per_token_loss else share)
-        try:
-            mask = left_out if padding_mask is None else left_out | padding_mask
+        mask = left_out if padding_mask is None else left_out | padding_mask
+        with weighed(1.0 if self.config.calculate_per_token_loss else share):
             return original(self, logits, mask, **others)
-        finally:
-            _share.reset(token)
 
     return routing
+
+
+@contextmanager
+def weighed(share: float | Tensor) -> Iterator[None]:
+    """Weigh the z-loss of the router that runs inside, by the share of its rank's tokens."""
+    token = _share.set(share)
+    try:
+        yield
+    finally:
+        _share.reset(token)
 
 
 def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
@@ -62,10 +70,12 @@ def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
 def average_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorate ``z_loss_func``: a rank's share of the mean over the tokens of all ranks.
 
-    Megatron averages the ranks' means.
+    Megatron averages the ranks' means. Of several such decorators one weighs.
     """
 
     def z_loss_func(*args: Any, **kwargs: Any) -> Tensor:
-        return original(*args, **kwargs) * _share.get()
+        share = _share.get()
+        with weighed(1.0):
+            return original(*args, **kwargs) * share
 
     return z_loss_func

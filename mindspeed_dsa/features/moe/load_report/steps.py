@@ -229,6 +229,9 @@ def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Cal
         # What is recomputed runs twice, the first time without gradients; an evaluation runs without.
         if self.training and torch.is_grad_enabled():
             routing_map = result[1]
+            mask = args[0] if args else kwargs.get("padding_mask")
+            if mask is not None:
+                routing_map = routing_map & ~mask.reshape(-1, 1)
             if padding.rows:
                 state = context.megatron("core.parallel_state")
                 data = data_rows(padding, input, self.config.sequence_parallel, state)

@@ -1,0 +1,76 @@
+"""Routers that leave out rows of no document, between documents and behind them.
+
+Such rows get experts like all others, and give them no gradient; losses and counts of routers are of tokens.
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mindspeed_dsa.context_parallel.packs import PackRows
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.attention.padding.routers import weighed
+
+
+def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
+    """Decorate ``TransformerLayer.forward``: Megatron hands a mask on from it, to what is recomputed too."""
+    known: Any = WeakIdKeyDictionary()
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = kwargs.get("packed_seq_params")
+        is_routed = getattr(getattr(self, "mlp", None), "router", None) is not None
+        if is_routed and kwargs.get("padding_mask") is None and getattr(params, "qkv_format", "") == "thd":
+            states = args[0] if args else kwargs["hidden_states"]
+            masks = known.setdefault(params, {})
+            if states.size(0) not in masks:
+                masks[states.size(0)] = _mask(self, params, states, context)
+            kwargs["padding_mask"] = masks[states.size(0)]
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _mask(layer: Any, params: Any, states: Tensor, context: Context[Any]) -> Tensor | None:
+    """Return ``[1, rows]`` bool on the states' device, true for rows of no document; None if there are none.
+
+    Args:
+        layer: ``TransformerLayer``.
+        params: Megatron's description of the whole pack.
+        states: ``[rows, 1, hidden]`` of this rank.
+        context: of the session.
+    """
+    state = context.megatron("core.parallel_state")
+    parts = state.get_tensor_model_parallel_world_size() if layer.config.sequence_parallel else 1
+    pack = PackRows.of(params, states.size(0) * parts, state.get_context_parallel_group())
+    if pack.counted is None:
+        return None
+    own = pack.counted.chunk(parts)[state.get_tensor_model_parallel_rank() if parts > 1 else 0]
+    return ~own[None].to(states.device)
+
+
+def weigh_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``TopKRouter.routing``: a rank's share of the z-loss is that of its tokens.
+
+    Megatron averages the ranks' means; a loss per token is weighed by them afterwards. How many tokens the
+    other ranks have is asked of them, as Megatron's own balancing losses do.
+    """
+
+    def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> Any:
+        config, group = self.config, self.tp_cp_group
+        has_loss = self.training and torch.is_grad_enabled() and config.moe_z_loss_coeff is not None
+        if padding_mask is None or not has_loss or config.calculate_per_token_loss or group.size() == 1:
+            return original(self, logits, padding_mask, **others)
+        own = (~padding_mask).sum().float()
+        all_ranks = own.clone()
+        dist.all_reduce(all_ranks, group=group)
+        with weighed(own * group.size() / all_ranks.clamp_min(1)):
+            return original(self, logits, padding_mask, **others)
+
+    return routing
