@@ -41,8 +41,10 @@ def ten_steps(folder: Path, flags: str, layout: str = LAYOUT) -> dict[str, Any]:
     assert [record["step"] for record in unbroken["steps"]] == list(range(1, STEPS + 1))
     assert [record["step"] for record in resumed["steps"]] == list(range(HALF + 1, STEPS + 1))
     for mine, theirs in zip(resumed["steps"], unbroken["steps"][HALF:], strict=True):
-        for figure in FIGURES:
-            assert mine[figure] == pytest.approx(theirs[figure], rel=1e-5), figure
+        figures = [figure for figure in FIGURES if theirs[figure] is not None]  # not every stage has a loss
+        assert [mine[figure] for figure in figures] == pytest.approx(
+            [theirs[figure] for figure in figures], 1e-5
+        )
     assert set(unbroken["evaluations"]) == {HALF, STEPS}
     assert set(resumed["evaluations"]) == {STEPS}
     assert resumed["evaluations"][STEPS] == pytest.approx(unbroken["evaluations"][STEPS], rel=1e-5)
