@@ -34,7 +34,8 @@ class Patch:
         versions: PEP 440 range of the target package's distribution (Megatron-core for
             ``megatron``); outside of it the site is skipped with the reason.
         required: a target that is missing, drifted or still reachable through a stale reference
-            fails the run when true, and is only reported when false.
+            fails the run when true, and is only reported when false: its package may not be installed. In a
+            recorded release inside of ``versions`` a missing target is an error of the record all the same.
         priority: wrappers of one target nest by it, the highest outermost; at equal priority the
             feature that comes later in the order is the outer one.
         key: the dictionary key of an ``entry``.
