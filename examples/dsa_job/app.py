@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             error, trace = OSError(f"{error}; {_ROOM}"), None
         elif world.size == 1:
             raise
-        # torch's hook says which rank this is, and --record-collectives' what came first, here or elsewhere.
+        # torch's hook says which rank this is; that of --record-collectives leaves a record.
         sys.excepthook(type(error), error, trace)
         sys.stderr.flush()
         # Ending at once closes this rank's connections: the others notice, wherever they wait.

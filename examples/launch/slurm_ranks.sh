@@ -1,7 +1,9 @@
 #!/bin/bash
 # Train under Slurm without torchrun: srun starts every rank, and this script names it to torch.
-#   srun --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 --cpus-per-task 12 examples/launch/slurm_ranks.sh pretrain_gpt.py FLAGS...
-# A rank that ends, ends the job; Slurm starts none again.
+#   srun --kill-on-bad-exit=1 --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 --cpus-per-task 12 \
+#       examples/launch/slurm_ranks.sh pretrain_gpt.py FLAGS...
+# With --kill-on-bad-exit=1 a rank that fails or is killed ends the job; without it the others may wait for their
+# groups' time-out. Slurm starts none again.
 
 set -euo pipefail
 # Of the step: it may have fewer nodes than the allocation that it runs in.

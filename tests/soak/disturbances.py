@@ -57,12 +57,9 @@ class Scene:
 
 
 def kill_rank(scene: Scene) -> None:
-    """Kill one rank; the others have to say who is gone, and to end."""
-    ranks, trains = scene.ranks(), scene.attempt.step > 0
-    victim = scene.chance.choice(sorted(ranks))
-    ranks[victim].kill()
-    if trains and len(ranks) > 1:
-        scene.said.append(rf"rank {victim} is gone: ")
+    """Kill one rank; the others have to end."""
+    ranks = scene.ranks()
+    ranks[scene.chance.choice(sorted(ranks))].kill()
     scene.ends(list(ranks.values()))
 
 

@@ -64,8 +64,7 @@ FOUND = {
     "other weights": ("tracker", "metrics.jsonl differs from the unbroken run's"),
     "anew": ("tracker", "began anew where there was a checkpoint of step"),
     "unread": ("flipped", "a damaged checkpoint was loaded, or not named"),
-    "silent": ("rank", "no rank said 'rank "),
-    "traceback": ("rank", "printed a traceback in start 0: RuntimeError: connection closed"),
+    "traceback": ("rank", ": ValueError: a bad batch"),
     "orphan": ("stop", "outlive their launcher"),
 }
 

@@ -65,7 +65,8 @@ def _report(records: Sequence[Record], found: Findings, options: argparse.Namesp
     yield _verdict(records, found)
     yield ""
     for record in records:
-        yield f"rank {record.rank} stands in {_standing(record)}"
+        stands = "stood" if record.rank in found.silent else "stands in"
+        yield f"rank {record.rank} {stands} {_standing(record)}"
         if options.stacks:
             for thread, lines in record.stacks.items():
                 yield f"  thread {thread}"
@@ -73,16 +74,14 @@ def _report(records: Sequence[Record], found: Findings, options: argparse.Namesp
 
 
 def _causes(records: Sequence[Record], found: Findings) -> Iterator[str]:
-    for rank, why in found.lost.items():
-        yield f"rank {rank} is gone: {why}"
-    for record in () if found.lost else records:
-        if not record.reason.startswith("rank "):
+    for record in records:
+        if record.reason and not record.reason.startswith("rank "):
             yield f"rank {record.rank} wrote because of: {textwrap.shorten(record.reason, 160)}"
-    silent = [rank for rank in found.unwritten if rank not in found.lost]
-    if silent:
+    if found.silent:
+        ranks = f"rank{'s' * (len(found.silent) > 1)} {_list(found.silent)}"
         yield (
-            f"no record of rank{'s' * (len(silent) > 1)} {_list(silent)}: killed or frozen, on a machine "
-            "whose files are not here, or without --record-collectives"
+            f"no record of {ranks}: ended, killed or frozen, on a machine whose files are not here, or "
+            "without --record-collectives"
         )
 
 
@@ -94,12 +93,9 @@ def _wait(wait: Wait, by_rank: dict[int, Record], found: Findings) -> Iterator[s
     for rank, call in wait.arrived.items():
         yield f"  rank {rank} has come: {_call(call, by_rank[rank])}"
     for rank in wait.missing:
-        gone = "it is gone" if rank in found.lost else ""
         if rank in by_rank:
-            place = f"it {'stood' if gone else 'stands'} in {_standing(by_rank[rank])}"
-            yield f"  rank {rank} has not: {', '.join(filter(None, (gone, place)))}"
-        elif gone:
-            yield f"  rank {rank} has not: {gone}"
+            stands = "stood" if rank in found.silent else "stands in"
+            yield f"  rank {rank} has not: it {stands} {_standing(by_rank[rank])}"
         else:
             yield f"  rank {rank} has not, as far as is known: it has no record"
     if not wait.missing:
@@ -134,12 +130,12 @@ def _verdict(records: Sequence[Record], found: Findings) -> str:
         ),
         default=0.0,
     )
-    if found.lost:
-        return f"It began with rank {_list(sorted(found.lost))}."
-    if not found.waits:
+    if found.failed:
+        return f"It began with rank {_list(found.failed)}."
+    if not found.waits and not found.first:
         return "No rank waits for another in a recorded collective: look where each of them stands."
     failed = any(record.reason.startswith("failed") for record in records)
-    if longest < _RUNNING_S and not failed and not found.unwritten:
+    if longest < _RUNNING_S and not failed and not found.silent:
         return f"No rank has waited for more than {_RUNNING_S:g} s: this may be a job that runs."
     if any(wait.differs for wait in found.waits):
         return "Ranks that call different collectives wait for ever: look at where their paths part."
@@ -158,4 +154,4 @@ def _standing(record: Record) -> str:
     line = next((each for each in reversed(stack) if not any(part in each for part in _FOREIGN)), "")
     if line != (stack[-1] if stack else ""):
         line += f", inside of it {stack[-1].partition(' ')[2]}"
-    return ", ".join(filter(None, (record.place, line or "no Python")))
+    return ", ".join(filter(None, (record.place, line))) or "no Python"

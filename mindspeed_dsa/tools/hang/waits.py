@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mindspeed_dsa.runs.collectives import Call, Group, Record
 
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Collectives that every rank of the group calls with tensors of the same shapes and dtypes."""
+BROKEN = (
+    *("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout", "which is lost"),
+    "killed by signal: terminated",  # a data loader's worker, by who ends the job
+)
+"""Words in errors of a rank that is not to blame."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,14 @@ class Findings:
     Attributes:
         waits: the longest first.
         first: ranks that others wait for, and that wait for nobody themselves.
-        unwritten: ranks without a record.
+        failed: ranks whose error is no other rank's doing.
+        silent: ranks that wrote no record, where others did.
     """
 
     waits: tuple[Wait, ...]
     first: tuple[int, ...]
-    unwritten: tuple[int, ...]
-    lost: dict[int, str] = field(default_factory=dict)
+    failed: tuple[int, ...]
+    silent: tuple[int, ...]
 
 
 def find(records: Sequence[Record]) -> Findings:
@@ -55,14 +61,21 @@ def find(records: Sequence[Record]) -> Findings:
         records: of one job, one for each rank that wrote one.
     """
     by_rank = {record.rank: record for record in records}
-    unwritten = tuple(rank for rank in range(records[0].ranks) if rank not in by_rank)
-    lost = {int(rank): why for record in records for rank, why in record.lost.items()}
+    wrote = {rank for rank, record in by_rank.items() if record.reason}
+    answered = wrote or by_rank.keys()
+    silent = tuple(rank for rank in range(records[0].ranks) if rank not in answered)
+    failed = tuple(rank for rank, record in by_rank.items() if _failed(record) and not _is_broken(record))
     waits = [*_of_collectives(by_rank), *_of_messages(by_rank)]
     waits.sort(key=lambda wait: _since(wait))
     awaited = {rank for wait in waits for rank in wait.missing}
-    waiting = {rank for rank, record in by_rank.items() if rank not in lost and is_waiting(record)}
-    first = tuple(sorted(awaited - waiting)) or tuple(sorted(awaited))
-    return Findings(tuple(waits), first, unwritten, lost)
+    waiting = {rank for rank, record in by_rank.items() if rank not in silent and is_waiting(record)}
+    stuck = any(is_waiting(record) or _failed(record) for record in by_rank.values())
+    first = tuple(sorted(awaited - waiting)) or (silent if stuck else ()) or tuple(sorted(awaited))
+    return Findings(tuple(waits), first, failed, silent)
+
+
+def _is_broken(record: Record) -> bool:
+    return any(word in record.reason.lower() for word in BROKEN)
 
 
 def is_waiting(record: Record) -> bool:
@@ -170,7 +183,7 @@ def _of_messages(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
             number = min(sent, received) + 1
             call = _message(known[here], key, number)
             # What was sent and lies ready is no reason to wait, unless its sender does.
-            if received < sent and not is_waiting(by_rank[here]):
+            if received < sent and not (is_waiting(by_rank[here]) or _failed(by_rank[here])):
                 continue
             yield Wait(group, call, number, {here: call}, (there,))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +31,15 @@ def group(ranks: tuple[int, ...], *calls: Call, kind: str = "TP", messages: Any 
 
 
 def record(rank: int, *groups: Group, ranks: int = 2, **more: Any) -> Record:
-    given = {"job": "a", "host": "h", "pid": 1, "time": NOW, "reason": "SIGUSR1", "lost": {}, "place": ""}
+    given = {"job": "a", "host": "h", "pid": 1, "time": NOW, "reason": "SIGUSR1", "place": ""}
     stacks = {"main": [f"train.py:{rank} line_of_rank_{rank}: step()"]}
     return Record(rank=rank, ranks=ranks, groups=groups, **{**given, "stacks": stacks, **more})
+
+
+def write(folder: Path, each: Record) -> Path:
+    file = collectives.record_file(folder, each.rank)
+    collectives.write(file, each)
+    return file
 
 
 @pytest.fixture
@@ -42,7 +48,7 @@ def said(tmp_path, capsys):
 
     def say(*records: Record) -> str:
         for each in records:
-            collectives.write(tmp_path, each)
+            write(tmp_path, each)
         assert main(["hang", str(tmp_path)]) == 0
         return capsys.readouterr().out
 
@@ -105,7 +111,7 @@ def test_records_of_some_ranks(said):
     text = said(
         record(0, group((0, 1), call(1, "all_to_all_single", waits=False, name="combine")), stacks=stacks)
     )
-    assert "no record of rank 1: killed or frozen" in text
+    assert "no record of rank 1: ended, killed or frozen" in text
     assert "combine (all_to_all_single, number 1" in text
     assert "rank 1 has not, as far as is known: it has no record" in text
     assert "Look at rank 1 first" in text
@@ -115,6 +121,68 @@ def test_a_job_that_runs(said):
     soon = waiting(1, started=NOW - 0.1)
     text = said(record(0, group((0, 1), soon)), record(1, group((0, 1))))
     assert "No rank has waited for more than 1 s: this may be a job that runs." in text
+
+
+def live(folder: Path, rank: int, *calls: Call) -> None:
+    """Write what a rank leaves that wrote no record."""
+    file = collectives.live_file(folder, rank)
+    collectives.write(file, record(rank, reason="", stacks={}, time=NOW - 99))
+    collectives.list_group(file, group((0, 1)))
+    collectives.list_group(file, group((1, 2)))
+    collectives.strike_group(file, "1-2")
+    written = collectives.Calls(file.with_suffix(".calls"))
+    for each in calls:
+        words = (each.source, each.destination, each.tag, each.name, each.line)
+        text = collectives.in_words("0-1", each.function, each.tensors, each.waits, *words)
+        place = written.start(int(each.source is not None), each.number, each.started, text)
+        if each.returned is not None:
+            written.end(place, each.returned, each.error)
+
+
+def test_the_last_calls_of_a_rank_that_wrote_nothing(tmp_path, said):
+    """Those that were killed among them, and half a call of those is none."""
+    message = waiting(3, "recv", source=0, destination=1, tag=2)
+    live(tmp_path, 1, *(call(number, name=f"number {number}") for number in range(1, 200)), message)
+    calls = collectives.live_file(tmp_path, 1).with_suffix(".calls")
+    half = 70 % 64 * 640  # the 70th has been overwritten by a younger one
+    calls.write_bytes(calls.read_bytes()[: half + 200] + bytes(440) + calls.read_bytes()[half + 640 :])
+    text = said(record(0, group((0, 1), call(199), waiting(200, name="dispatch of layer 3"))))
+    assert "no record of rank 1: ended, killed or frozen" in text
+    assert "TP of ranks 0, 1: dispatch of layer 3 (all_reduce, number 200 of the group)" in text
+    assert "rank 1 has not: it stood after number 199" in text
+    assert "Look at rank 1 first" in text
+    (found,) = collectives.with_calls([group((0, 1))], calls)
+    assert found.collectives == 199
+    assert found.messages == {"0>1#2": 3}
+    assert len(found.calls) == 64
+
+
+def test_long_names_have_room():
+    text = collectives.in_words(
+        "g" * 40, "all_to_all", ("[1] float32",) * 99, True, None, None, 0, "n" * 999, "行" * 999
+    )
+    assert len(text) == collectives._TEXT
+    assert json.loads(text.rstrip(b"\0"))[:2] == ["g" * 40, "all_to_all"]
+
+
+@pytest.mark.parametrize("asked_again", [True, False])
+def test_a_rank_that_goes_on_after_its_record_and_is_killed(tmp_path, said, asked_again):
+    live(tmp_path, 1, call(1), call(2, started=NOW + 5, returned=NOW + 6))
+    late = record(0, group((0, 1), call(1), call(2), waiting(3)), time=NOW + 60 * asked_again)
+    text = said(late, record(1, group((0, 1), call(1))))
+    assert ("no record of rank 1" in text) == asked_again
+    assert ("rank 1 stood after all_reduce" in text) == asked_again
+
+
+def test_the_newest_job_with_a_record_is_read(tmp_path, capsys):
+    """A job that was started again records anew, and has nothing to say yet."""
+    for job, reason in (("a", "SIGUSR1"), ("b", "failed with ValueError: a bad batch"), ("c", "")):
+        (tmp_path / job).mkdir()
+        write(tmp_path / job, record(0, job=job, reason=reason, ranks=1))
+    assert main(["hang", str(tmp_path)]) == 0
+    assert "It began with rank 0" in capsys.readouterr().out
+    assert main(["hang", str(tmp_path / "a")]) == 0
+    assert "because of: SIGUSR1" in capsys.readouterr().out
 
 
 def refusal(folder: Any, capsys: Any) -> str:
@@ -127,16 +195,12 @@ def refusal(folder: Any, capsys: Any) -> str:
 def test_folders_that_cannot_be_read(tmp_path, capsys):
     assert f"{tmp_path} has no record of a rank" in refusal(tmp_path, capsys)
     assert "nowhere is no folder" in refusal(tmp_path / "nowhere", capsys)
-    collectives.write(tmp_path, record(0))
-    collectives.write(tmp_path, dataclasses.replace(record(1), job="b", time=NOW - 9))
-    said = refusal(tmp_path, capsys)
-    assert "holds records of 2 jobs; remove those of the earlier, rank-00001.json, or" in said
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "list", "format", "missing", "binary"])
 def test_damaged_files(tmp_path, capsys, damage):
-    collectives.write(tmp_path, record(0, group((0, 1), call(1))))
-    file = collectives.write(tmp_path, record(1, group((0, 1), call(1))))
+    write(tmp_path, record(0, group((0, 1), call(1))))
+    file = write(tmp_path, record(1, group((0, 1), call(1))))
     text = file.read_text()
     data = json.loads(text)
     damaged = {

@@ -1,7 +1,8 @@
-"""Recording of collectives for the day of a hang, and the end of a job that has lost a rank."""
+"""Recording of collectives for the day of a hang, and for what is left of a job that has lost a rank."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ def check_recording(args: Any, options: Any) -> Iterator[str]:
         yield f"--record-collectives-after {silence_s}: use at least 1 second"
     if folder.exists() and not folder.is_dir():
         yield f"--record-collectives {folder} is a file; name a folder"
+    nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if nearest.is_dir() and not os.access(nearest, os.W_OK):
+        yield f"--record-collectives {folder}: {nearest} cannot be written to; name another folder"
     minutes = getattr(args, "distributed_timeout_minutes", None)
     if minutes and silence_s >= 60 * minutes:
         yield (
@@ -85,8 +89,8 @@ FEATURE = Feature(
     flags=(
         Flag(
             "--record-collectives",
-            "Keep the last collectives of every group, and write them to DIR, one file per rank, when none "
-            "starts or ends for a while, on SIGUSR1, and when a rank fails or dies; "
+            "Keep the last collectives of every group in DIR, and write a record of every rank when none "
+            "starts or ends for a while, on SIGUSR1, and when a rank fails or is ended; "
             "`python -m mindspeed_dsa hang DIR` reads them.",
             kind="value",
             metavar="DIR",
@@ -127,7 +131,7 @@ FEATURE = Feature(
             f"{_C10D}:destroy_process_group",
             "wrap",
             f"{_RECORDER}:stop_recording",
-            "a rank that leaves its groups has not died",
+            "a rank that leaves its groups in order removes its files",
             params=("group",),
             stale="report",
         ),

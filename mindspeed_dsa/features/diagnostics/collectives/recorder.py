@@ -1,16 +1,22 @@
-"""Recorder of the last collectives and messages of every group, started and ended."""
+"""Recorder of the last collectives and messages of every group, started and ended.
+
+Calls go to a file as they start and end. A record then needs no handler of signals and no last word: whatever
+ends the process, they are there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from inspect import signature
-from types import CodeType
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,8 +30,6 @@ from mindspeed_dsa.parallel.names import Name, Pass
 from mindspeed_dsa.runs import collectives as files
 
 _Function = Callable[..., Any]
-_KEPT = 128
-"""Calls of each group; what a step starts in one is more, and what hangs is among the last."""
 _BETWEEN = ("torch.distributed", "mindspeed_dsa.parallel", "mindspeed_dsa.patches", __name__)
 """Modules that pass calls on: the line that is shown lies above them."""
 _KINDS = {
@@ -46,33 +50,26 @@ _KINDS = {
 _KNOWN = ("world", *_KINDS.values())
 
 
-class _Call:
-    """One call, with what costs nothing to keep: words are made of it when a file is written."""
+class _Call(NamedTuple):
+    """Arguments of a collective or a message, as far as they are recorded."""
 
-    __slots__ = (
-        *("code", "destination", "error", "function", "line", "name", "number", "returned", "source"),
-        *("started", "tag", "tensors", "waits"),
-    )
-
-    def __init__(self, function: str, number: int, tensors: list[Any], waits: bool) -> None:
-        self.function, self.number, self.tensors, self.waits = function, number, tensors, waits
-        self.name: Name = names.current()
-        self.code, self.line = _caller()
-        self.started = time.time()
-        self.returned: float | None = None
-        self.error = ""
-        self.source: int | None = None
-        self.destination: int | None = None
-        self.tag = 0
+    group: Any
+    function: str
+    tensors: tuple[tuple[int, Any, Any], ...]
+    waits: bool
+    source: int | None = None
+    destination: int | None = None
+    tag: int = 0
 
 
 class _Group:
-    """Calls of this rank in one group."""
+    """Calls of this rank in one group: by kind of call, their ring in the file, and how many there were."""
+
+    __slots__ = ("__weakref__", "name", "ranks", "rings")
 
     def __init__(self, group: Any) -> None:
         self.name, self.ranks = str(group.group_name), tuple(dist.get_process_group_ranks(group))
-        self.collectives, self.messages = 0, Counter[str]()
-        self.calls: deque[_Call] = deque(maxlen=_KEPT)
+        self.rings: dict[str, list[int]] = {}
 
 
 class _Inside(threading.local):
@@ -98,38 +95,99 @@ class Recorder:
         self.follower: Follower | None = None
         self.changed = 0.0
         self.inside = _Inside()
-        self._groups: dict[Any, _Group] = {}
+        self._groups: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
         self._watch: Watch | None = None
+        self._ends: weakref.finalize[..., Recorder] | None = None
+        self._failed = False
+
+    def run(self, original: _Function, describe: Callable[..., _Call], args: Any, kwargs: Any) -> Any:
+        """Make a call whose start and end are recorded; what fails in recording ends it, and not the call."""
+        calls = slot = None
+        if not self._failed:
+            try:
+                calls, slot = self._start(describe(*args, **kwargs))
+            except Exception as error:
+                self._give_up(error)
+        self.inside.now, failure = True, ""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.inside.now, self.changed = False, time.time()
+            if calls is not None and slot is not None:
+                try:
+                    calls.end(slot, self.changed, failure)
+                except Exception as error:
+                    self._give_up(error)
+
+    def _start(self, call: _Call) -> tuple[files.Calls | None, int | None]:
+        """Write that a call starts; return the file and the place in it, if the group is this rank's."""
+        known = self.group(call.group)
+        if known is None or self._watch is None:
+            return None, None
+        key = "" if call.source is None else f"{call.source}>{call.destination}#{call.tag}"
+        ring = known.rings.get(key)
+        if ring is None:
+            taken = {each[0] for group in self._known() for each in group.rings.values()}
+            ring = known.rings[key] = [next(each for each in count() if each not in taken), 0]
+            self._watch.calls.clear(ring[0])  # of a group that is gone
+        ring[1] += 1
+        self.changed = time.time()
+        text = _text(known.name, *call[1:], names.current(), *_caller())
+        return self._watch.calls, self._watch.calls.start(ring[0], ring[1], self.changed, text)
 
     def group(self, group: Any) -> _Group | None:
         """Return the record of a group; ``None`` for what is no group of this rank's."""
         if group is None:
             group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            return None
         known = self._groups.get(group)
-        if known is None and isinstance(group, dist.ProcessGroup):
-            known = self._groups[group] = _Group(group)
+        if known is None:
             if self._watch is None:
                 self._watch = Watch(self._context.options, self._context.log, self)
-                weakref.finalize(self, self._watch.stop)  # with the session
+                self._ends = weakref.finalize(self, self._watch.stop)  # with the session
+            known = self._groups[group] = _Group(group)
+            self._watch.list_group(self._in_words(group, known, self._kinds()))
         return known
 
-    def run(self, original: _Function, call: _Call, args: Any, kwargs: Any) -> Any:
-        """Make a call whose start is recorded, and record its end."""
-        self.inside.now, self.changed = True, call.started
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            call.error = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.inside.now = False
-            call.returned = self.changed = time.time()
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        with contextlib.suppress(Exception):
+            self.stop()
+            folder = self._context.options.folder
+            self._context.log.warning(
+                "--record-collectives %s: rank %d records no more (%r); training goes on. Name a folder that "
+                "can be written to",
+                folder,
+                dist.get_rank(),
+                error,
+                ranks="all",
+            )
+
+    def strike(self, group: Any) -> None:
+        """Forget a group that is to be destroyed."""
+        known = self._groups.pop(group, None)
+        if known is not None and self._watch is not None:
+            try:
+                self._watch.strike_group(known.name)
+            except OSError as error:
+                self._give_up(error)
 
     def stop(self) -> None:
         """Forget all groups: they are gone."""
-        if self._watch is not None:
-            self._watch.stop()
-        self._groups, self._watch = {}, None
+        watch = self._watch
+        self.forget()
+        if watch is not None:
+            watch.stop()
+
+    def forget(self) -> None:
+        """Forget all groups and the watch, as in a forked child, whose parent goes on."""
+        if self._ends is not None:
+            self._ends.detach()  # it holds the watch
+        self._groups, self._watch = WeakKeyDictionary(), None
 
     # -- for the file -----------------------------------------------------------------------------
 
@@ -140,19 +198,16 @@ class Recorder:
         return f"step {self.step}: {where}" if self.step else ""
 
     def groups(self) -> tuple[files.Group, ...]:
-        """Return everything that is recorded; the threads that call go on meanwhile."""
+        """Return all groups, without their calls."""
         kinds = self._kinds()
-        return tuple(
-            files.Group(
-                known.name,
-                tuple(kinds.get(id(group), ())) or _described(group),
-                known.ranks,
-                known.collectives,
-                dict(known.messages),
-                tuple(_in_words(call) for call in _copied(known.calls)),
-            )
-            for group, known in list(self._groups.items())
-        )
+        return tuple(self._in_words(group, known, kinds) for group, known in _copied(self._groups))
+
+    @staticmethod
+    def _in_words(group: Any, known: _Group, kinds: dict[int, list[str]]) -> files.Group:
+        return files.Group(known.name, tuple(kinds.get(id(group), ())) or _described(group), known.ranks)
+
+    def _known(self) -> list[_Group]:
+        return [known for _, known in _copied(self._groups)]
 
     def _kinds(self) -> dict[int, list[str]]:
         """Return what ``parallel_state`` calls its groups."""
@@ -177,53 +232,63 @@ def _described(group: Any) -> tuple[str, ...]:
     return () if description in ("", "undefined") else (_kind(description),)
 
 
-def _copied(calls: deque[_Call]) -> list[_Call]:
+def _copied(groups: WeakKeyDictionary[Any, _Group]) -> list[tuple[Any, _Group]]:
     while True:
         try:
-            return list(calls)
+            return list(groups.items())
         except RuntimeError:  # one was added meanwhile
             continue
 
 
-def _in_words(call: _Call) -> files.Call:
-    return files.Call(
-        call.function,
-        call.number,
-        tuple(map(_tensor_in_words, call.tensors)),
-        str(call.name),
-        f"{call.code.co_filename}:{call.line} {call.code.co_name}",
-        call.started,
-        call.returned,
-        call.waits,
-        call.error,
-        call.source,
-        call.destination,
-        call.tag,
+@lru_cache(maxsize=1 << 14)  # steps repeat their calls
+def _text(
+    group: str,
+    function: str,
+    tensors: tuple[tuple[int, Any, Any], ...],
+    waits: bool,
+    source: int | None,
+    destination: int | None,
+    tag: int,
+    name: Name,
+    file: str,
+    line: int,
+    caller: str,
+) -> bytes:
+    return files.in_words(
+        group,
+        function,
+        tuple(map(_tensor_in_words, tensors)),
+        waits,
+        source,
+        destination,
+        tag,
+        str(name),
+        f"{file}:{line} {caller}",
     )
 
 
-def _tensor_in_words(value: Any) -> str:
+def _tensor_in_words(value: tuple[int, Any, Any]) -> str:
     count, shape, dtype = value
     return f"{f'{count} x ' if count else ''}{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def _tensors(values: Iterator[Any]) -> list[Any]:
+def _tensors(values: Iterable[Any]) -> tuple[tuple[int, Any, Any], ...]:
     """Return count, shape and dtype of tensors and lists of them, without the tensors."""
-    found: list[Any] = []
+    found: list[tuple[int, Any, Any]] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append((0, value.shape, value.dtype))
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             found.append((len(value), value[0].shape, value[0].dtype))
-    return found
+    return tuple(found)
 
 
-def _caller() -> tuple[CodeType, int]:
-    """Return the innermost line that is not of a module which passes calls on."""
-    frame = sys._getframe(3)
+def _caller() -> tuple[str, int, str]:
+    """Return file, line and function of the innermost call that is not of a module which passes calls on."""
+    frame = sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
-    return frame.f_code, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
 # -- decorators -------------------------------------------------------------------------------------
@@ -234,17 +299,15 @@ def record_collective(original: _Function, context: Context[Options]) -> _Functi
     recorder, function = context.state(Recorder), original.__name__
     position = list(signature(original).parameters).index("group")
 
+    def describe(*args: Any, **kwargs: Any) -> _Call:
+        group = kwargs.get("group", args[position] if len(args) > position else None)
+        tensors = _tensors((*args[:2], *kwargs.values()))
+        return _Call(group, function, tensors, not kwargs.get("async_op", False))
+
     def collective(*args: Any, **kwargs: Any) -> Any:
         if recorder.inside.now:
             return original(*args, **kwargs)
-        known = recorder.group(kwargs.get("group", args[position] if len(args) > position else None))
-        if known is None:
-            return original(*args, **kwargs)
-        known.collectives += 1
-        tensors = _tensors(iter((*args[:2], *kwargs.values())))
-        call = _Call(function, known.collectives, tensors, not kwargs.get("async_op", False))
-        known.calls.append(call)
-        return recorder.run(original, call, args, kwargs)
+        return recorder.run(original, describe, args, kwargs)
 
     return collective
 
@@ -255,26 +318,21 @@ def record_message(original: _Function, context: Context[Options]) -> _Function:
     sends, waits = function.endswith("send"), not function.startswith("i")
     peer_name = "dst" if sends else "src"
 
+    def describe(*args: Any, **kwargs: Any) -> _Call:
+        group = kwargs.get("group", args[2] if len(args) > 2 else None)
+        peer = kwargs.get(peer_name, args[1] if len(args) > 1 else None)
+        if peer is None and kwargs.get(f"group_{peer_name}") is not None:
+            peer = dist.get_process_group_ranks(group)[kwargs[f"group_{peer_name}"]]
+        other, rank = -1 if peer is None else int(peer), dist.get_rank()
+        source, destination = (rank, other) if sends else (other, rank)
+        tensors = _tensors(args[:1] or (kwargs.get("tensor"),))
+        tag = kwargs.get("tag", args[3] if len(args) > 3 else 0)
+        return _Call(group, function, tensors, waits, source, destination, tag)
+
     def message(*args: Any, **kwargs: Any) -> Any:
         if recorder.inside.now:
             return original(*args, **kwargs)
-        group = kwargs.get("group", args[2] if len(args) > 2 else None)
-        known = recorder.group(group)
-        if known is None:
-            return original(*args, **kwargs)
-        peer = kwargs.get(peer_name, args[1] if len(args) > 1 else None)
-        if peer is None and kwargs.get(f"group_{peer_name}") is not None:
-            peer = known.ranks[kwargs[f"group_{peer_name}"]]
-        other, rank = -1 if peer is None else int(peer), dist.get_rank()
-        tag = kwargs.get("tag", args[3] if len(args) > 3 else 0)
-        source, destination = (rank, other) if sends else (other, rank)
-        key = f"{source}>{destination}#{tag}"
-        known.messages[key] += 1
-        tensors = _tensors(iter(args[:1] or (kwargs.get("tensor"),)))
-        call = _Call(function, known.messages[key], tensors, waits)
-        call.source, call.destination, call.tag = source, destination, tag
-        known.calls.append(call)
-        return recorder.run(original, call, args, kwargs)
+        return recorder.run(original, describe, args, kwargs)
 
     return message
 
@@ -286,6 +344,8 @@ def stop_recording(original: _Function, context: Context[Options]) -> _Function:
     def destroy_process_group(group: Any = None, *args: Any, **kwargs: Any) -> Any:
         if group is None or group is dist.group.WORLD:
             recorder.stop()
+        elif isinstance(group, dist.ProcessGroup):
+            recorder.strike(group)
         return original(group, *args, **kwargs)
 
     return destroy_process_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -86,7 +87,8 @@ def train(
     """
     module, _, name = step.partition(":")
     run = cp_cases.step if "cp" in job else getattr(import_module(module), name)
-    with late(kind, what, lambda: oversleep(Path(folder))) as slept:
+    soon = mock.patch("mindspeed_dsa.features.diagnostics.collectives.watch._PERIOD_S", 0.1)
+    with soon, late(kind, what, lambda: oversleep(Path(folder))) as slept:
         result = run(switches={**(switches or {}), "record_collectives": folder}, **job)
     assert bool(slept) == (dist.get_rank() == LATE)
     return result
@@ -99,35 +101,37 @@ def late(kind: str, what: str, act: Callable[[], None]) -> Iterator[list[str]]:
     from mindspeed_dsa.parallel import names
 
     met: list[str] = []
-    original = Recorder.group
+    original = Recorder.run
 
-    def group(self: Any, group: Any) -> Any:
+    def run(self: Any, function: Any, describe: Any, args: Any, kwargs: Any) -> Any:
         from megatron.core import parallel_state
 
         name = str(names.current())
         options = {"with_context_parallel": True} if kind == "DP" else {}
-        if dist.get_rank() != LATE or met or what not in name:
-            return original(self, group)
-        if group is getattr(parallel_state, GROUPS[kind])(**options):
+        awaited = dist.get_rank() == LATE and not met and what in name
+        if awaited and describe(*args, **kwargs).group is getattr(parallel_state, GROUPS[kind])(**options):
             met.append(name)
             act()
-        return original(self, group)
+        return original(self, function, describe, args, kwargs)
 
-    with mock.patch.object(Recorder, "group", group):
+    with mock.patch.object(Recorder, "run", run):
         yield met
 
 
 def oversleep(folder: Path) -> None:
-    """Stand still, and ask for records until they say that somebody has waited for long."""
+    """Stand still, and ask for records until all say that somebody has waited for long."""
     for _ in range(30):
         time.sleep(1.1)
+        asked, records = time.time(), list[collectives.Record]()
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.9)
-        if len(list(folder.glob("rank-*.json"))) == dist.get_world_size():
-            records = {record.rank: record for record in collectives.read(folder)}
-            for wait in waits.find(list(records.values())).waits:
-                if any(call and records[rank].time - call.started > 1 for rank, call in wait.arrived.items()):
-                    return
+        while time.time() < asked + 30 and sum(each.time > asked for each in records) < dist.get_world_size():
+            time.sleep(0.05)
+            with contextlib.suppress(collectives.RunError):  # no folder of a job yet
+                records = [each for each in collectives.read(folder) if each.reason]
+        times = {each.rank: each.time for each in records}
+        for wait in waits.find(records).waits:
+            if any(call and times[rank] - call.started > 1 for rank, call in wait.arrived.items()):
+                return
 
 
 def never(folder: str, fate: str, case: str) -> None:
@@ -136,7 +140,7 @@ def never(folder: str, fate: str, case: str) -> None:
     def act() -> None:
         if fate == "failed":
             raise ValueError("a bad batch")
-        for early in Path(folder).glob("rank-*.json"):  # of silence while a busy machine built the model
+        for early in Path(folder).glob("*/rank-*.json"):  # of silence while a busy machine built the model
             early.unlink()
         os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
 

@@ -1,8 +1,9 @@
-"""A rank that is killed, fails or is frozen: what the others print, how soon they end, what records say."""
+"""A rank that is killed, fails or is frozen: what the records say."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +12,12 @@ import time
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from tests.features.diagnostics.collectives.late_ranks import LATE
+from tests.features.diagnostics.collectives.late_ranks import JOBS, LATE
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.full
 ENDS_WITHIN_S = 60
-"""On a machine that others use, of which ten are the library's."""
+"""On a machine that others use; gloo's connection breaks at once."""
 
 
 @pytest.fixture
@@ -58,70 +59,60 @@ def job(tmp_path):
         process.wait()
 
 
-@pytest.mark.parametrize("fate", ["killed", "failed"])
-def test_all_ranks_end_with_the_cause_first(job, tmp_path, capsys, fate):
-    ranks = job(fate)
+def wait_for(ranks: list[subprocess.Popen[str]]) -> str:
+    """What the rank that is left prints until its broken connection ends it."""
     survivor = ranks[1 - LATE]
     ranks[LATE].wait(timeout=180)
-    ended = time.time()
     _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
-    assert time.time() - ended < ENDS_WITHIN_S
     assert survivor.returncode not in (0, None)
-    assert ranks[LATE].returncode == (-signal.SIGKILL if fate == "killed" else 1)
-    assert "Traceback" not in said
-    assert "Connection" not in said.partition("is gone")[0]
-    if fate == "killed":  # what failed has said so itself, perhaps first
-        assert f"mindspeed_dsa: rank {LATE} is gone: process {ranks[LATE].pid} on " in said
+    return said
+
+
+def test_a_rank_that_fails_is_the_cause(job, tmp_path, capsys):
+    ranks = job("failed")
+    wait_for(ranks)
+    assert ranks[LATE].returncode == 1
     assert main(["hang", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    cause = "was killed, as by SIGKILL" if fate == "killed" else "it failed with ValueError: a bad batch"
-    assert text.splitlines()[1].startswith(f"rank {LATE} is gone: ")
-    assert cause in text.splitlines()[1]
+    assert f"rank {LATE} wrote because of: failed with ValueError: a bad batch" in text
     assert f"It began with rank {LATE}." in text
     assert "dispatch of layer 2, microbatch 1, forward beside microbatch 0, backward" in text
 
 
-@pytest.mark.parametrize("case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves"])
-def test_a_killed_rank_is_named_first_in_every_group(job, case):
+@pytest.mark.parametrize("case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs"])
+def test_a_killed_rank_is_named_in_every_group(job, tmp_path, capsys, case):
+    """It could write nothing any more: its last calls are in its file."""
     ranks = job("killed", case)
-    ranks[LATE].wait(timeout=180)
-    ended = time.time()
+    said = wait_for(ranks)
     assert ranks[LATE].returncode == -signal.SIGKILL
-    survivor = ranks[1 - LATE]
-    _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
-    print(f"{case}: the other had ended after {time.time() - ended:.1f} s")
-    assert survivor.returncode not in (0, None)
-    # Warnings and the report at the start are older; after the cause nobody says anything.
-    cause = said.splitlines()[-1]
-    assert cause.startswith(f"mindspeed_dsa: rank {LATE} is gone: process {ranks[LATE].pid} on "), cause
-    assert "was killed, as by SIGKILL" in cause
-    for word in ("Traceback", "Connection", "Error: ", "terminate called"):
-        assert word not in said, said
+    assert "see python -m mindspeed_dsa hang" in said
+    assert main(["hang", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    print(text)
+    assert f"no record of rank {LATE}: ended, killed or frozen" in text
+    assert f"Look at rank {LATE} first" in text
+    assert f"rank {LATE} has not: it stood " in text
+    assert JOBS[case][1] in text
 
 
 def test_a_frozen_rank_is_named_by_the_others(job, tmp_path, capsys):
     """Its own process cannot write; silence is noticed where it is waited for."""
     job("frozen")
-    record = tmp_path / f"rank-{1 - LATE:05d}.json"
-    until = time.time() + 180
-    while not record.exists() and time.time() < until:
-        time.sleep(0.5)
-    assert main(["hang", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert f"no record of rank {LATE}: killed or frozen" in text
-    assert f"rank {LATE} has not, as far as is known" in text
+    until, text = time.time() + 180, ""
+    while f"rank {LATE} has not: it stood " not in text and time.time() < until:
+        time.sleep(0.5)  # a busy machine is silent before it comes to the call, and writes that as well
+        main(["hang", str(tmp_path)])
+        text = capsys.readouterr().out
+    assert f"no record of rank {LATE}: ended, killed or frozen" in text
+    assert f"rank {LATE} has not: it stood " in text
     assert f"Look at rank {LATE} first" in text
 
 
-def test_a_killed_rank_is_named_where_ranks_share_no_folder(job, tmp_path, capsys):
-    """As on machines of their own: a lock says nothing there, and nobody else has been on that machine."""
-    ranks = job("killed", apart=True)
-    survivor = ranks[1 - LATE]
-    ranks[LATE].wait(timeout=180)
-    _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
-    assert survivor.returncode not in (0, None)
-    assert f"mindspeed_dsa: rank {LATE} is gone: process {ranks[LATE].pid} on " in said
-    assert "Traceback" not in said
-    assert "Connection" not in said
-    assert main(["hang", str(tmp_path / str(1 - LATE))]) == 0
-    assert f"It began with rank {LATE}." in capsys.readouterr().out
+def test_folders_of_machines_are_copied_to_one(job, tmp_path, capsys):
+    wait_for(job("killed", apart=True))
+    for machine in ("0", "1"):
+        shutil.copytree(tmp_path / machine, tmp_path / "both", dirs_exist_ok=True)
+    assert main(["hang", str(tmp_path / "both")]) == 0
+    text = capsys.readouterr().out
+    assert f"rank {LATE} has not: it stood " in text
+    assert f"Look at rank {LATE} first" in text

@@ -1,0 +1,145 @@
+"""A process of one rank that records, and comes to an end in one of several ways.
+
+``python -m tests.features.diagnostics.collectives.ending FOLDER WAY`` prints ``ready`` where it waits.
+"""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+import mindspeed_dsa
+
+ENDS = ("forked", "bottom frame", "groups", "made anew")
+"""Ways of ending by itself, and well."""
+
+
+def start() -> None:
+    """Make the first collective."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3))
+
+
+def wait() -> None:
+    """Wait outside of Python, as in a collective that does not end."""
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    print("ready", flush=True)
+    store.wait(["never"])
+
+
+def descriptors() -> int:
+    """Return how many this process has open."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def handle() -> None:
+    """End with a status of its own at SIGTERM."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os._exit(7)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def wait_for_lock() -> None:
+    """Wait for a lock that nobody gives back."""
+    lock = threading.Lock()
+    lock.acquire()
+    print("ready", flush=True)
+    lock.acquire()
+
+
+def fork() -> None:
+    """Have a child that ends well, and without a word."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    time.sleep(2.5)  # in which the others would have noticed
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
+
+def call_at_the_bottom() -> None:
+    """Call a collective that is the whole of a thread."""
+    failed: list[object] = []
+    sys.unraisablehook = failed.append
+    for _ in range(20):
+        _thread.start_new_thread(dist.barrier, ())
+    time.sleep(1)
+    assert not failed, failed
+
+
+def make_groups(*, world: bool) -> None:
+    """Make groups and destroy them; nothing of them stays."""
+    before = descriptors()
+    for _ in range(5):
+        if world:
+            dist.destroy_process_group()
+            start()
+        else:
+            group = dist.new_group([0])
+            dist.all_reduce(torch.ones(1), group=group)
+            dist.destroy_process_group(group)
+            del group
+    time.sleep(0.5)  # threads of the watches end
+    assert descriptors() <= before, (before, descriptors(), os.popen(f"ls -l /proc/{os.getpid()}/fd").read())
+    assert sum(isinstance(each, dist.ProcessGroup) for each in gc.get_objects()) <= 1
+
+
+def main(folder: Path, way: str) -> None:
+    """Come to an end.
+
+    Args:
+        folder: of the records.
+        way: in which.
+    """
+    mine, other = socket.socketpair()
+    for each in (mine, other):
+        each.setblocking(False)
+    if way == "handled before":
+        handle()
+    mindspeed_dsa.enable(record_collectives=str(folder), record_collectives_after=60.0)
+    start()
+    if way == "another wakeup":
+        signal.set_wakeup_fd(mine.fileno())
+    elif way in ("gone", "unwritable"):
+        shutil.rmtree(folder)
+        if way == "unwritable":
+            folder.write_text("a file")
+        dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
+    elif way == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
+    elif way.startswith("handled"):
+        if way == "handled":
+            handle()
+        wait_for_lock()
+    elif way == "failed":
+        raise ValueError("a bad batch")
+    elif way == "forked":
+        fork()
+    elif way == "bottom frame":
+        call_at_the_bottom()
+    elif way in ("groups", "made anew"):
+        make_groups(world=way == "made anew")
+    if way not in ENDS:
+        wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

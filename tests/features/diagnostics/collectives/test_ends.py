@@ -1,0 +1,95 @@
+"""Recording changes nobody's end: signals act at once, whatever becomes of the folder; nothing stays open."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mindspeed_dsa.__main__ import main
+from tests.features.diagnostics.collectives.ending import ENDS
+
+
+def begin(folder, way: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.features.diagnostics.collectives.ending", str(folder), way]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """What a process prints to its end, and nothing else than that."""
+    try:
+        said, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return said + errors
+
+
+@pytest.fixture
+def terminated(tmp_path):
+    """Start a process, end it with SIGTERM where it waits, and return its exit code."""
+
+    def run(way: str) -> int:
+        process = begin(tmp_path / "records", way)
+        try:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+            time.sleep(0.2)  # until it waits
+            process.send_signal(signal.SIGTERM)
+            return process.wait(timeout=60)
+        finally:
+            process.kill()
+
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["another wakeup", "gone", "unwritable", "full"])
+def test_sigterm_ends_a_rank_that_waits(terminated, way):
+    assert terminated(way) == -signal.SIGTERM
+
+
+def test_a_rank_that_sigterm_ends_leaves_its_record(terminated, tmp_path, capsys):
+    assert terminated("waits") == -signal.SIGTERM
+    assert main(["hang", str(tmp_path / "records")]) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 wrote because of: SIGTERM" in text
+    assert re.search(r"rank 0 stands in after all_reduce, .*ending.py:\d+ wait: store.wait", text), text
+
+
+@pytest.mark.full
+def test_a_handler_of_sigterm_runs_as_without_records(terminated):
+    """Also where the main thread waits for a lock, which system calls that go on would wait for on and on."""
+    assert terminated("handled") == 7
+    assert terminated("handled before") == 7
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ENDS)
+def test_a_rank_that_ends_well_leaves_nothing(tmp_path, way):
+    """Nor does a child that it has forked say that one was killed, nor stay a group that is destroyed."""
+    process = begin(tmp_path / "records", way)
+    said = end(process)
+    assert process.returncode == 0, said
+    assert "hang" not in said
+    assert not list((tmp_path / "records").iterdir())
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_leaves_its_record(tmp_path, capsys):
+    folder = tmp_path / "records"
+    process = begin(folder, "failed")
+    said = end(process)
+    assert process.returncode == 1
+    assert "ValueError: a bad batch" in said
+    assert main(["hang", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 wrote because of: failed with ValueError: a bad batch" in text
+    assert "It began with rank 0." in text
+    assert not list(folder.glob("*/live-*"))
