@@ -93,3 +93,11 @@ def test_a_rank_that_fails_leaves_its_record(tmp_path, capsys):
     assert "rank 0 wrote because of: failed with ValueError: a bad batch" in text
     assert "It began with rank 0." in text
     assert not list(folder.glob("*/live-*"))
+
+
+@pytest.mark.full
+def test_a_forked_rank_that_ends_well_ends_nobody_else(tmp_path):
+    process = begin(tmp_path / "records", "forked rank")
+    said = end(process)
+    assert process.returncode == 0, said
+    assert "killed" not in said
