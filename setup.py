@@ -22,7 +22,7 @@ EXTRAS = {
     # Reading shell scripts, in `python -m mindspeed_dsa migrate`.
     "migrate": ["tree-sitter>=0.23", "tree-sitter-bash>=0.23"],
     # Hugging Face's DeepSeek-V3.2 and GLM-5 on these operators, and what trains them.
-    "transformers": ["torch>=2.7,<2.15", "transformers>=5.20,<6", "accelerate>=1.10", "peft>=0.17"],
+    "transformers": ["torch>=2.7,<2.16", "transformers>=5.20,<6", "accelerate>=1.10", "peft>=0.17"],
     # The release whose converters change configurations; the older one is served as well. Its modules import
     # Triton on every machine.
     "torchtitan": [

@@ -106,13 +106,16 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{len(rows)} rows can run here, and {LEAST} have to", flush=True)
         status = 1
     if chosen.only:
-        widest = [name for name in rows if name != "as-it-is"][-1]
+        widest = ([name for name in rows if name != "as-it-is"] or ["as-it-is"])[-1]
         names = chosen.only.replace("widest", widest).split(",")
         if unknown := set(names) - set(PROCESSORS):
             parser.error(
                 f"no rows are called {', '.join(unknown)}; choose from {', '.join(PROCESSORS)}, widest"
             )
         rows = {name: rows[name] for name in names if name in rows}
+        if not rows:
+            print(f"none of {', '.join(names)} can run here", flush=True)
+            status = 1
     results = []
     for name, row in rows.items():
         print(f"{name}: {' '.join(f'{k}={v}' for k, v in row.environ.items())}", flush=True)

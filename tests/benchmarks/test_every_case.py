@@ -74,24 +74,29 @@ def test_the_check_finds_private_names() -> None:
         "mock.patch.object(products, '_MKL_IS_FAST', True)\n"
         "products._MKL_IS_FAST\n"
         "products.matmul, torch._C\n"
+        "getattr(products, '_MKL_IS_FAST')\n"
+        "from mindspeed_dsa.ops.cpu.products import _MKL_IS_FAST\n"
+        "import mindspeed_dsa.ops.cpu.products as all_of_it\n"
+        "all_of_it._MKL_IS_FAST\n"
     )
-    assert list(private_names(tree)) == [(3, "products._MKL_IS_FAST"), (4, "products._MKL_IS_FAST")]
+    assert [line for line, _ in sorted(private_names(tree))] == [3, 4, 6, 7, 9]
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield lines that read or replace a private name of this repository, each with the name."""
-    ours = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS
-        for alias in node.names
-    }
+    """Yield lines that import, read or replace a private name of this repository, each with the name."""
+    ours = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
+            ours |= {alias.asname or alias.name for alias in node.names}
+            yield from ((node.lineno, each.name) for each in node.names if each.name.startswith("_"))
+        elif isinstance(node, ast.Import):
+            ours |= {each.asname or "" for each in node.names if each.name.split(".")[0] in OURS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            owner, name = node.value, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("patch.object"):
-            owner, name = node.args[0], ast.unparse(node.args[1]).strip("'")
+            owner, names = node.value, [node.attr]
+        elif isinstance(node, ast.Call) and node.args:  # getattr, mock.patch.object and others of that kind
+            owner, names = node.args[0], [ast.unparse(each).strip("'") for each in node.args[1:2]]
         else:
             continue
-        if isinstance(owner, ast.Name) and owner.id in ours and name.startswith("_"):
-            yield node.lineno, f"{owner.id}.{name}"
+        if isinstance(owner, ast.Name) and owner.id in ours:
+            yield from ((node.lineno, f"{owner.id}.{name}") for name in names if name.startswith("_"))

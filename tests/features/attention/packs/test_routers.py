@@ -48,7 +48,7 @@ def one_pass(
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    moe_utils.clear_aux_losses_tracker()
     sums = prefix_sums(LENGTHS)
     places = prefix_sums([length + gap for length, gap in zip(LENGTHS, gaps, strict=True)])
     rows = torch.cat(
