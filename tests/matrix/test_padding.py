@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.features.attention.packs import test_routers as packs
 from tests.support.model import assert_same_gradients, put_together
 
 pytestmark = pytest.mark.releases(">=0.16", quick=True)
@@ -63,3 +64,11 @@ def test_a_step_is_that_of_one_process(pool, note, name, garbage):
     assert sum(bool(gradient.any()) for gradient in alone["gradients"].values()) > 25
     assert_same_gradients(put_together(results[:tp]), alone["gradients"], 1e-5)
     note.trained(results)
+
+
+@pytest.mark.releases(">=0.16")
+def test_rows_of_no_document_change_no_gradient(pool):
+    """Of routers and of indexers; 0.19 has an indexer loss of its own."""
+    absent, between = (pool.run(packs.CASE, 1, gaps=gaps)[0] for gaps in (packs.ABSENT, packs.BETWEEN))
+    assert any("indexer" in name for name in absent["gradients"])
+    assert_same_gradients(between["gradients"], absent["gradients"], 1e-5)

@@ -1,4 +1,4 @@
-"""Routers that leave out rows of no document, between documents and behind them.
+"""Routers and indexer losses that leave out rows of no document, between documents and behind them.
 
 Such rows get experts like all others, and give them no gradient; losses and counts of routers are of tokens.
 Imports nothing of Megatron: fetched while Megatron is being imported.
@@ -20,39 +20,51 @@ from mindspeed_dsa.features.attention.padding.routers import weighed
 
 
 def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``: Megatron hands a mask on from it, to what is recomputed too."""
+    """Decorate ``TransformerLayer.forward``: Megatron hands masks on from it, to what is recomputed too."""
     known: Any = WeakIdKeyDictionary()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        params = kwargs.get("packed_seq_params")
-        is_routed = getattr(getattr(self, "mlp", None), "router", None) is not None
-        if is_routed and kwargs.get("padding_mask") is None and getattr(params, "qkv_format", "") == "thd":
+        params: Any = kwargs.get("packed_seq_params")
+        if getattr(params, "qkv_format", "") == "thd":
             states = args[0] if args else kwargs["hidden_states"]
             masks = known.setdefault(params, {})
             if states.size(0) not in masks:
-                masks[states.size(0)] = _mask(self, params, states, context)
-            kwargs["padding_mask"] = masks[states.size(0)]
+                masks[states.size(0)] = _masks(self, params, states, context)
+            tokens, padding = masks[states.size(0)]
+            if getattr(params, "real_token_mask_q", None) is None:
+                # The indexer loss of 0.19 leaves out other rows; nothing in Megatron sets it.
+                params.real_token_mask_q = tokens
+            is_routed = getattr(getattr(self, "mlp", None), "router", None) is not None
+            if is_routed and kwargs.get("padding_mask") is None:
+                kwargs["padding_mask"] = padding
         return original(self, *args, **kwargs)
 
     return forward
 
 
-def _mask(layer: Any, params: Any, states: Tensor, context: Context[Any]) -> Tensor | None:
-    """Return ``[1, rows]`` bool on the states' device, true for rows of no document; None if there are none.
+def _masks(
+    layer: Any, params: Any, states: Tensor, context: Context[Any]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return which rows are a document's, and which of this rank's states are not; None if all are.
 
     Args:
         layer: ``TransformerLayer``.
         params: Megatron's description of the whole pack.
         states: ``[rows, 1, hidden]`` of this rank.
         context: of the session.
+
+    Returns:
+        ``[1, queries]`` bool, true for rows of a document, and ``[1, rows]`` bool, true for others; on the
+        states' device. With sequence parallelism a rank attends with more queries than it has states.
     """
     state = context.megatron("core.parallel_state")
     parts = state.get_tensor_model_parallel_world_size() if layer.config.sequence_parallel else 1
     pack = PackRows.of(params, states.size(0) * parts, state.get_context_parallel_group())
     if pack.counted is None:
-        return None
-    own = pack.counted.chunk(parts)[state.get_tensor_model_parallel_rank() if parts > 1 else 0]
-    return ~own[None].to(states.device)
+        return None, None
+    counted = pack.counted[None].to(states.device)
+    own = counted.chunk(parts, dim=1)[state.get_tensor_model_parallel_rank() if parts > 1 else 0]
+    return counted, ~own
 
 
 def weigh_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
