@@ -142,7 +142,11 @@ class InUse:
         return torch.stack([value.to(values[0].device) for value in values]).sum() if values else None
 
     def undo(self) -> None:
-        """Give the model back what it had; nothing happens the second time."""
+        """Give the model back what it had; nothing happens the second time.
+
+        An indexer that is an FSDP2 unit of its own stays gathered until its backward: FSDP2 does not tell
+        what was set before. Call ``set_reshard_after_forward`` on it if you want that back.
+        """
         for hook in self._hooks:
             hook.remove()
         for indexer in self._indexers():
