@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 
@@ -119,6 +120,14 @@ def status(pid: int) -> list[str]:
     return []
 
 
+def started(pid: int) -> str:
+    """Return when a process began, in ticks since the machine did; nothing where that cannot be asked.
+
+    Numbers of processes come again; a number with its beginning does not.
+    """
+    return "".join(status(pid)[19:20])
+
+
 def lock(path: Path) -> IO[str]:
     """Wait for the lock on a file; it is held until the result is closed or the process ends.
 
@@ -140,6 +149,9 @@ def try_lock(path: Path) -> IO[str] | None:
     except BlockingIOError:
         file.close()
         return None
+    except OSError:
+        file.close()
+        raise
     return file
 
 
@@ -152,18 +164,22 @@ def sweep(folder: Path) -> None:
 class Sole:
     """The only writer of something, by a lock that ends with its process; a file beside says who it is.
 
-    On a file system without locks nobody is kept out: there names of :func:`beside` have to do.
+    On a file system without locks it is a file that one process alone can make, ``PATH.held``. What a process
+    that has ended leaves of it is known by its successors in the same machine or container alone; others are
+    told what to delete.
 
     Args:
         path: of the file, which is there while something is written.
         what: is written; begins the message.
 
     Raises:
-        RunError: another process writes it.
+        RunError: another process writes it, or may do so.
     """
 
     def __init__(self, path: Path, what: str) -> None:
         self._path = path
+        self._held = path.with_name(f"{path.name}.held")
+        self._mine = ""  # what the latter says, where there are no locks
         self._made_folder = not path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = self._take(what)
@@ -173,9 +189,10 @@ class Sole:
             try:
                 lock = try_lock(self._path)
             except OSError as error:
-                if error.errno in _NO_LOCKS:
-                    return None
-                raise
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self._mine = _make_sole(self._held, what)
+                return None
             if lock is None:
                 raise RunError(
                     f"{what} is being written by {self._holder()}; wait until it has ended, or name another "
@@ -186,7 +203,7 @@ class Sole:
                     break
             lock.close()  # of a file that whoever had it has just removed
         os.ftruncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        os.write(lock.fileno(), _me().encode())
         return lock
 
     def _holder(self) -> str:
@@ -202,9 +219,86 @@ class Sole:
         if lock is not None:
             self._path.unlink(missing_ok=True)
             lock.close()
+        mine, self._mine = self._mine, ""
+        if mine and _text(self._held) == mine:  # unless somebody has deleted it, and another one writes
+            self._path.unlink(missing_ok=True)
+            self._held.unlink(missing_ok=True)
         if self._made_folder:
             with contextlib.suppress(OSError):  # something was written, or it is gone
                 self._path.parent.rmdir()
+
+
+def _me() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _text(path: Path) -> str | None:
+    """Return a file's text; ``None`` where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return None
+
+
+def _make_sole(path: Path, what: str) -> str:
+    """Make a file that says who this process is, unless another one has it; return what it says."""
+    pid = os.getpid()
+    facts = {"who": _me(), "pid": pid, "started": started(pid), "where": _where(), "id": uuid.uuid4().hex}
+    mine = json.dumps(facts)
+    while True:
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(mine)
+        except FileExistsError:
+            theirs = _text(path)
+            if theirs is not None:
+                _clear(path, theirs, what)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        else:
+            return mine
+
+
+def _clear(path: Path, theirs: str, what: str) -> None:
+    """Remove the file of a process that has ended; refuse if that one runs, or may run elsewhere."""
+    try:
+        facts = json.loads(theirs)
+        pid, began, who = int(facts["pid"]), str(facts["started"]), str(facts["who"])[:_SHOWN]
+        here = facts["where"] == _where()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        _refuse(path, what, "another process")  # which has just made it, or was killed then
+    now = started(pid)
+    if not here or (is_running(pid) and not (now and began and now != began)):
+        _refuse(path, what, who)
+    # Only one of its successors removes it, and sees before that another has not done so and made its own.
+    ended = path.with_name(f"{path.name}.ended")
+    try:
+        ended.open("x").close()
+    except FileExistsError:
+        _refuse(ended, what, "another process")
+    try:
+        if _text(path) == theirs:
+            path.unlink()
+    finally:
+        ended.unlink()
+
+
+def _refuse(path: Path, what: str, who: str) -> NoReturn:
+    raise RunError(
+        f"{what} is being written by {who}, as {path} says; wait until it has ended, or name another folder. "
+        "This file system has no locks: if you know that nobody writes there, delete that file"
+    )
+
+
+def _where() -> str:
+    """Return whose numbers this process's is one of: a machine's since it was started, or a container's."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
+    return " ".join(parts)
 
 
 def _leave_locks() -> None:

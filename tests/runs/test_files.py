@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import signal
 import socket
@@ -84,6 +86,16 @@ sys.stdin.read()
 """
 
 
+WITHOUT_LOCKS = """
+import errno, fcntl
+
+def flock(*args):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+fcntl.flock = flock
+"""
+
+
 def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / ".model.lock"
     command = [sys.executable, "-c", HOLD, str(path)]
@@ -123,14 +135,93 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(
     sole.end()
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(
+def no_locks(descriptor: int, operation: int) -> None:
+    """Do what ``flock`` does on a file system without locks."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_without_locks_a_second_writer_is_refused_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(path: Path) -> IO[str] | None:
-        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path = tmp_path / "new" / ".model.lock"
+    held = path.with_name(".model.lock.held")
+    with subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_LOCKS + HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(
+            RunError, match=f"by process {other.pid} on .*, as {held} says; wait .*delete that file"
+        ):
+            Sole(path, "out")
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it
+        sole = Sole(path, "out")
+    with pytest.raises(RunError, match=f"by process {os.getpid()} on "):
+        Sole(path, "out")
+    sole.end()
+    sole.end()
+    assert os.listdir(path.parent) == []
 
-    monkeypatch.setattr(files, "try_lock", none)
-    Sole(tmp_path / ".model.lock", "out").end()
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"started": "1"}, sys.platform != "linux"),  # a number that has come again
+        ({"started": ""}, True),
+        ({"where": "another machine"}, True),
+        (None, True),
+    ],
+    ids=["runs", "number again", "beginning unknown", "elsewhere", "not written to its end"],
+)
+def test_without_locks_only_what_a_process_from_here_has_left_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str] | None, refused: bool
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path, held = tmp_path / ".model.lock", tmp_path / ".model.lock.held"
+    first = Sole(path, "out")
+    theirs = "" if changed is None else json.dumps({**json.loads(held.read_text()), **changed})
+    held.write_text(theirs)
+    if refused:
+        with pytest.raises(RunError, match=f"out is being written by .*, as {held} says"):
+            Sole(path, "out")
+        assert held.read_text() == theirs
+    else:
+        Sole(path, "out").end()
+        assert not held.exists()
+    held.write_text("of another, after somebody has deleted the first one's")
+    first.end()
+    assert held.exists()
+
+
+def test_without_locks_one_of_two_successors_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one has read who has ended before the other one has put its own name there."""
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path, held = tmp_path / ".model.lock", tmp_path / ".model.lock.held"
+    with subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_LOCKS + HOLD, str(path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        other.kill()
+    running, faster = files.is_running, list[Sole]()
+
+    def slow(pid: int) -> bool:
+        if not faster:
+            faster.append(None)  # type: ignore[arg-type]
+            faster[0] = Sole(path, "out")
+        return running(pid)
+
+    monkeypatch.setattr(files, "is_running", slow)
+    with pytest.raises(RunError, match=f"by process {os.getpid()} on "):
+        Sole(path, "out")
+    assert held.exists()
+    faster[0].end()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="where nobody waits for a process is asked of Linux")

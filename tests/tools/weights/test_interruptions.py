@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -187,6 +189,62 @@ def test_a_second_writer_is_refused_and_the_first_ends_whole(model: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "twice", "whole"]
     for text, written in zip(said, ("twice/release", "out"), strict=True):
         assert f"{tmp_path / written} is being written by process {os.getpid()} on " in text
+
+
+STALLED = """
+import errno, fcntl, sys
+from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import ShardFile
+from mindspeed_dsa.tools.weights import importing
+
+def flock(*args):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+def stalled(original):
+    def call(*args):
+        global stalls
+        if stalls:
+            stalls = False
+            print("writes", flush=True)
+            sys.stdin.readline()
+        return original(*args)
+    return call
+
+stalls, fcntl.flock = True, flock
+importing.read_piece = stalled(importing.read_piece)
+ShardFile.write = stalled(ShardFile.write)
+sys.exit(main(["weights", *sys.argv[1:]]))
+"""
+"""Program on a file system without locks that waits for a line before it writes the first tensor."""
+
+
+@pytest.mark.full
+def test_without_locks_two_writers_do_not_meet(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one would delete what the first one has not finished."""
+
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    done("import", model, tmp_path / "whole")
+    for words in (("export", tmp_path / "whole", tmp_path / "out"), ("import", model, tmp_path / "twice")):
+        command = [sys.executable, "-c", STALLED, *map(str, words)]
+        pipes: dict[str, int] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, env=environment(), text=True, **pipes) as first:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "writes\n"
+            others = ("--shard-size", PART) if words[0] == "export" else ("--dtype", "float32")
+            status, text = models.weights(*words, *others)
+            _, said = first.communicate("go on\n", timeout=120)
+        assert first.returncode == 0, said
+        assert status == 2
+        assert f"is being written by process {first.pid} on " in text
+    assert models.same(models.tensors_of(tmp_path / "out"), models.tensors_of(model))
+    assert contents(tmp_path / "twice" / "release").keys() >= {"metadata.json", ".metadata"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "twice", "whole"]
+    assert len(list((tmp_path / "twice").iterdir())) == len(list((tmp_path / "whole").iterdir()))
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mindspeed_dsa.runs.files import RunError, is_running, status, write_atomically
+from mindspeed_dsa.runs.files import RunError, is_running, started, write_atomically
 
 FILE = ".dsa_job.json"
 
@@ -53,7 +53,7 @@ class Claims:
                 "or name another folder"
             )
         pid = os.getpid()
-        mine = {"job": self.job, "host": socket.gethostname(), "pid": pid, "started": _started(pid)}
+        mine = {"job": self.job, "host": socket.gethostname(), "pid": pid, "started": started(pid)}
         write_atomically(folder / FILE, json.dumps(mine) + "\n")
         self._claimed.add(folder)
 
@@ -72,12 +72,4 @@ def _runs_here(claimed: dict[str, Any]) -> bool:
     pid = claimed.get("pid")
     if claimed.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
-    return pid != os.getpid() and is_running(pid) and claimed.get("started") == _started(pid)
-
-
-def _started(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; nothing where that cannot be asked.
-
-    Numbers of processes come again; a number with its beginning does not.
-    """
-    return "".join(status(pid)[19:20])
+    return pid != os.getpid() and is_running(pid) and claimed.get("started") == started(pid)
