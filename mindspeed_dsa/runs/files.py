@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import uuid
@@ -159,6 +160,17 @@ def sweep(folder: Path) -> None:
     """Delete what killed writers have left below a folder that nobody else writes to."""
     for left in folder.rglob("*.partial"):
         left.unlink(missing_ok=True)
+
+
+def delete(folder: Path) -> None:
+    """Delete a folder that others may be deleting as well: what is gone already is deleted.
+
+    Raises:
+        OSError: something in it cannot be deleted.
+    """
+    while os.path.lexists(folder):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 class Sole:

@@ -10,13 +10,12 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import RunError, beside, number
+from mindspeed_dsa.runs.files import RunError, beside, delete, number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -245,7 +244,7 @@ def remove(path: Path) -> None:
     """
     doomed = beside(path, "deleted")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    delete(doomed)  # which the next deletion may have found
 
 
 def superfluous(folder: Path, known: Sequence[State], keep: int) -> list[State]:

@@ -9,8 +9,8 @@ goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -26,9 +26,12 @@ from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
 from mindspeed_dsa.features.checkpoints.whole.written import Summed, forget, left
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import RunError, sync
+from mindspeed_dsa.runs.files import RunError, delete, sync
 from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, remove, tracked
+
+_deleting = threading.Lock()
+"""Of the threads that delete checkpoints: one after the other."""
 
 
 def claim_before_training(context: Context[Options]) -> None:
@@ -207,10 +210,12 @@ def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
 
 def _remove(old: Path, log: Log) -> None:
     """Delete a checkpoint that ``--save-retain-interval`` does not keep; what cannot be deleted stays."""
-    for half in old.parent.glob(".iter_*.deleted"):  # of a killed job, or of a thread that is at it still
-        shutil.rmtree(half, ignore_errors=True)
     try:
-        remove(old)
+        with _deleting:
+            for half in old.parent.glob(".iter_*.deleted"):  # of a killed job
+                with contextlib.suppress(OSError):
+                    delete(half)
+            remove(old)
     except OSError as error:
         log.warning("%s cannot be deleted: %s", old, error)
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 from mindspeed_dsa.features.checkpoints.whole import saving
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, state_of
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, remove, state_of
 from tests.features.checkpoints.whole.conftest import Job
 from tests.features.checkpoints.whole.folders import checkpoint
 
@@ -97,3 +99,51 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_and_ends_nothing(
     assert "iter_0000003 cannot be deleted: [Errno 30] Read-only file system" in said[0]
     assert "deleted" in said[1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_deletions_that_overlap_are_said_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save ends while the checkpoint before the one before is still being deleted."""
+    said: list[str] = []
+    log = SimpleNamespace(
+        warning=lambda text, *args: said.append(text % args),
+        info=lambda text, *args: said.append(text % args),
+    )
+    rmtree, at_it, go_on = shutil.rmtree, threading.Event(), threading.Event()
+
+    def slow(path: Path, *args: Any, **kwargs: Any) -> None:
+        if "iter_0000001" in Path(path).name and not at_it.is_set():
+            at_it.set()
+            go_on.wait(20)
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    olds = [checkpoint(tmp_path, iteration) for iteration in (1, 2)]
+    first, second = (threading.Thread(target=saving._remove, args=(old, log)) for old in olds)
+    first.start()
+    assert at_it.wait(20)
+    second.start()
+    second.join(0.2)  # which waits for the first one, or deletes what that one is about to
+    go_on.set()
+    first.join(20)
+    second.join(20)
+    assert [text.startswith("deleted ") for text in said] == [True, True], said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_process_has_deleted_meanwhile_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree, times = shutil.rmtree, list[Path]()
+
+    def overtaken(path: Path, *args: Any, **kwargs: Any) -> None:
+        times.append(path)
+        if len(times) == 1:
+            (path / "common.pt").unlink()
+            raise FileNotFoundError(2, "No such file or directory", str(path / "common.pt"))
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", overtaken)
+    remove(checkpoint(tmp_path, 3))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):  # there was none
+        remove(tmp_path / "iter_0000003")
