@@ -2,7 +2,8 @@
 
 The folder may come from anywhere. A link in it that leads to another place would have a file of this machine
 published with the trained model, so it is refused by name. Hugging Face's cache is made of links as well:
-each file of ``snapshots/REVISION`` is one into ``blobs`` beside ``snapshots``, and these are its own.
+each file of ``snapshots/REVISION`` or of a folder in it is one into ``blobs`` beside ``snapshots``, and these
+are its own.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 def _leads_out(folder: Path, path: Path) -> str:
     """Return in words that a file is elsewhere; nothing where it is in the folder or in its cache's blobs."""
     own, target = [folder.resolve()], path.resolve()
-    blobs = own[0].parent.parent / "blobs"
-    if own[0].parent.name == "snapshots" and not blobs.is_symlink():
+    snapshots = next((parent for parent in own[0].parents if parent.name == "snapshots"), None)
+    if snapshots is not None and not (blobs := snapshots.parent / "blobs").is_symlink():
         own.append(blobs)
     if any(target.is_relative_to(each) for each in own):
         return ""
