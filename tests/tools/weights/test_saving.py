@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mindspeed_dsa import log
-from mindspeed_dsa.features.checkpoints.hugging_face import saving
+from mindspeed_dsa.features.checkpoints.hugging_face import companions, saving
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import SAVE, Save
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
@@ -111,6 +111,53 @@ def test_a_model_stays_until_the_one_that_replaces_it_is_whole(
     assert is_model(tmp_path, second)
 
 
+def test_a_model_is_back_where_the_one_that_replaces_it_gets_no_name(
+    made: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = made
+    saving.export(step_of(first, tmp_path), 3, options(tmp_path), log.get())
+    job, rename = step_of(second, tmp_path), os.rename
+
+    def fails(old: Path, new: Path) -> None:
+        if Path(old).name == ".iter_0000003.partial":
+            raise OSError(5, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(RunError, match="Input/output error"):
+        saving.export(job, 3, options(tmp_path), log.get())
+    assert is_model(tmp_path, first)
+    monkeypatch.undo()
+    saving.export(job, 3, options(tmp_path), log.get())
+    assert is_model(tmp_path, second)
+    assert sorted(os.listdir(tmp_path / "models")) == [".iter_0000003.json", "iter_0000003"]
+
+
+def test_a_replaced_model_that_cannot_be_deleted_is_said_and_the_new_one_stays(
+    made: tuple[Path, Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second, _ = made
+    saving.export(step_of(first, tmp_path), 3, options(tmp_path), log.get())
+    job, rmtree = step_of(second, tmp_path), shutil.rmtree
+
+    def busy(path: Path, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith(".replaced"):
+            raise OSError(16, "Device or resource busy")
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert saving.export(job, 3, options(tmp_path), log.get()) is not None
+    assert is_model(tmp_path, second)
+    assert ".replaced, which " in (said := capsys.readouterr().err)
+    assert "cannot be deleted: [Errno 16] Device or resource busy" in said
+    monkeypatch.undo()
+    saving.export(step_of(first, tmp_path, at=10.0), 3, options(tmp_path), log.get())
+    assert sorted(os.listdir(tmp_path / "models")) == [".iter_0000003.json", "iter_0000003"]
+
+
 def test_what_is_no_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
     mine = tmp_path / "models" / "iter_0000003" / "mine"
     mine.parent.mkdir(parents=True)
@@ -160,6 +207,16 @@ def test_links_within_a_folder_and_those_of_the_cache_are_followed(
     assert (tmp_path / "out" / "vocab.txt").read_text() == "{}\n"
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
     assert models.same(models.tensors_of(tmp_path / "out"), models.tensors_of(made[0]))
+    below = snapshot / "main" / "bf16"  # a folder of the model's among several in one repository
+    below.mkdir(parents=True)
+    for file in [path for path in snapshot.iterdir() if path.is_symlink()]:
+        (below / file.name).symlink_to(Path("../..", os.readlink(file)))
+    (below / "vocab.txt").unlink()
+    assert list(companions.problems(below, weights=True)) == []
+    (below / "merges.txt").symlink_to("../../config.json")
+    assert list(companions.problems(below, weights=True)) == []
+    (below / "vocab.txt").symlink_to(secret)
+    assert [str(secret) in each for each in companions.problems(below, weights=True)] == [True]
     # A folder that is laid out like the cache may still lead elsewhere.
     (cache / "blobs" / "aside").symlink_to(secret)
     (snapshot / "merges.txt").symlink_to("../../blobs/aside")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, fp8
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import listed, weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, WeightFiles, stamps_of
@@ -35,7 +36,16 @@ from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import (
 )
 from mindspeed_dsa.features.checkpoints.hugging_face.threads import in_threads, one_at_a_time
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
-from mindspeed_dsa.runs.files import RunError, Sole, beside, sweep, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.files import (
+    RunError,
+    Sole,
+    beside,
+    delete,
+    sweep,
+    sync,
+    sync_tree,
+    write_atomically,
+)
 
 _JOB = "export.json"
 _NOT_QUANTISED = (
@@ -365,14 +375,27 @@ class Export:
             companions.copy(self.wish.like, partial)
         (partial / _JOB).unlink()
         sync_tree(partial)
+        self._name()
+
+    def _name(self) -> None:
+        """Give the folder its name, and delete the one that it replaces."""
         target = self.wish.target
         stale = beside(target, "replaced")
-        if self.wish.replaces and target.exists():
+        replaces = self.wish.replaces and target.exists()
+        if replaces:
             os.rename(target, stale)
-        os.rename(partial, target)
+        try:
+            os.rename(self.partial, target)
+        except BaseException:
+            if replaces and not target.exists():
+                os.rename(stale, target)
+            raise
         sync(target.parent)
         for old in target.parent.glob(f".{glob.escape(target.name)}.*.replaced"):  # killed writers' as well
-            shutil.rmtree(old)
+            try:
+                delete(old)
+            except OSError as error:
+                log.get().warning("%s, which %s replaces, cannot be deleted: %s", old, target, error)
 
     def end(self) -> None:
         """Let others write the folder; whoever has called :meth:`begin` does it, in whatever way it ends."""
