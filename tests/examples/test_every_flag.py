@@ -112,7 +112,7 @@ USED = {
 
 NOT_OF_THIS_JOB = {
     *("--dsa-kernel-backend", "--multi-latent-attention", "--use-flash-attn"),
-    "--sft-tokenizer-prompt-format",
+    *("--sft-tokenizer-prompt-format", "--eval-micro-batch-size"),
 }
 NOT_HERE = {
     *("--mindspeed-platform", "--use-ascend-mc2", "--coc-fused-kernel"),  # devices
@@ -183,7 +183,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tupl
     return [(words[0], *answer) for words, answer in each], dict(zip(USED, found[len(alone) :], strict=True))
 
 
-@pytest.mark.full
 def test_every_flag_passes_or_is_refused_in_one_message(answers: Any) -> None:
     alone, _ = answers
     problems = [unclear(*answer) for answer in alone]
