@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import mindspeed_dsa
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from tests.support.import_graph import Sources
 
 PACKAGE = "mindspeed_dsa"
@@ -108,3 +109,10 @@ def test_every_exception_is_needed(sources):
     for name in SMALL:
         file = sources.files[f"{PACKAGE}.{name}"]
         assert len(file.read_text(encoding="utf-8").splitlines()) < SMALLEST, name
+
+
+def test_megatrons_tracker_is_named_once(sources):
+    files = [
+        name for name, file in sources.files.items() if f'"{TRACKER}"' in file.read_text(encoding="utf-8")
+    ]
+    assert files == [f"{PACKAGE}.runs.whole_checkpoints"]

@@ -19,6 +19,7 @@ from mindspeed_dsa.runs.files import RunError, beside, delete, number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+"""Megatron's name of a checkpoint that no job has written: loaded without optimizer, from step 0 on."""
 UNCHECKED = f"it has no {manifest.NAME}, as Megatron alone writes it, and is taken unchecked"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _LAST = "metadata.json"

@@ -15,6 +15,11 @@ from mindspeed_dsa.runs.files import RunError
 T = TypeVar("T")
 
 
+def is_first() -> bool:
+    """Return whether this is the first rank, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def decided(do: Callable[[], T], who: str) -> T:
     """Return what the first rank finds, on all ranks: of a shared folder another machine may see less.
 
@@ -25,8 +30,7 @@ def decided(do: Callable[[], T], who: str) -> T:
     Raises:
         RunError: on all ranks, as :func:`together` raises it.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    told = [together(lambda: do() if first else None, who)]
+    told = [together(lambda: do() if is_first() else None, who)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(told, src=0)
     (result,) = told

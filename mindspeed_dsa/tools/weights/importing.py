@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.checkpoints.agreement import together
+from mindspeed_dsa.features.checkpoints.agreement import is_first, together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import difference, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.files import stamps_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
@@ -33,14 +33,12 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
     write_part,
 )
 from mindspeed_dsa.runs.files import RunError, Sole, sweep, sync, sync_tree, write_atomically
+from mindspeed_dsa.runs.whole_checkpoints import RELEASE, TRACKER
 from mindspeed_dsa.tools.weights import rank_files
 from mindspeed_dsa.tools.weights.model import built
 from mindspeed_dsa.tools.weights.rank_files import Layout
 
 WHO = "mindspeed_dsa weights"
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""Megatron's name of a checkpoint that no job has written: loaded without optimizer, from step 0 on."""
 _PART_BYTES = 2**29
 
 
@@ -128,9 +126,9 @@ def _write(wanted: Import, shape: Shape, progress: Callable[[int], Callable[[int
         together(lambda: _require_none(wanted, wrong_shapes(pieces, wanted.files, shape.layers)), WHO)
         strategy = _Streaming.of(megatron, wanted, shape.layers, progress)
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
-        together(lambda: _begin(wanted, bytes_of(pieces)) if _first() else None, WHO)
+        together(lambda: _begin(wanted, bytes_of(pieces)) if is_first() else None, WHO)
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
-        together(lambda: _publish(wanted) if _first() else None, WHO)
+        together(lambda: _publish(wanted) if is_first() else None, WHO)
 
 
 def _write_rank_files(
@@ -146,7 +144,7 @@ def _write_rank_files(
         return sum(each.bytes for each in everything), everything[rank::ranks]
 
     total, mine = together(planned, WHO)
-    together(lambda: _begin(wanted, total) if _first() else None, WHO)
+    together(lambda: _begin(wanted, total) if is_first() else None, WHO)
 
     def write() -> None:
         wrote = progress(sum(each.bytes for each in mine))
@@ -155,7 +153,7 @@ def _write_rank_files(
             wrote(each.bytes)
 
     together(write, WHO)
-    together(lambda: _publish(wanted) if _first() else None, WHO)
+    together(lambda: _publish(wanted) if is_first() else None, WHO)
 
 
 def _check(wanted: Import, shape: Shape) -> None:
@@ -187,14 +185,10 @@ def _require_room_for_name(wanted: Import) -> None:
         )
 
 
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 @contextlib.contextmanager
 def _alone(wanted: Import) -> Iterator[None]:
     """Keep other imports out while all ranks write; the first one holds the lock."""
-    sole = together(lambda: Sole(wanted.lock, f"{WHO}: {wanted.final}") if _first() else None, WHO)
+    sole = together(lambda: Sole(wanted.lock, f"{WHO}: {wanted.final}") if is_first() else None, WHO)
     try:
         yield
     finally:

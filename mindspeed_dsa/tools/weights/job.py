@@ -23,6 +23,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Rea
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from mindspeed_dsa.tools.planner.flags import pattern
 from mindspeed_dsa.tools.weights.importing import WHO, Import
 from mindspeed_dsa.tools.weights.rank_files import layout_of
@@ -192,7 +193,7 @@ def wish_of(options: argparse.Namespace) -> Wish:
 
 def _newest(folder: Path) -> Path:
     """Return the checkpoint that a folder is, or whose newest its tracker names."""
-    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
     name = tracker.read_text(encoding="ascii", errors="replace").strip()

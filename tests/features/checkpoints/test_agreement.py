@@ -19,6 +19,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.agreement import together
 from mindspeed_dsa.features.checkpoints.hugging_face import loading, saving
 from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from tests.features.checkpoints.hugging_face import test_loading
 
 HERE = "tests.features.checkpoints.test_agreement"
@@ -109,9 +110,9 @@ def test_the_first_rank_decides_for_all_what_is_there(pool, tmp_path: Path) -> N
     """A rank that decides for itself leaves the others in a collective."""
     for rank in range(2):
         (tmp_path / f"rank {rank}").mkdir()
-    (tmp_path / "rank 0" / loading.TRACKER).write_text("3")
+    (tmp_path / "rank 0" / TRACKER).write_text("3")
     assert pool.run(f"{HERE}:seen", 2, timeout_s=60, folder=str(tmp_path)) == [[3, True]] * 2
-    (tmp_path / "rank 0" / loading.TRACKER).rename(tmp_path / "rank 1" / loading.TRACKER)
+    (tmp_path / "rank 0" / TRACKER).rename(tmp_path / "rank 1" / TRACKER)
     assert pool.run(f"{HERE}:seen", 2, timeout_s=60, folder=str(tmp_path)) == [[False]] * 2
 
 

@@ -24,8 +24,8 @@ from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.errors import show_without_traceback
 from mindspeed_dsa.runs.files import RunError, amount
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _WHO = "mindspeed_dsa load-hf"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.checkpoints.agreement import decided, together
+from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export, Wish
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
@@ -140,9 +140,9 @@ def write_together(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     plan = together(lambda: Export(wish()), who)
     try:
-        together(lambda: plan.begin() if rank == 0 else None, who)
+        together(lambda: plan.begin() if is_first() else None, who)
         together(lambda: plan.write(rank, ranks, progress), who)
-        together(lambda: plan.publish() if rank == 0 else None, who)
+        together(lambda: plan.publish() if is_first() else None, who)
     finally:
         plan.end()
     return plan

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.checkpoints.agreement import together
+from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
 from mindspeed_dsa.features.checkpoints.whole.written import Summed, forget, left
@@ -43,9 +43,7 @@ def claim_before_training(context: Context[Options]) -> None:
     folder = context.options.save
     if folder is not None:
         claims = context.state(Work).claims
-        together(
-            lambda: claims.claim(folder) if _rank() == 0 else None, f"{context.feature}: --save {folder}"
-        )
+        together(lambda: claims.claim(folder) if is_first() else None, f"{context.feature}: --save {folder}")
 
 
 def save_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -97,7 +95,7 @@ def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Sav
         save.tracker.unlink(missing_ok=True)  # of a killed job; Megatron would read which one came before
 
     together(
-        lambda: prepare() if _rank() == 0 else None, f"{work.context.feature}: {save.path} cannot be written"
+        lambda: prepare() if is_first() else None, f"{work.context.feature}: {save.path} cannot be written"
     )
     return save
 
@@ -140,7 +138,7 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
     """Return Megatron's ``AsyncRequest`` of a save with the sums and the manifest added to it."""
-    if _rank() == 0:
+    if is_first():
         request.add_finalize_fn(lambda: end(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
@@ -164,17 +162,14 @@ def end(save: Save, work: Work) -> None:
 def finish(save: Save, work: Work) -> None:
     """Write the manifest of a synchronous save; ranks share the reading of files whose sums are not known."""
     who = f"{work.context.feature}: {save.path} cannot be written"
-    of_writing = together(lambda: left(save.path, save.token) if _rank() == 0 else {}, who)
-    told = [together(lambda: _by_size(save.path, of_writing) if _rank() == 0 else [], who)]
-    if _ranks() > 1:
-        dist.broadcast_object_list(told, src=0)
-    mine = told[0][_rank() :: _ranks()]
+    of_writing = together(lambda: left(save.path, save.token) if is_first() else {}, who)
+    mine = decided(lambda: _by_size(save.path, of_writing), who)[_rank() :: _ranks()]
     shares = [together(lambda: _seen(save.path, mine), who)]
     if _ranks() > 1:
         own, shares = shares[0], [{}] * _ranks()
         dist.all_gather_object(shares, own)
     known = {name: entry for share in (of_writing, *shares) for name, entry in share.items()}
-    together(lambda: _publish(save, known, work) if _rank() == 0 else None, who)
+    together(lambda: _publish(save, known, work) if is_first() else None, who)
 
 
 def _by_size(checkpoint: Path, but: Mapping[str, Entry]) -> list[str]:

@@ -17,6 +17,7 @@ from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import loading
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.runs.files import RunError
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 
 JOB = SimpleNamespace(
     num_layers=3,
@@ -79,7 +80,7 @@ def test_a_model_that_nobody_has_filled_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool
 ) -> None:
     once, job = SimpleNamespace(done=False), SimpleNamespace(load=str(tmp_path))
-    (tmp_path / loading.TRACKER).write_text("5")
+    (tmp_path / TRACKER).write_text("5")
     context = SimpleNamespace(
         state=lambda _: once,
         megatron=lambda _: SimpleNamespace(get_args=lambda: job),
