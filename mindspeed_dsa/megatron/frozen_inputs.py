@@ -2,12 +2,14 @@
 
 Autograd calls the backward of a reentrant checkpoint only where an input of the function wants a gradient:
 behind a frozen embedding none does, and no weight of a recomputed layer would get a gradient. There one of
-the inputs is made to want one. What lies before it gets none.
+the inputs is made to want one. What lies before it gets none. Megatron's ``CheckpointWithoutOutput`` is such
+a function too; there, moreover, what no input wants a gradient of cannot be computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +23,7 @@ def checkpoint_learning(
 ) -> Any:
     """Checkpoint a function so that its weights learn whatever its inputs want.
 
-    Where no module that the function calls has a weight that wants a gradient, the outputs want none, and
-    nothing is computed again.
+    Where no module that the function calls has a weight that wants a gradient, the outputs want none.
 
     Args:
         checkpoint: Megatron's, or one that is called as such: runs the function without a graph, and again in
@@ -42,6 +43,34 @@ def checkpoint_learning(
     wanting = args[at].detach().requires_grad_()
     outputs = checkpoint(run, *args[:at], wanting, *args[at + 1 :], **kwargs)
     return outputs if run.learns else tree_map_only(Tensor, Tensor.detach, outputs)
+
+
+def learn_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``checkpoint`` of Megatron's ``CheckpointWithoutOutput``."""
+
+    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint_learning(partial(original, self), _ending_in_leaves(run_function), *args)
+
+    return checkpoint
+
+
+def _ending_in_leaves(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, all of whose outputs take a gradient from its second run on.
+
+    Megatron's class hands each of them one, which is an error where neither inputs nor weights of an output
+    want it.
+    """
+    has_run = False
+
+    def run(*args: Any) -> Any:
+        nonlocal has_run
+        outputs = function(*args)
+        if has_run:
+            tree_map_only(Tensor, Tensor.requires_grad_, outputs)
+        has_run = True
+        return outputs
+
+    return run
 
 
 def _may_want(value: Any) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
+from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning, learn_without_output
 from tests.matrix import model as tiny
 from tests.matrix import steps
 from tests.support.model import assert_same_gradients, put_together
@@ -20,6 +22,7 @@ FUSED = {"use_fused_dsa": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}
+OUTPUTS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mla_up_proj"]}
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 
 
@@ -33,12 +36,33 @@ def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
             parameter.requires_grad_(not any(part in name for part in frozen))
         return model
 
-    with mock.patch.object(tiny, "gpt_model", gpt_model):
+    with mock.patch.object(tiny, "gpt_model", gpt_model), transformer_engine():
         return steps.step(**arguments)
+
+
+def transformer_engine() -> Any:
+    """What Megatron's ``CheckpointWithoutOutput`` takes from it, for jobs without fp8."""
+    from megatron.core.tensor_parallel import random
+
+    return mock.patch.multiple(
+        random,
+        create=True,
+        FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+        activation_recompute_forward=lambda **_: nullcontext(),
+        fp8_autocast=lambda **_: nullcontext(),
+    )
 
 
 EMBEDDING = ["embedding"]
 ALL_BEFORE_CORE = ["embedding", "input_layernorm", "linear_q_", "linear_kv_"]
+ALL_BUT_QUERIES = [
+    "embedding",
+    "input_layernorm",
+    "linear_q_down",
+    "q_layernorm",
+    "linear_kv_",
+    "kv_layernorm",
+]
 ALL_BUT_LAST = ["embedding", "layers.0", "layers.1", "layers.2"]
 ALL_BUT_MTP = ["embedding", "decoder", "output_layer"]
 PARTS = ("layernorm", "linear_q_", "linear_kv_", "linear_proj", "mlp")
@@ -53,12 +77,25 @@ AHEAD = {"recompute_in_advance": True}
         (EMBEDDING, FULL, FUSED, {"tp": 2}),
         (EMBEDDING, BLOCK, FUSED, {"pp": 2}),
         (ALL_BEFORE_CORE, SELECTIVE, {}, {}),
+        (EMBEDDING, OUTPUTS, {}, {}),
+        (ALL_BUT_QUERIES, OUTPUTS, FUSED, {}),
         (EMBEDDING, FULL, AHEAD, {"pp": 2}),
         (ALL_BUT_LAST, FULL, FUSED, {}),
         (ALL_BUT_INDEXERS, FULL, FUSED, {}),
         (ALL_BUT_MTP, {**FULL, **MTP}, FUSED, {}),
     ],
-    ids=["stock", "TP2", "block, PP2", "selective", "ahead", "last layer", "indexers", "MTP"],
+    ids=[
+        "stock",
+        "TP2",
+        "block, PP2",
+        "selective",
+        "outputs",
+        "outputs of queries",
+        "ahead",
+        "last layer",
+        "indexers",
+        "MTP",
+    ],
 )
 def test_what_learns_learns_the_same(pool, frozen, recompute, switches, layout):
     def step(switches, overrides):
@@ -105,6 +142,40 @@ def test_what_does_not_learn_is_not_computed_again(learns):
         output.sum().backward()
         assert torch.equal(layer.weight.grad, frozen(rows).sum(0).expand(4, 4))
     assert runs == [False, True][: 1 + learns]
+    assert not rows.requires_grad
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_outputs_that_are_discarded(monkeypatch, learns):
+    """Megatron's own class, which would give outputs that want no gradient and cannot be computed again."""
+    from megatron.core.tensor_parallel import random
+
+    whole = random.CheckpointWithoutOutput.checkpoint
+    monkeypatch.setattr(random.CheckpointWithoutOutput, "checkpoint", learn_without_output(whole))
+    monkeypatch.setattr(random, "_get_all_rng_states", tuple)
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda *_: None)
+    monkeypatch.setattr(random, "_fork_rng", nullcontext)
+    frozen, layer = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4).requires_grad_(learns)
+    after = torch.nn.Linear(4, 4)
+
+    def run(rows, more):
+        return layer(rows), frozen(more)
+
+    rows = torch.randn(2, 4)
+    with transformer_engine():
+        checkpoint = random.CheckpointWithoutOutput()
+        outputs = checkpoint.checkpoint(run, rows, rows)
+        assert outputs[0].requires_grad is learns
+        consumed = after(outputs[0]) * after(outputs[1])
+        checkpoint.discard_output_and_register_recompute(consumed)
+        assert not any(output.untyped_storage().nbytes() for output in outputs)
+        consumed.square().sum().backward()
+    found = [each.grad for each in (*layer.parameters(), *after.parameters())]
+    again = after(layer(rows)) * after(frozen(rows))
+    weights = [each for each in (*layer.parameters(), *after.parameters()) if each.requires_grad]
+    expected = torch.autograd.grad(again.square().sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(found[2 * (not learns) :], expected, strict=True))
+    assert found[0] is not None if learns else found[0] is None
     assert not rows.requires_grad
 
 

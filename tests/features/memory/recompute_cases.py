@@ -207,6 +207,15 @@ def without_gradients(switches: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
+def checkpoints_on(switches: Mapping[str, Any]) -> list[str]:
+    """Features that change how Megatron's modules recompute outputs, with all patches in place."""
+    job.start(switches)
+    from mindspeed_dsa import session
+
+    running = session.current()
+    return [name for name in running.contexts if name.startswith("recompute-outputs")] if running else []
+
+
 def after_undo(switches: Mapping[str, Any]) -> dict[str, Any]:
     """A model that outlives the feature: it is Megatron's, and so are its functions."""
     import megatron.core.transformer.mlp as mlp

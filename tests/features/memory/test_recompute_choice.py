@@ -7,7 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.memory.recompute_outputs.feature import ACTIVATION_FUNCTION, NORM, OUTPUTS
+from mindspeed_dsa.features.memory.recompute_outputs.feature import (
+    ACTIVATION_FUNCTION,
+    NORM,
+    OUTPUTS,
+)
 
 CASES = "tests.features.memory.recompute_cases"
 check_activation, check_norm, check_outputs = ACTIVATION_FUNCTION.problems, NORM.problems, OUTPUTS.problems
@@ -70,6 +74,14 @@ def test_modules_that_need_the_checkpoint(monkeypatch, module, engine):
     problems = check_outputs(args)
     assert len(problems) == (0 if engine else 1)
     assert all(f"--recompute-modules {module} without Transformer Engine" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_megatrons_checkpoint_is_repaired_where_it_stays(pool, replaced):
+    on = {"experimental_attention_variant": "dsa", "recompute_norm": replaced}
+    assert pool.run(f"{CASES}:checkpoints_on", 1, switches=on) == [
+        ["recompute-outputs" if replaced else "recompute-outputs-learning"]
+    ]
 
 
 def test_modules_whose_checkpoint_knows_that_there_is_no_fp8():

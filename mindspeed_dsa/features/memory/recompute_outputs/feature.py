@@ -1,7 +1,7 @@
 """Outputs that only their consumer's backward reads, freed after the forward and recomputed before that.
 
-Three features: the norms of a layer, the activation functions of its MLPs, and the checkpoint that both of
-them and Megatron's own modules recompute with (``checkpoint.py``).
+Four features: the norms of a layer, the activation functions of its MLPs, the checkpoint that both of
+them and Megatron's own modules recompute with (``checkpoint.py``), and a repair of Megatron's where it stays.
 
 tests: tests/features/memory/recompute_activation_function, tests/features/memory/recompute_norm
 """
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from mindspeed_dsa.feature import Feature, Flag, Requires
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag, Requires
 from mindspeed_dsa.features.memory import chosen_layers
 from mindspeed_dsa.features.memory.chosen_layers import LayerOptions, check_layers
-from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards, wanted
+from mindspeed_dsa.features.memory.conditions import any_of, check_weight_shards, wanted, without
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.memory.recompute_outputs"
@@ -231,6 +232,27 @@ OUTPUTS = Feature(
     active=any_of(_activation_wanted, _norm_wanted, wanted("recompute_verify"), recomputes_without_engine),
     options=Options.of,
     check=check_outputs,
+    doc="recompute-outputs.md",
+)
+
+LEARNING_OUTPUTS = Feature(
+    name="recompute-outputs-learning",
+    summary="Has weights behind frozen modules learn where Megatron's own checkpoint without output "
+    "recomputes: with Transformer Engine, or in mla_up_proj.",
+    flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
+    patches=(
+        Patch(
+            "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
+            "wrap",
+            "mindspeed_dsa.megatron.frozen_inputs:learn_without_output",
+            "weights get no gradient where no input wants one, and the output cannot be computed again",
+            params=("run_function",),
+            versions=releases.SERVED,
+        ),
+    ),
+    requires=_REQUIRES,
+    active=without(uses_dsa, "recompute-outputs"),
+    when="the model uses DSA, and Megatron's checkpoint is not replaced",
     doc="recompute-outputs.md",
 )
 
