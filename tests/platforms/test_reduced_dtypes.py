@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mindspeed_dsa
 from mindspeed_dsa.features.diagnostics.steps import metrics
 from mindspeed_dsa.megatron import measured
+from tests.support.stand_in import measures
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
 # Backends of operators on other devices.
@@ -46,6 +47,7 @@ def test_the_largest_peak_of_memory_is_exact(mine):
         assert metrics._largest_over_ranks(mine) == max(mine, theirs)
 
 
+@measures
 def test_the_slowest_rank():
     with as_hccl(1e9):
         assert measured.slowest({"rows": 0.5}, None) == {"rows": 1e9}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa import log
+from tests.support.stand_in import measures
 
 CASE = "tests.features.tensor_parallel.test_tuning"
 
@@ -47,6 +48,7 @@ def choose(problems, seconds):
     return chosen, runs, kept
 
 
+@measures
 @pytest.mark.parametrize(
     ("seconds", "best"),
     [
@@ -65,6 +67,7 @@ def test_the_slowest_rank_decides_and_nobody_measures_twice(pool, seconds, best)
         assert kept == [64]
 
 
+@measures
 def test_lengths_without_end_are_not_measured_without_end(pool):
     seconds = [{1: 1.0, 2: 0.5, 4: 0.6, 8: 0.7}] * 2
     lengths = [*range(100, 140), 100, 139]

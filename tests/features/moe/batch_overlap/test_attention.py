@@ -10,6 +10,7 @@ from tests.features.moe.balanced_experts.popular_experts import ALWAYS as HOT_EX
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS, ATTENTION, FASTER, MEASURED, SLOWER
 from tests.features.moe.batch_overlap.test_model import FUSED, INTERLEAVED, WHOLE_EXPERTS
 from tests.support.model import assert_same_gradients, losses_of
+from tests.support.stand_in import measures
 
 BALANCED = {
     "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss", "global_aux_loss"],
@@ -141,6 +142,7 @@ def test_order_of_events(pool, sequences):
         ]
 
 
+@measures
 def test_measured_with_attention(pool):
     """The first step measures whole layers, halves one after the other, and halves that hide each other."""
     layout = {"ep": 2, "etp": 1, "overrides": BALANCED}

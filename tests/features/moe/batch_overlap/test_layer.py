@@ -10,6 +10,7 @@ import torch
 from mindspeed_dsa.features.moe.batch_overlap import choice
 from tests.features.moe.batch_overlap.layer_in_halves import ALWAYS, MEASURED
 from tests.support import moe
+from tests.support.stand_in import measures
 
 CASES = "tests.features.moe.batch_overlap.layer_in_halves"
 OVERLAP = "tests.features.moe.alltoall_overlap.overlapped_layer"
@@ -80,6 +81,7 @@ def test_load_balancing_is_of_the_whole_microbatch(pool, kind, coeff):
         moe.assert_same(ours, theirs)
 
 
+@measures
 @pytest.mark.parametrize(
     ("beside", "launched"),
     [({}, 0), pytest.param(OVERLAPPED, 2 * 6, marks=pytest.mark.full)],
