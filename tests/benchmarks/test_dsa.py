@@ -134,6 +134,7 @@ def test_sizes_of_glm():
     assert Sizes.of(MODELS["deepseek-v3.2"], **dsa.SCALED) == Sizes()
 
 
+@pytest.mark.full
 def test_time_in_the_indexers_of_layers_that_share(capsys):
     """The parts of the quick run: one layer of four has an indexer, and its selection is kept once."""
     assert cli.main(["dsa", "--quick", "--model", "glm-5.2", "--only", "sharing", "--device", "cpu"]) == 0
@@ -209,6 +210,7 @@ def test_forms_that_differ_are_not_timed(monkeypatch):
         forms.choice(TINY, (48,), rounds=1)
 
 
+@pytest.mark.full
 def test_sides_that_differ_are_not_compared(monkeypatch):
     pytest.importorskip("megatron.core")
     assert problem.require_same_results(TINY) < 1e-4
@@ -244,6 +246,7 @@ def test_extra_memory_is_what_the_step_holds_at_its_peak(monkeypatch):
     assert len(held) == 2
 
 
+@pytest.mark.full
 def test_a_process_that_fails_is_an_error():
     with pytest.raises(RuntimeError, match=r"nobody at .* exited with 1"):
         child.measure("nobody", TINY)

@@ -117,6 +117,7 @@ def test_a_row_reads_its_keys_and_adds_their_gradients_once_for_64_heads():
     assert one.flops / one.useful == 64 / 40
 
 
+@pytest.mark.full
 def test_the_interpreter_is_refused():
     done = warm.run(
         [sys.executable, "-m", "benchmarks", "kernels-static", "--quick"],

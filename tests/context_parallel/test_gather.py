@@ -11,10 +11,12 @@ CASES = "tests.context_parallel.gather_cases"
     ("ranks", "given", "runs"),
     [
         (2, {}, 2),
-        (3, {"freed": True}, 2),
+        pytest.param(3, {"freed": True}, 2, marks=pytest.mark.full),
         (4, {"tensor_ranks": 2}, 1),  # each has a part of one chunk
-        (4, {"block_rows": 2, "freed": True}, 0),  # put in order once they are here
-        (3, {"tensor_ranks": 3}, 1),
+        pytest.param(
+            4, {"block_rows": 2, "freed": True}, 0, marks=pytest.mark.full
+        ),  # put in order once they are here
+        pytest.param(3, {"tensor_ranks": 3}, 1, marks=pytest.mark.full),
         (2, {"dtype": "bfloat16"}, 2),
     ],
 )

@@ -33,7 +33,7 @@ CASES = {
     "CP2 x TP2+SP": (4, {"cp": 2, "tp": 2}, {}),
     "CP4": (4, {"cp": 4}, {}),
 }
-QUICK = ("CP2, MTP", "TP2+SP")
+QUICK = ("TP2+SP",)
 
 
 @pytest.mark.parametrize(

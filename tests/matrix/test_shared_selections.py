@@ -137,6 +137,7 @@ def test_a_repeated_layer_of_multi_token_prediction_selects_once(pool, switches)
     same(one_process(pool, {**repeated, **FULL}, {**switches, "mtp_recompute": True}), expected)
 
 
+@pytest.mark.releases(">=0.12.1")
 @pytest.mark.parametrize(
     ("switches", "overrides", "sizes", "event"),
     [

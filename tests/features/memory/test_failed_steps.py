@@ -20,13 +20,31 @@ NOTHING_WRITTEN = {"before anything"}
 @pytest.mark.parametrize(
     ("who", "switches", "points", "options", "goes_on"),
     [
-        pytest.param("reuse-fp32-param", REUSE, ALL, PLAIN, NOTHING_WRITTEN, id="reuse, plain"),
+        pytest.param(
+            "reuse-fp32-param", REUSE, ALL, PLAIN, NOTHING_WRITTEN, id="reuse, plain", marks=pytest.mark.full
+        ),
         pytest.param("reuse-fp32-param", REUSE, ALL, DISTRIBUTED, NOTHING_WRITTEN, id="reuse, distributed"),
         pytest.param("swap-optimizer", SWAP, ALL, PLAIN, NOTHING_WRITTEN, id="swap, plain"),
-        pytest.param("swap-optimizer", SWAP, ALL, DISTRIBUTED, NOTHING_WRITTEN, id="swap, distributed"),
+        pytest.param(
+            "swap-optimizer",
+            SWAP,
+            ALL,
+            DISTRIBUTED,
+            NOTHING_WRITTEN,
+            id="swap, distributed",
+            marks=pytest.mark.full,
+        ),
         pytest.param("swap-optimizer", SWAP, UPDATES, FLOAT32, NOTHING_WRITTEN, id="swap, float32"),
         pytest.param("virtual-optimizer", VIRTUAL, ALL, PLAIN, set(ALL), id="virtual, plain"),
-        pytest.param("virtual-optimizer", VIRTUAL, ALL, DISTRIBUTED, set(ALL), id="virtual, distributed"),
+        pytest.param(
+            "virtual-optimizer",
+            VIRTUAL,
+            ALL,
+            DISTRIBUTED,
+            set(ALL),
+            id="virtual, distributed",
+            marks=pytest.mark.full,
+        ),
         pytest.param("virtual-optimizer", VIRTUAL, UPDATES, FLOAT32, set(UPDATES), id="virtual, float32"),
     ],
 )
