@@ -67,7 +67,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture
 def doctor(monkeypatch, capsys):
     """Run the command with variables, and return its status and what it finds of the environment."""
-    for name in (*LLM_VARIABLES, "NCCL_ALGO", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+    for name in (*LLM_VARIABLES, "NCCL_ALGO", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*words, **variables):
