@@ -139,6 +139,13 @@ def test_the_last_of_an_odd_number_of_odd_shards_is_refused(numel):
         over_bucket(2, 3)(numel, None)
 
 
+def assert_same_weights(found, expected):
+    """Bit for bit, but for the bits of a NaN, which hang on the processor's conversion."""
+    numbers = ~expected.isnan()
+    assert torch.equal(~found.isnan(), numbers)
+    assert torch.equal(found.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
+
+
 @pytest.mark.parametrize(("make", "numel"), FORMS)
 def test_forms_change_back_and_forth_whatever_the_block(make, numel):
     words = shuffled(numel)
@@ -147,7 +154,7 @@ def test_forms_change_back_and_forth_whatever_the_block(make, numel):
         storage = make(numel, block)
         storage.write(0, words)
         for turn in range(3):
-            assert torch.equal(storage.weights.view(torch.int16), whole.weight.view(torch.int16))
+            assert_same_weights(storage.weights, whole.weight)
             assert_same_bits(storage.read(0, numel), words)
             storage.to_master()
             assert_same_bits(storage.master, words)
