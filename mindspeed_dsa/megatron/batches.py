@@ -20,9 +20,9 @@ class Batches:
         least, most: samples of the smallest and of the largest one, over all ranks.
         micro: samples of a microbatch.
         replicas: data parallel size.
-        flag: what sets the smallest one.
-        micro_flag: what sets the microbatch.
-        entries: of a schedule, thresholds as they are written, with sizes.
+        flag: flag that sets the smallest one.
+        micro_flag: flag that sets the microbatch.
+        entries: thresholds of a schedule as they are written, each with its size.
     """
 
     least: int

@@ -29,11 +29,11 @@ def checkpoint_learning(
         checkpoint: Megatron's, or one that is called as such: runs the function without a graph, and again in
             backward.
         function: takes those of ``args`` that are tensors, among others.
-        *args: of the checkpoint, behind the function.
+        *args: arguments of the checkpoint behind the function.
         **kwargs: likewise.
 
     Returns:
-        What the checkpoint returns.
+        The checkpoint's outputs.
     """
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     at = next((at for at, each in enumerate(args) if _may_want(each)), None)

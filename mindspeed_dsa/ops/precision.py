@@ -81,7 +81,7 @@ def raising_factor(largest: Tensor, exponent: int, least: int = 0) -> Tensor:
     Args:
         largest: fp32 of any shape, not negative. It is not read from its device.
         exponent: at most 15 for fp16.
-        least: of the factor's exponent, at least -126.
+        least: smallest exponent of the factor, at least -126.
 
     Returns:
         fp32 of that shape; ``2 ** least`` where ``largest`` is larger or not finite.

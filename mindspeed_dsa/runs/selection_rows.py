@@ -42,7 +42,7 @@ class WrongRows(ValueError):
 def integers(positions: npt.NDArray[Any]) -> Ints | Longs:
     """Return positions of any integer type as int32 or int64, of which none becomes another one's key.
 
-    They are narrowed once :func:`check` has taken them: 2 ** 32 + 1 is no key 1.
+    Indices are narrowed once :func:`check` has taken them: 2 ** 32 + 1 is no key 1.
     """
     if positions.dtype == np.uint64:
         positions = np.minimum(positions, np.uint64(np.iinfo(np.int64).max))

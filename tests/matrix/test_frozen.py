@@ -41,7 +41,7 @@ def trained(frozen: Sequence[str], **arguments: Any) -> dict[str, Any]:
 
 
 def transformer_engine() -> Any:
-    """What Megatron's ``CheckpointWithoutOutput`` takes from it, for jobs without fp8."""
+    """Stand for what ``CheckpointWithoutOutput`` takes from Transformer Engine, in jobs without fp8."""
     from megatron.core.tensor_parallel import random
 
     return mock.patch.multiple(

@@ -68,7 +68,7 @@ def test_a_step_is_that_of_one_process(pool, note, name, garbage):
 
 @pytest.mark.releases(">=0.16")
 def test_rows_of_no_document_change_no_gradient(pool):
-    """Of routers and of indexers; 0.19 has an indexer loss of its own."""
+    """Routers and indexers learn from tokens alone; 0.19 has an indexer loss of its own."""
     absent, between = (pool.run(packs.CASE, 1, gaps=gaps)[0] for gaps in (packs.ABSENT, packs.BETWEEN))
     assert any("indexer" in name for name in absent["gradients"])
     assert_same_gradients(between["gradients"], absent["gradients"], 1e-5)

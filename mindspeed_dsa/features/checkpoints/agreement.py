@@ -24,7 +24,7 @@ def decided(do: Callable[[], T], who: str) -> T:
     """Return what the first rank finds, on all ranks: of a shared folder another machine may see less.
 
     Args:
-        do: what the first rank does, without a collective in it; its result can be pickled.
+        do: function that the first rank calls; it runs no collective, and its result can be pickled.
         who: speaks as in :func:`together`.
 
     Raises:

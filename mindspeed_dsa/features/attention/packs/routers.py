@@ -51,7 +51,7 @@ def _masks(
         layer: ``TransformerLayer``.
         params: Megatron's description of the whole pack.
         states: ``[rows, 1, hidden]`` of this rank.
-        context: of the session.
+        context: context of the feature.
 
     Returns:
         ``[1, queries]`` bool, true for rows of a document, and ``[1, rows]`` bool, true for others; on the

@@ -31,7 +31,7 @@ from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, remove, tracked
 
 _deleting = threading.Lock()
-"""Of the threads that delete checkpoints: one after the other."""
+"""Lock of the threads that delete checkpoints: one deletes after the other."""
 
 
 def claim_before_training(context: Context[Options]) -> None:

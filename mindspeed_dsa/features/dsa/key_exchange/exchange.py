@@ -179,8 +179,8 @@ def key_exchange(
 def groups_of(attention: Any) -> Any:
     """Return a ``DSAttention``'s process groups.
 
-    Those of 0.19 hold them, and may have an indexer for one call that does not, or none. Before, the indexer
-    does, and a layer that shares a selection was given them when its indexer was taken away.
+    An attention of 0.19 holds them; its indexer may be missing, or replaced for a call by one without them.
+    Before, the indexer holds them, and a layer that shares a selection got them when it lost its indexer.
     """
     own = getattr(attention, "pg_collection", None)
     return attention.indexer.pg_collection if own is None else own

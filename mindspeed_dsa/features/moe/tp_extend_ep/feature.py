@@ -125,7 +125,7 @@ FEATURE = Feature(
 def reduce_over_copies(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
     """Decorate ``MoELayer.__init__``: gradients of experts are reduced over all ranks with a copy of them.
 
-    Those ranks are the expert data parallel ones. Megatron reduces over them what has ``allreduce = False``,
+    The expert data parallel ranks are these. Megatron reduces over them what has ``allreduce = False``,
     and gives that mark to experts under expert parallelism alone. Without it, as many ranks as there are
     tensor parallel ones for each slice of an expert have a copy of it, and other tokens. Dispatchers move
     them; in 0.12 linear layers of such experts would do so as well, over the wrong ranks.

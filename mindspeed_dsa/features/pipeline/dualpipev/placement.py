@@ -109,7 +109,7 @@ class Reporting:
         context: the feature's.
 
     Attributes:
-        asked: which rank reports a step; otherwise where the model ends.
+        asked: whether the question is which rank reports a step; otherwise it is where the model ends.
     """
 
     def __init__(self, context: Context[Options]) -> None:

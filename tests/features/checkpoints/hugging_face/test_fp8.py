@@ -145,7 +145,7 @@ def test_what_fp8_cannot_hold(value, factors):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(-133, 127), st.integers(1, 140), st.integers(1, 140), st.booleans())
 def test_what_is_written_can_be_read(exponent, rows, columns, powers):
-    """Of every magnitude that bf16 has: the reader takes each factor that the writer chooses."""
+    """Weights have every magnitude of bf16: the reader takes each factor that the writer chooses."""
     signs = 1 - 2 * torch.randint(0, 2, (rows, columns))
     weight = ((1 + torch.rand(rows, columns)) * 2.0**exponent * signs).bfloat16()
     weight = weight.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max)

@@ -24,7 +24,7 @@ def begin(folder, way: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """What a process prints to its end, and nothing else than that."""
+    """Return all that a process prints until it ends."""
     try:
         said, errors = process.communicate(timeout=100)
     finally:

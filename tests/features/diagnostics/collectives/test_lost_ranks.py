@@ -60,7 +60,7 @@ def job(tmp_path):
 
 
 def wait_for(ranks: list[subprocess.Popen[str]]) -> str:
-    """What the rank that is left prints until its broken connection ends it."""
+    """Return all that the remaining rank prints until its broken connection ends it."""
     survivor = ranks[1 - LATE]
     ranks[LATE].wait(timeout=180)
     _, said = survivor.communicate(timeout=ENDS_WITHIN_S)
@@ -81,7 +81,7 @@ def test_a_rank_that_fails_is_the_cause(job, tmp_path, capsys):
 
 @pytest.mark.parametrize("case", ["TP", "TP, Megatron's", "PP", "CP", "DP", "EP", "EP, halves", "EP, pairs"])
 def test_a_killed_rank_is_named_in_every_group(job, tmp_path, capsys, case):
-    """It could write nothing any more: its last calls are in its file."""
+    """A killed rank writes nothing any more: its last calls are in its file."""
     ranks = job("killed", case)
     said = wait_for(ranks)
     assert ranks[LATE].returncode == -signal.SIGKILL

@@ -186,7 +186,7 @@ def test_the_first_rank_is_handed_labels_by_releases_that_are_told_the_stage():
 
 
 def test_the_last_rank_reports_and_the_first_one_ends_the_model():
-    """Of 0.19, where a step asks for both by one function."""
+    """A step of 0.19 asks for both by one function."""
     utils = SimpleNamespace(is_pp_first_stage=lambda group: group.rank == 0)
     context = replace(contexts.context("dualpipev", NEW), megatron=lambda name: utils)
     is_last = last_is_first(lambda group: group.rank == group.size - 1, context)
