@@ -124,7 +124,7 @@ def oversleep(folder: Path) -> None:
     thread = threading.Thread(target=ask_for_records, args=(folder,))
     thread.start()
     while thread.is_alive():
-        time.sleep(0.05)
+        time.sleep(0.5)
 
 
 def ask_for_records(folder: Path) -> None:
@@ -132,7 +132,7 @@ def ask_for_records(folder: Path) -> None:
     for _ in range(30):
         time.sleep(1.1)
         asked, records = time.time(), list[collectives.Record]()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         while time.time() < asked + 30 and sum(each.time > asked for each in records) < dist.get_world_size():
             time.sleep(0.05)
             with contextlib.suppress(collectives.RunError):  # no folder of a job yet
