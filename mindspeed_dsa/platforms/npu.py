@@ -186,6 +186,25 @@ VARIABLES: tuple[Variable, ...] = (
         _at_least(300),
     ),
     Variable(
+        "HCCL_EXEC_TIMEOUT",
+        "limits the seconds for which a rank waits in a collective for the others, 1836 by default; 0 is for "
+        "ever. In `AIV` mode 1091 is the most",
+        "3600",
+        "a rank that alone writes a checkpoint is waited for; the manual wants the groups' own time-out "
+        "(`--distributed-timeout-minutes`) above it",
+        (_MANUAL, _SCRIPT),
+        lambda value: value == "0" or _at_least(1836)(value),
+    ),
+    Variable(
+        "TORCH_HCCL_ZERO_COPY",
+        "1 has collectives read and write tensors where they are, without a copy in HCCL's buffer. Atlas A3 "
+        "alone has it, and it needs `PYTORCH_NPU_ALLOC_CONF=expandable_segments:True`",
+        UNSET,
+        "the manual calls it experimental; MindSpeed-LLM's script for Atlas A3 sets 1",
+        (_MANUAL, _SCRIPT),
+        lambda value: value in ("0", "1"),
+    ),
+    Variable(
         "HCCL_OP_EXPANSION_MODE",
         "chooses what unfolds a collective into transfers: the host (default of Atlas A2), the AI CPU "
         "(`AI_CPU`, default of Atlas A3) or the vector cores (`AIV`)",
