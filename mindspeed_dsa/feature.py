@@ -214,11 +214,11 @@ def repair(switch: str) -> Callable[[Any], bool]:
     return active
 
 
-def on_platform(platform: Platform) -> Callable[[Any], bool]:
-    """Activation rule of a redirection: on wherever the job runs on ``platform``."""
+def on_platform(*platforms: Platform) -> Callable[[Any], bool]:
+    """Activation rule of a redirection: on wherever the job runs on one of ``platforms``."""
 
     def active(settings: Any) -> bool:
-        return bool(settings.platform == platform)
+        return settings.platform in platforms
 
     return active
 

@@ -44,13 +44,15 @@ class NpuPlatform(CudaPlatform):
     def prepare(self) -> None:
         """Import torch_npu and its ``transfer_to_npu``, which sends ``torch.cuda`` calls to the NPU.
 
-        The redirection is torch_npu's own and cannot be undone.
+        The redirection is torch_npu's own and cannot be undone. The device gets a capability where the
+        environment gives it none.
 
         Raises:
             SettingsError: torch_npu is missing, does not load, or sees no NPU.
         """
         if not _torch_npu().npu.is_available():
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
+        os.environ.setdefault(_CAPABILITY.name, _CAPABILITY.recommended)
         import_module("torch_npu.contrib.transfer_to_npu")
 
     def facts(self) -> dict[str, Any]:
@@ -141,6 +143,16 @@ def _at_least(seconds: int) -> Callable[[str], bool]:
     return lambda value: value.isdigit() and int(value) >= seconds
 
 
+_CAPABILITY = Variable(
+    "TORCH_NPU_DEVICE_CAPABILITY",
+    "is what `torch.cuda.get_device_capability()` says. Where it is not set this package sets it",
+    "8.0",
+    "torch_npu says None otherwise, of which broadcasts of torch 2.13 and Megatron-LM's check of "
+    "`--moe-grouped-gemm` take the first number",
+    ("Megatron-LM",),
+    lambda value: True,
+)
+
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         "TASK_QUEUE_ENABLE",
@@ -221,6 +233,7 @@ VARIABLES: tuple[Variable, ...] = (
         "Megatron-LM may refuse the job without it",
         (_SCRIPT, "Megatron-LM"),
     ),
+    _CAPABILITY,
 )
 
 

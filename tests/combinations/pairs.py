@@ -46,9 +46,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 SAME_FLAG = "values of one flag"
 NOT_PAIRED = {
     "ascend-mc2": "an operator of NPUs",
-    "cpu-optimizer-resume": "a platform",
     "cpu-p2p-ordering": "a platform",
     "cpu-platform": "a platform",
+    "npu-platform": "a platform",
+    "optimizer-resume-without-apex": "a platform",
+    "gradient-norm-on-device": "on in every job",
     "accept-mindspeed-flags": "reads other flags",
     "initial-weights": "before the first step",
     "latent-yarn": "part of the model",

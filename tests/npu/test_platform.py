@@ -61,6 +61,23 @@ assert torch.cuda.current_device.__module__.startswith("torch_npu")
 """)
 
 
+@pytest.mark.parametrize(("given", "told"), [("", "(8, 0)"), ("9.5", "(9, 5)")])
+def test_a_device_has_a_capability(given, told):
+    run(
+        f"""
+import os
+if not {given!r}:
+    os.environ.pop("TORCH_NPU_DEVICE_CAPABILITY", None)
+import torch, torch_npu
+from mindspeed_dsa import platforms
+torch.npu.is_available = lambda: True
+platforms.prepare("npu")
+assert str(torch.cuda.get_device_capability()) == {told!r}
+""",
+        TORCH_NPU_DEVICE_CAPABILITY=given,
+    )
+
+
 def test_describe_asks_torch_npu():
     run(
         """

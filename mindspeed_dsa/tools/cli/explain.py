@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import posixpath
 import sys
 from collections.abc import Sequence
 
@@ -82,7 +83,8 @@ def explain(feature: Feature) -> str:
     if feature.doc and feature.distribution:
         lines += ["", f"  page: {feature.doc}"]
     elif feature.doc:
-        lines += ["", f"  page: docs/features/{feature.doc.removesuffix('.md')}.md"]
+        page = posixpath.normpath(f"docs/features/{feature.doc.removesuffix('.md')}.md")
+        lines += ["", f"  page: {page}"]
     return "\n".join(lines)
 
 

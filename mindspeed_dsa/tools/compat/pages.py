@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from os.path import normpath
 from pathlib import Path
 from typing import get_args
 
@@ -157,12 +159,12 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:
-            page = docs / "features" / f"{feature.doc.removesuffix('.md')}.md"
+            page = Path(normpath(docs / "features" / f"{feature.doc.removesuffix('.md')}.md"))
             by_page.setdefault(page, []).append(feature)
     for page, features in by_page.items():
         if not page.is_file():
             names = ", ".join(feature.name for feature in features)
-            problems.append(f"  - write docs/features/{page.name} for {names}")
+            problems.append(f"  - write docs/{page.relative_to(docs)} for {names}")
             continue
         _fill(pages, problems, page, {"flags": flag_table(features), "patched": patched_tables(features)})
     return pages, problems
@@ -192,7 +194,7 @@ def _fill(pages: dict[Path, str], problems: list[str], page: Path, sections: Map
     if not page.is_file():
         problems.append(f"  - write docs/{page.name}")
         return
-    text = _read(page)
+    text = pages[page] if page in pages else _read(page)
     for section, content in sections.items():
         begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
         if text.count(begin) != 1 or text.count(end) != 1:
@@ -459,7 +461,7 @@ def _meaning(flag: Flag) -> str:
 
 def _linked(feature: Feature, folder: str = "features/") -> str:
     name = feature.doc.removesuffix(".md")
-    return f"[{feature.name}]({folder}{name}.md)" if name else feature.name
+    return f"[{feature.name}]({posixpath.normpath(f'{folder}{name}.md')})" if name else feature.name
 
 
 def _remark(feature: Feature, verdict: Verdict) -> str:

@@ -4,21 +4,19 @@
 and checkpointing behave as on any CPU build; Megatron is permitted to run by its own ``allow_no_cuda``.
 Only names that Megatron-core or Megatron-LM's training loop uses are redirected.
 
-Two repairs are features of their own, which doctor names apart: resuming torch's Adam, and pipeline messages
-over gloo.
+Pipeline messages over gloo are a feature of their own, which doctor names apart.
 """
 
 from __future__ import annotations
 
 from mindspeed_dsa.feature import Feature, on_platform
-from mindspeed_dsa.megatron import across_layouts
+from mindspeed_dsa.features.platform.without_cuda import rows as without_cuda
 from mindspeed_dsa.patches.spec import Kind, Patch
 from mindspeed_dsa.settings import PLATFORM
 
 _TORCH = "mindspeed_dsa.features.platform.cpu.torch_functions"
 _GLOO = "mindspeed_dsa.features.platform.cpu.gloo"
 _MEGATRON = "mindspeed_dsa.features.platform.cpu.megatron_functions"
-_STEP_COUNTS = "mindspeed_dsa.features.platform.cpu.step_counts"
 
 _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
     # target below torch.cuda, kind, implementation, why
@@ -38,7 +36,6 @@ _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
     (":set_device", "replace", "set_device", "the host is the only device"),
     (":synchronize", "replace", "synchronize", "host work is complete when a call returns"),
     (":get_device_capability", "replace", "get_device_capability", "a host has no CUDA architecture: (0, 0)"),
-    (":device_memory_used", "replace", "device_memory_used", "the device's memory is the host's"),
     (".memory:memory_allocated", "replace", "memory_current", "the resident set of the process"),
     (".memory:memory_reserved", "replace", "memory_current", "the resident set of the process"),
     (".memory:max_memory_allocated", "replace", "memory_peak", "the peak resident set of the process"),
@@ -53,7 +50,6 @@ _CUDA: tuple[tuple[str, Kind, str, str], ...] = (
     (":current_stream", "replace", "current_stream", "the current stream is the one set last"),
     (":default_stream", "replace", "default_stream", "there is one default stream"),
     (".graphs:is_current_stream_capturing", "replace", "never_capturing", "the host has no CUDA graphs"),
-    (".nvtx:_nvtx", "value", "NO_NVTX", "range markers are ignored"),
     (".random:get_rng_state", "replace", "get_rng_state", "dropout draws from the CPU generator"),
     (".random:set_rng_state", "replace", "set_rng_state", "dropout draws from the CPU generator"),
     (".random:get_rng_state_all", "replace", "get_rng_state_all", "dropout draws from the CPU generator"),
@@ -71,18 +67,13 @@ _FACTORIES = (
 _TENSOR_METHODS: tuple[tuple[str, Kind, str, str], ...] = (
     ("to", "wrap", "tensor_to_host", "a move to 'cuda' stays on the CPU"),
     ("cuda", "replace", "tensor_cuda", "CPU tensors are already on Megatron's device"),
-    (
-        "type",
-        "wrap",
-        "tensor_type_on_host",
-        "a CPU type's name equals the torch.cuda name that optimizers compare with",
-    ),
     ("pin_memory", "replace", "tensor_pin_memory", "memory cannot be pinned: an ordinary copy"),
     ("record_stream", "replace", "tensor_record_stream", "no queue of the host outlives the tensor"),
 )
 _BACKENDS = ("init_process_group", "new_group")
 
 _PATCHES = (
+    *without_cuda.ROWS,
     # All rows for torch have `stale="report"`: torch keeps tables of its own functions (overrides, dynamo,
     # jit), which may keep referring to the originals.
     *(
@@ -154,19 +145,6 @@ _PATCHES = (
         required=False,
     ),
     Patch(
-        "megatron.core.jit:__dict__",
-        "entry",
-        f"{_MEGATRON}:run_eagerly",
-        "jit_fuser returns functions unchanged: on a CPU, compiling them costs more than it saves",
-        key="jit_fuser",
-    ),
-    Patch(
-        "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
-        "replace",
-        f"{_MEGATRON}:no_softmax_kernel",
-        "the fused softmax kernels are CUDA extensions; Megatron's own torch path computes the same",
-    ),
-    Patch(
         "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
         "wrap",
         f"{_MEGATRON}:convert_split_sizes",
@@ -231,13 +209,6 @@ _PATCHES = (
         for module in ("layers", "mappings")
     ),
     Patch(
-        "megatron.training.utils:get_device_arch_version",
-        "replace",
-        f"{_MEGATRON}:no_device_arch",
-        "a host has no CUDA architecture: 0",
-        required=False,
-    ),
-    Patch(
         "megatron.training.initialize:initialize_megatron",
         "wrap",
         f"{_MEGATRON}:allow_no_cuda",
@@ -262,14 +233,6 @@ _PATCHES = (
         versions=">=0.17",
         required=False,
     ),
-    Patch(
-        "megatron.legacy.fused_kernels:load",
-        "replace",
-        f"{_MEGATRON}:no_kernels_to_load",
-        "Megatron's CUDA kernels are not compiled for a host",
-        versions="<0.17",
-        required=False,
-    ),
 )
 
 
@@ -278,42 +241,6 @@ CPU = Feature(
     summary="Redirects Megatron's torch.cuda calls to the host: it trains on a CPU with gloo.",
     flags=(PLATFORM,),
     patches=_PATCHES,
-    active=on_platform("cpu"),
-    doc="cpu-platform",
-    platform_support=True,
-)
-
-
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-
-
-OPTIMIZER_RESUME = Feature(
-    name="cpu-optimizer-resume",
-    summary="Lets the distributed optimizer resume without Transformer Engine and Apex.",
-    flags=(PLATFORM,),
-    patches=(
-        Patch(
-            f"{_OPTIMIZER}.state_dict",
-            "wrap",
-            f"{_STEP_COUNTS}:start_state",
-            "an Adam without a step gets the step count 0; Megatron asserts that there is one",
-        ),
-        Patch(
-            f"{_OPTIMIZER}.load_state_dict",
-            "wrap",
-            f"{_STEP_COUNTS}:separate_step_counts",
-            "each parameter gets its own step count; a shared one is incremented once per parameter",
-            params=("state_dict",),
-        ),
-        Patch(
-            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            "wrap",
-            f"{_STEP_COUNTS}:keep_step_count",
-            "no format of the moments has a valid step count; float32 weights require gradients",
-            params=("model_param", "tensors"),
-        ),
-        *across_layouts.ROWS,
-    ),
     active=on_platform("cpu"),
     doc="cpu-platform",
     platform_support=True,

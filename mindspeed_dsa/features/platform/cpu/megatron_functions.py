@@ -59,11 +59,6 @@ def fork_without_warning(original: _Function) -> _Function:
     return fork
 
 
-def run_eagerly(function: _Function) -> _Function:
-    """Replace ``jit_fuser``."""
-    return function
-
-
 def allow_no_cuda(original: _Function) -> _Function:
     """Decorate ``initialize_megatron``."""
 
@@ -72,11 +67,6 @@ def allow_no_cuda(original: _Function) -> _Function:
         return original(*args, **kwargs)
 
     return initialize_megatron
-
-
-def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
-    """Replace ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
-    return False
 
 
 def convert_split_sizes(original: _Function) -> _Function:
@@ -136,15 +126,6 @@ def _is_uneven(sizes: Any, group: Any) -> bool:
     if sizes is None or group is None or group.size() == 1:
         return False
     return bool(dist.get_backend(group) == "gloo")
-
-
-def no_device_arch() -> int:
-    """Replace ``get_device_arch_version``: no CUDA architecture."""
-    return 0
-
-
-def no_kernels_to_load(args: Any) -> None:
-    """Replace ``fused_kernels.load``, which calls nvcc."""
 
 
 def fork_for_each_save(original: _Function) -> _Function:

@@ -113,12 +113,6 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return memory.free, memory.total
 
 
-def device_memory_used(device: Any = None) -> int:
-    """Return the memory of the host that all processes use."""
-    memory = host_pool.process_memory()
-    return memory.total - memory.free
-
-
 # -- streams -------------------------------------------------------------------------------------
 
 
@@ -145,20 +139,6 @@ def default_stream(device: Any = None) -> CpuStream:
 def never_capturing() -> bool:
     """Return false: there are no CUDA graphs."""
     return False
-
-
-class _NoNvtx:
-    """Functions of torch's NVTX binding that ignore range markers."""
-
-    @staticmethod
-    def _forget(*args: Any) -> int:
-        return 0
-
-    rangePushA = rangePop = rangeStartA = rangeEnd = markA = _forget
-    deviceRangeStart = deviceRangeEnd = _forget
-
-
-NO_NVTX = _NoNvtx()
 
 
 # -- random numbers: one generator serves host and device ----------------------------------------
@@ -239,35 +219,6 @@ def tensor_to_host(original: _Function) -> _Function:
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Replace ``Tensor.cuda``: the tensor itself, as a CUDA tensor would return itself."""
     return self if self.device.type == "cpu" else self.to(_CPU)
-
-
-class _TypeName(str):
-    """``torch.FloatTensor`` that also equals ``torch.cuda.FloatTensor``."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, str):
-            return str.__eq__(self, str.replace(other, "torch.cuda.", "torch.", 1))
-        return NotImplemented
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-
-def tensor_type_on_host(original: _Function) -> _Function:
-    """Decorate ``Tensor.type``, both as a query and as a conversion."""
-
-    def type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None:
-            name = original(self)
-            return _TypeName(name) if self.device.type == "cpu" else name
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.", 1)
-        return original(self, dtype, non_blocking, **kwargs)
-
-    return type
 
 
 def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Megatron where Transformer Engine and Apex are missing, as on every NPU and CPU.
 
-Adam's step, fused accumulation of weight gradients, Megatron's own modules, and command lines of MindSpeed,
-which has operators in the place of those libraries'.
+Adam's step and how it resumes, the norm of gradients, fused accumulation of weight gradients, Megatron's own
+modules, and command lines of MindSpeed, which has operators in the place of those libraries'.
 
 tests: tests/features/platform/fused_adam, tests/features/platform/gradient_fusion
+tests: tests/features/platform/optimizer_resume, tests/features/platform/gradient_norm
 tests: tests/matrix/test_local_modules.py, tests/tools/migrate/test_accept.py
 """
 
@@ -14,8 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.feature import Conflict, Feature, Flag
-from mindspeed_dsa.megatron import without_engine
+from mindspeed_dsa.feature import Conflict, Feature, Flag, on_platform
+from mindspeed_dsa.megatron import across_layouts, without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED, PLATFORM
@@ -63,6 +64,71 @@ FUSED_ADAM = Feature(
     ),
     active=adam_wanted,
     doc="fused-adam.md",
+)
+
+
+# -- the distributed optimizer resumes --------------------------------------------------------------
+
+_STEP_COUNTS = "mindspeed_dsa.features.platform.without_apex.step_counts"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+OPTIMIZER_RESUME = Feature(
+    name="optimizer-resume-without-apex",
+    summary="Lets the distributed optimizer resume without Transformer Engine and Apex.",
+    flags=(PLATFORM,),
+    patches=(
+        Patch(
+            f"{_OPTIMIZER}.state_dict",
+            "wrap",
+            f"{_STEP_COUNTS}:start_state",
+            "an Adam without a step gets the step count 0; Megatron asserts that there is one",
+        ),
+        Patch(
+            f"{_OPTIMIZER}.load_state_dict",
+            "wrap",
+            f"{_STEP_COUNTS}:separate_step_counts",
+            "each parameter gets its own step count; a shared one is incremented once per parameter",
+            params=("state_dict",),
+        ),
+        Patch(
+            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            "wrap",
+            f"{_STEP_COUNTS}:keep_step_count",
+            "no format of the moments has a valid step count; float32 weights require gradients",
+            params=("model_param", "tensors"),
+        ),
+        *across_layouts.ROWS,
+    ),
+    active=on_platform("cpu", "npu"),
+    doc="local-modules.md",
+    platform_support=True,
+)
+
+
+# -- the norm of gradients --------------------------------------------------------------------------
+
+
+def has_no_norm_kernel(settings: Any) -> bool:
+    """Return whether Megatron computes norms itself: neither library is installed that has kernels."""
+    return find_spec("transformer_engine") is None and find_spec("amp_C") is None
+
+
+GRADIENT_NORM = Feature(
+    name="gradient-norm-on-device",
+    summary="The norm of all gradients is computed on the device, where Megatron's own waits for each "
+    "parameter's.",
+    patches=(
+        Patch(
+            "megatron.core.utils:local_multi_tensor_l2_norm",
+            "wrap",
+            f"{_HERE}:norm_on_device",
+            "Megatron makes a tensor of the norms of all parameters, and reads each of them for it",
+            params=("chunk_size", "noop_flag", "tensor_lists", "per_tensor"),
+        ),
+    ),
+    active=has_no_norm_kernel,
+    doc="local-modules.md",
+    when="where neither Transformer Engine nor Apex is installed",
 )
 
 

@@ -1,4 +1,4 @@
-"""Replacements for Apex and Transformer Engine: Adam's step, kernels of weight gradients, and refusals.
+"""Replacements for Apex and Transformer Engine: Adam's step, norms, kernels of weight gradients, refusals.
 
 Imports nothing of Megatron: fetched while Megatron is being imported.
 """
@@ -85,6 +85,28 @@ def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Te
     count = state.get("step")
     if isinstance(count, torch.Tensor) and count.device != parameter.device:
         state["step"] = count.to(parameter.device, torch.float32)
+
+
+# -- the norm of gradients --------------------------------------------------------------------------
+
+
+def norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``local_multi_tensor_l2_norm``, which returns the norm fp32 ``[1]`` and ``None``.
+
+    Lists of tensors on several devices, and empty ones, are left to it.
+    """
+
+    def local_multi_tensor_l2_norm(
+        chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
+    ) -> tuple[Tensor, None]:
+        tensors = [tensor for each in tensor_lists for tensor in each]
+        if len({tensor.device for tensor in tensors}) != 1:
+            result: tuple[Tensor, None] = original(chunk_size, noop_flag, tensor_lists, *args)
+            return result
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
+        return torch.linalg.vector_norm(norms).view(1), None
+
+    return local_multi_tensor_l2_norm
 
 
 # -- gradient accumulation fusion -----------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""Stock Megatron on an NPU: what is still CUDA's after torch_npu has redirected ``torch.cuda``.
+
+torch_npu's own ``transfer_to_npu`` sends calls and devices to the NPU. It leaves the names of types, what
+HCCL does not take, and whatever asks NVIDIA's libraries. Without these rows no job of Megatron takes a step.
+"""
+
+from __future__ import annotations
+
+from mindspeed_dsa.feature import Feature, on_platform
+from mindspeed_dsa.features.platform.without_cuda import rows as without_cuda
+from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import PLATFORM
+
+_HERE = "mindspeed_dsa.features.platform.npu.hccl"
+
+NPU = Feature(
+    name="npu-platform",
+    summary="Redirects what torch_npu leaves to CUDA: Megatron trains on an NPU with HCCL.",
+    flags=(PLATFORM,),
+    patches=(
+        *without_cuda.ROWS,
+        Patch(
+            "torch.distributed.distributed_c10d:all_reduce",
+            "wrap",
+            f"{_HERE}:reduce_doubles",
+            "HCCL reduces no fp64: tensors of it are gathered and reduced on the host",
+            params=("tensor", "op", "group", "async_op"),
+            stale="report",
+        ),
+        Patch(
+            "megatron.core.parallel_state:get_nccl_options",
+            "replace",
+            f"{_HERE}:hccl_options",
+            "HCCL's options have no arguments and no settings of NCCL's communicators",
+            params=("pg_name", "nccl_comm_cfgs"),
+            required=False,
+        ),
+        Patch(
+            "megatron.training.dist_signal_handler:get_device",
+            "wrap",
+            f"{_HERE}:device_of_hccl",
+            "the handler of --exit-signal-handler knows the devices of nccl and gloo alone",
+            params=("local_rank",),
+            required=False,
+        ),
+    ),
+    active=on_platform("npu"),
+    doc="../npu.md",
+    platform_support=True,
+)

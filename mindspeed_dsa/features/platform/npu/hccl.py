@@ -1,0 +1,71 @@
+"""Process groups over HCCL where Megatron expects NCCL: reductions of fp64, options, the device of a backend.
+
+Imports nothing of Megatron: fetched while Megatron is being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+
+_Function = Callable[..., Any]
+
+_REDUCTIONS: tuple[tuple[Any, Callable[[Tensor], Tensor]], ...] = (
+    (dist.ReduceOp.SUM, lambda rows: rows.sum(0)),
+    (dist.ReduceOp.AVG, lambda rows: rows.mean(0)),
+    (dist.ReduceOp.MIN, lambda rows: rows.amin(0)),
+    (dist.ReduceOp.MAX, lambda rows: rows.amax(0)),
+    (dist.ReduceOp.PRODUCT, lambda rows: rows.prod(0)),
+)
+
+
+def reduce_doubles(original: _Function) -> _Function:
+    """Decorate ``all_reduce``: fp64 tensors of an NPU are gathered, and reduced on the host.
+
+    Megatron reduces times in fp64, one number each, and reads the result at once.
+    """
+
+    def all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        reduce = None
+        if tensor.dtype == torch.float64 and tensor.device.type == "npu":
+            reduce = next((reduction for known, reduction in _REDUCTIONS if op == known), None)
+        ranks = dist.get_world_size(group) if reduce is not None else 0
+        if reduce is None or ranks < 1:  # or a rank outside the group
+            return original(tensor, op, group, async_op)
+        gathered = tensor.new_empty(ranks * tensor.numel())
+        work = dist.all_gather_into_tensor(gathered, tensor.reshape(-1), group, async_op)
+        if work is not None:
+            work.wait()
+        # fp64 is no type of the device's vector units.
+        tensor.copy_(reduce(gathered.cpu().view(ranks, *tensor.shape)))
+        return work
+
+    return all_reduce
+
+
+def hccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Replace ``get_nccl_options``: the stream's priority is HCCL's too, the rest of NCCL's is left out."""
+    if pg_name not in nccl_comm_cfgs:
+        return None
+    options = dist.ProcessGroupNCCL.Options()  # HCCL's, by torch_npu's redirection
+    options.is_high_priority_stream = bool(nccl_comm_cfgs[pg_name].get("is_high_priority_stream", False))
+    return options
+
+
+def device_of_hccl(original: _Function) -> _Function:
+    """Decorate ``get_device`` of Megatron's signal handler: the device that the default backend serves."""
+
+    def get_device(local_rank: int | None = None) -> Any:
+        if "hccl" in dist.get_backend():
+            return platforms.current().device
+        return original(local_rank)
+
+    return get_device

@@ -1,0 +1,78 @@
+"""The norm of all gradients without Apex: Megatron's to the bit, and nothing is read for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mindspeed_dsa
+from mindspeed_dsa.features.platform.without_apex import feature, functions
+
+pytest.importorskip("megatron.core")
+
+
+class Reads(TorchDispatchMode):
+    """Count of numbers that the host reads from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(parameters: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(parameters)
+    return [
+        torch.randn(1 + 7 * number, 1 + number % 5, generator=generator) * 10 ** (number % 7 - 3)
+        for number in range(parameters)
+    ]
+
+
+@pytest.mark.parametrize("parameters", [1, 35])
+def test_same_norm_without_reading(parameters):
+    from megatron.core.optimizer import clip_grads
+
+    theirs = clip_grads.l2_norm_impl
+    grads = gradients(parameters)
+    with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
+        assert clip_grads.l2_norm_impl is not theirs
+        with Reads() as reads:
+            found, none = clip_grads.l2_norm_impl(2048 * 32, torch.zeros(1), [grads], False)
+        assert none is None
+        assert reads.count == 0
+        with Reads() as reads:
+            expected, _ = theirs(2048 * 32, torch.zeros(1), [grads], False)
+        assert reads.count >= 1  # and, on a device, one for each parameter
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    assert clip_grads.l2_norm_impl is theirs
+
+
+def test_what_is_not_on_one_device_is_megatrons():
+    left: list[Any] = []
+
+    def theirs(chunk_size: int, noop_flag: Any, tensor_lists: Any, *args: Any) -> Any:
+        left.append((chunk_size, tensor_lists, args))
+        return "theirs", None
+
+    norm = functions.norm_on_device(theirs)
+    lists = [[torch.ones(2), torch.ones(2, device="meta")]]
+    assert norm(4, None, lists, False) == ("theirs", None)
+    assert norm(4, None, [[]], False) == ("theirs", None)
+    assert left == [(4, lists, (False,)), (4, [[]], (False,))]
+    half, _ = norm(4, None, [[torch.full((9,), 2.0, dtype=torch.bfloat16)], [torch.ones(13)]], False)
+    assert half.dtype == torch.float32
+    assert half.tolist() == [7.0]
+
+
+@pytest.mark.parametrize("library", ["transformer_engine", "amp_C"])
+def test_off_where_a_library_has_kernels(monkeypatch, library):
+    installed = {library}
+    monkeypatch.setattr(feature, "find_spec", lambda name: name if name in installed else None)
+    assert not feature.has_no_norm_kernel(None)
+    installed.clear()
+    assert feature.has_no_norm_kernel(None)

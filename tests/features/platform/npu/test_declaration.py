@@ -1,0 +1,34 @@
+"""Which redirections a job on an NPU has, by its declaration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_dsa.features import shipped
+from mindspeed_dsa.features.platform.cpu.feature import CPU
+from mindspeed_dsa.features.platform.npu.feature import NPU
+from mindspeed_dsa.features.platform.without_cuda.rows import ROWS
+
+ON_THE_PLATFORM = {
+    "cpu": {"cpu-platform", "cpu-p2p-ordering", "optimizer-resume-without-apex"},
+    "npu": {"npu-platform", "optimizer-resume-without-apex"},
+    "cuda": set(),
+}
+
+
+@pytest.mark.parametrize("platform", ON_THE_PLATFORM)
+def test_redirections_of_each_platform(platform):
+    settings = SimpleNamespace(platform=platform, transformer_impl=None)
+    found = {
+        feature.name for feature in shipped() if feature.platform_support and feature.is_active(settings)
+    }
+    assert found - {"local-modules"} == ON_THE_PLATFORM[platform]
+
+
+def test_rows_of_both_platforms_are_declared_once():
+    assert set(CPU.patches) & set(NPU.patches) == set(ROWS)
+    targets = [patch.label for patch in (*CPU.patches, *NPU.patches) if patch not in ROWS]
+    replaced_otherwise = {"megatron.core.parallel_state:get_nccl_options"}
+    assert {target for target in targets if targets.count(target) > 1} == replaced_otherwise

@@ -1,0 +1,123 @@
+"""What HCCL does not take, on tensors of the host that say that they are an NPU's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.features.platform.npu import hccl
+
+
+class OnNpu(torch.Tensor):
+    """Tensor of the host whose device is called an NPU."""
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(type="npu")
+
+
+def refusing(asked: list[torch.dtype]):
+    """Return HCCL's reduction, which has no fp64; ``asked`` gets the dtypes that reach it."""
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        asked.append(tensor.dtype)
+        if tensor.dtype == torch.float64 and isinstance(tensor, OnNpu):
+            raise RuntimeError("HCCL allreduce: Unsupported data type at::kDouble")
+        return dist.all_reduce(tensor, op, group, async_op)
+
+    return all_reduce
+
+
+# -- what runs in the pool's workers ---------------------------------------------------------------
+
+
+def reduce(shape: list[int], asynchronous: bool) -> dict[str, torch.Tensor]:
+    """Reduce fp64 numbers of every rank by each operation; results by its name."""
+    found = {}
+    for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
+        asked: list[torch.dtype] = []
+        all_reduce = hccl.reduce_doubles(refusing(asked))
+        numbers = (numbers_of(dist.get_rank(), shape)).as_subclass(OnNpu)
+        work = all_reduce(numbers, op=getattr(dist.ReduceOp, name), async_op=asynchronous)
+        assert (work is not None) == asynchronous
+        if work is not None:
+            work.wait()
+        assert asked == []
+        found[name] = numbers.as_subclass(torch.Tensor)
+    return found
+
+
+def leave_others() -> list[torch.dtype]:
+    """Return the dtypes of what is left to HCCL: other dtypes, the host's tensors, other operations."""
+    asked: list[torch.dtype] = []
+    all_reduce = hccl.reduce_doubles(refusing(asked))
+    whole = torch.ones(2).as_subclass(OnNpu)
+    all_reduce(whole)
+    assert whole.tolist() == [2, 2]
+    all_reduce(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="kDouble"):
+        all_reduce(torch.ones(2, dtype=torch.float64).as_subclass(OnNpu), op=dist.ReduceOp.BXOR)
+    return asked
+
+
+def numbers_of(rank: int, shape: list[int]) -> torch.Tensor:
+    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)) + 1.7e9
+
+
+CASES = "tests.features.platform.npu.test_hccl"
+
+
+@pytest.mark.parametrize(("shape", "asynchronous"), [([1], False), ([3, 2], True), ([], False)], ids=str)
+def test_doubles_are_reduced_to_the_bit(pool, shape, asynchronous):
+    rows = torch.stack([numbers_of(rank, shape) for rank in range(2)])
+    expected = {
+        "SUM": rows.sum(0),
+        "AVG": rows.mean(0),
+        "MIN": rows.amin(0),
+        "MAX": rows.amax(0),
+        "PRODUCT": rows.prod(0),
+    }
+    for found in pool.run(f"{CASES}:reduce", 2, shape=shape, asynchronous=asynchronous):
+        for name, numbers in expected.items():
+            assert found[name].dtype == torch.float64
+            assert torch.equal(found[name], numbers), name
+
+
+def test_hccl_keeps_what_it_takes(pool):
+    expected = [torch.float32, torch.float64, torch.float64]
+    assert pool.run(f"{CASES}:leave_others", 2) == [expected, expected]
+
+
+class Options:
+    """HCCL's options: no arguments, and no ``config``."""
+
+    __slots__ = ("is_high_priority_stream",)
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+
+
+def test_a_group_of_high_priority_gets_options_of_hccl(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    asked = {"dp_cp": {"is_high_priority_stream": True}, "tp": {"max_ctas": 4}}
+    assert hccl.hccl_options("dp_cp", asked).is_high_priority_stream is True
+    assert hccl.hccl_options("tp", asked).is_high_priority_stream is False
+    assert hccl.hccl_options("pp", asked) is None
+
+
+@pytest.mark.parametrize("backend", ["hccl", "cpu:gloo,npu:hccl"])
+def test_signals_are_gathered_on_the_device_of_the_backend(monkeypatch, backend):
+    def theirs(local_rank: Any = None) -> Any:
+        return "Megatron's"
+
+    device = hccl.device_of_hccl(theirs)
+    monkeypatch.setattr(platforms, "current", lambda: SimpleNamespace(device="npu:3"))
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    assert device() == device(2) == "npu:3"
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert device() == "Megatron's"
