@@ -62,9 +62,7 @@ def prepare() -> None:
 
     if os.environ.get(stand_ins.ASKED_FOR):
         stand_ins.install()
-        platforms.prepare("cpu", needed=False)
-    else:
-        platforms.prepare(platforms.detect("npu"))
+    platforms.prepare(platforms.detect("npu"))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,28 @@
-"""The stand-ins of ``tests/npu`` in place of an NPU: torch_npu's own schemas, its operators on CPU tensors.
+"""The stand-in device of ``tests/npu/device`` in place of an NPU: the real torch_npu, values by CPU kernels.
 
-A process that has them shows that the programs here run through torch_npu's dispatcher; no figure of it says
+A process that has it shows that the programs here run on tensors of the device's type; no figure of it says
 anything about a device.
 """
 
 from __future__ import annotations
 
-import os
-
 ASKED_FOR = "NPU_STAND_INS"
-"""Set in the environment of a process that is to have them."""
+"""Set in the environment of a process that is to have it."""
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which torch_npu loads without CANN; builds the libraries once.
+    """Return the environment in which torch_npu finds one NPU; builds the libraries once.
 
     Raises:
         SystemExit: torch_npu is not installed, or ``nm`` or ``gcc`` is missing.
     """
-    from tests.npu import stubs
+    from tests.npu.device import launch
 
-    folders = [str(stubs.build()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {ASKED_FOR: "1", "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    return {ASKED_FOR: "1", **launch.environment(devices=1)}
 
 
 def install() -> None:
-    """Let CPU tensors through to torch_npu's operators for the rest of this process."""
-    import torch
-    import torch_npu
-    from torch_npu.op_plugin.meta import _meta_registrations
+    """Give tensors of this process on the NPU their values."""
+    from tests.npu.device import mode
 
-    from mindspeed_dsa.ops import backend
-    from mindspeed_dsa.ops.npu import device as npu_device
-    from tests.npu import kernels
-
-    kernels.register()
-    npu_device.takes_device = lambda device: device == "cpu"
-    backend.PREFERENCE["cpu"] = backend.PREFERENCE["npu"]
-    # What torch_npu's part of torch.optim asks for, among others.
-    torch.npu.current_device = lambda: 0
-    torch.npu.get_device_name = lambda device=None: "Ascend910B3"
-    # A shape function asks the device for its kind, once, for a warning.
-    _meta_registrations._npu_fusion_attention_warning_printed = True
-    assert torch_npu
+    mode.start()

@@ -94,7 +94,8 @@ assert facts == {
     "product": "Atlas A2",
 }
 from mindspeed_dsa.tools.cli import doctor
-findings = {"versions": {}, "layers": "", "features": [], "sites": [], "problems": []}
+lists = {name: [] for name in ("megatron", "beside", "environment", "features", "sites", "problems")}
+findings = {"versions": {}, "layers": "", **lists}
 told = doctor.as_text({**findings, "platform": platforms.describe("npu")}).splitlines()
 assert "  limits:" in told and "    tensor parallel ranks of MC2: 2, 4, 8" in told
 assert "    TASK_QUEUE_ENABLE: 2" in told

@@ -1,0 +1,147 @@
+"""What a step asks of the device beside its operators, with the place in the code that asked.
+
+:data:`kinds`: ``wait`` (the host waits for the device), ``pageable`` (a copy from host memory that is not
+pinned, which torch_npu ends with a wait), ``fallback`` (torch_npu computes on the CPU), ``aicpu`` (CANN
+has the operator for the AI CPU alone in this dtype on Atlas A2 and A3), ``launch`` (operators).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_KINDS = ("wait", "pageable", "fallback", "aicpu", "launch")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Dtypes that CANN's sources (ops-math) list for the AI CPU and not for the AI core of Atlas A2 and A3.
+_AICPU: dict[str, tuple[torch.dtype, ...] | None] = {
+    "sort": _INTEGERS,
+    "argsort": _INTEGERS,
+    "topk": (torch.int64,),
+    "cumsum": (torch.int64,),
+    "cumprod": (torch.int64,),
+    "floor_divide": (torch.int64,),
+    "histc": _INTEGERS,
+    "searchsorted": None,
+    "bucketize": None,
+    "bincount": None,
+    "unique_consecutive": None,
+    "_unique2": None,
+}
+_WAITS = ("sync_stream", "sync_device", "sync_event", "h2d_sync", "d2h_sync")
+_SKIPPED = ("/tests/npu/device/", "/torch/", "/torch_npu/", "<")
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("count", ctypes.c_ulong))
+
+
+def _rows(library: str, symbol: str, most: int) -> dict[str, _Row]:
+    found = {}
+    for row in (_Row * most).in_dll(ctypes.CDLL(library), symbol):
+        if row.name is None:
+            break
+        found[row.name.decode()] = row
+    return found
+
+
+_runtime = _rows("libascendcl.so", "stand_in_runtime", 32)
+
+
+def waits() -> int:
+    """Return how often the host has waited for the device in this process."""
+    return sum(_runtime[name].count for name in _WAITS)
+
+
+def pageable_copies() -> int:
+    """Return how many copies to the device were ended with a wait."""
+    return _runtime["h2d_sync"].count
+
+
+def collectives() -> dict[str, int]:
+    """Return calls of HCCL by name."""
+    return {name: row.count for name, row in _rows("libascendcl.so", "stand_in_hccl", 32).items()}
+
+
+@dataclass
+class Counts:
+    """What happened in the length of :func:`counted`.
+
+    Attributes:
+        events: how often, by kind, operator and place; a place is the innermost two frames outside of torch.
+    """
+
+    events: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def of(self, kind: str, place: str = "") -> int:
+        """Return how many events of a kind there were at places that contain a text."""
+        assert kind in _KINDS, f"{kind} is no kind of count"
+        return sum(n for (what, _, where), n in self.events.items() if what == kind and place in where)
+
+    def table(self, *kinds: str) -> str:
+        """Return one line for each operator and place, most frequent first."""
+        rows = [(n, *key) for key, n in self.events.items() if not kinds or key[0] in kinds]
+        return "\n".join(
+            f"{n:6d} {what:9s} {name:28s} {where}" for n, what, name, where in sorted(rows)[::-1]
+        )
+
+
+_open: list[Counts] = []
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count what happens in this process, in all threads that the mode reaches."""
+    found = Counts()
+    _open.append(found)
+    try:
+        yield found
+    finally:
+        _open.remove(found)
+
+
+def counting() -> bool:
+    """Return whether anybody counts."""
+    return bool(_open)
+
+
+def note(kind: str, operator: str) -> None:
+    """Count one event here."""
+    place = where()
+    for counts in _open:
+        counts.events[kind, operator, place] += 1
+
+
+def on_aicpu(operator: str, result: object) -> bool:
+    """Return whether CANN has an operator for the AI CPU alone.
+
+    Args:
+        operator: name without its overload.
+        result: tensor or tuple of tensors, whose first one has the dtype that decides.
+    """
+    name = operator.rstrip("_")
+    if name not in _AICPU:
+        return False
+    first = result if isinstance(result, Tensor) else next(iter(result), None)  # type: ignore[call-overload]
+    dtypes = _AICPU[name]
+    return isinstance(first, Tensor) and (dtypes is None or first.dtype in dtypes)
+
+
+def where() -> str:
+    """Return the innermost two frames outside of torch and of the stand-in: file, line and function."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < 2:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in _SKIPPED):
+            short = name.rpartition("/site-packages/")[2].rpartition("/mindspeed_dsa/")
+            file = f"{short[1]}{short[2]}".lstrip("/")
+            found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
