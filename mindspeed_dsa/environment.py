@@ -71,6 +71,10 @@ class Machine:
         megatrons: copies on the search path, the one that is used first.
         release: of Megatron-core, the one that is used.
         torch: its release, and that of torch_npu.
+        cann: release of the CANN whose ``set_env.sh`` was sourced.
+        lacking: by operator of torch_npu why it cannot be called.
+        devices: that this process sees.
+        absent: packages that Megatron-LM imports and that are not installed.
         free: bytes free where a folder is, or will be.
     """
 
@@ -88,6 +92,10 @@ class Machine:
     release: str | None = None
     torch: str | None = None
     torch_npu: str | None = None
+    cann: str | None = None
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    devices: int | None = None
+    absent: tuple[str, ...] = ()
     free: Callable[[Path], int | None] = lambda folder: None
 
     @property
@@ -159,6 +167,8 @@ class EnvironmentCheck:
         find: its findings.
         platforms: it applies to.
         per_node: it is about a node, not about the job, and asked on each.
+        early: it is about what is installed, and asked before process groups start, and without a job.
+        stops: an error that it finds ends the job before process groups start.
     """
 
     name: str
@@ -169,3 +179,5 @@ class EnvironmentCheck:
     find: Callable[[Surroundings], Iterable[Finding]]
     platforms: tuple[str, ...] = ("cpu", "cuda", "npu")
     per_node: bool = False
+    early: bool = False
+    stops: bool = False

@@ -28,6 +28,8 @@ try:
     session.enable_from_argv([*accepted, *arguments])
     if (running := session.current()) is not None:
         running.checkpoint_size = partial(_checkpoint_size, [sys.argv[0], *arguments])
+        # Without the packages that it imports, Megatron ends before any check of its arguments.
+        running.look_at_installation()
 except MindSpeedDSAError:
     show_without_traceback()
     raise

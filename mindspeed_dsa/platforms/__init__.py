@@ -11,7 +11,7 @@ from mindspeed_dsa.platforms import host_pool
 from mindspeed_dsa.platforms.base import Event, MemoryFigures, Platform, PlatformName, Stream
 from mindspeed_dsa.platforms.cpu import CpuPlatform
 from mindspeed_dsa.platforms.cuda import CudaPlatform
-from mindspeed_dsa.platforms.npu import NpuPlatform
+from mindspeed_dsa.platforms.npu import NpuPlatform, not_loaded
 
 __all__ = [
     "CHOICES",
@@ -51,13 +51,22 @@ def detect(requested: str = "auto") -> str:
         requested: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of NPU, GPU and CPU that is there.
 
     Raises:
-        SettingsError: unknown name, no torch, or a device that was asked for and is not there.
+        SettingsError: unknown name, no torch or one whose torch_npu does not load, or a device that was
+            asked for and is not there.
     """
     platform = None if requested == "auto" else get(requested)
     try:
         import torch
     except ModuleNotFoundError as error:
         raise SettingsError("torch is not installed; pip install torch") from error
+    except RuntimeError as error:
+        if error.__cause__ is None or "torch_npu" not in str(error):
+            raise
+        # torch loads torch_npu by itself, and with it fails.
+        raise SettingsError(
+            f"torch is not imported, because {not_loaded(error.__cause__)}; to go on without the NPU set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        ) from error
     if platform is None:
         if find_spec("torch_npu") is not None and _npu_answers():
             return "npu"

@@ -95,6 +95,10 @@ class Platform(abc.ABC):
     def device_name(self) -> str:
         """Return the device's own name."""
 
+    def device_count(self) -> int | None:
+        """Return the number of devices that this process sees; None where that limits no ranks."""
+        return None
+
     @abc.abstractmethod
     def current_stream(self) -> Stream:
         """The stream that new work goes to."""

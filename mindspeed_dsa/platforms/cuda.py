@@ -56,6 +56,9 @@ class CudaPlatform(Platform):
 
         return torch.device(self.device_type, self._module.current_device())
 
+    def device_count(self) -> int:
+        return int(self._module.device_count())
+
     def device_name(self) -> str:
         return str(self._module.get_device_name())
 

@@ -12,9 +12,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.platforms.cuda import CudaPlatform
 from mindspeed_dsa.platforms.npu_operators import product_of
+from mindspeed_dsa.platforms.npu_releases import cann_here, disagreements, installed_cann
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +58,14 @@ class NpuPlatform(CudaPlatform):
         import_module("torch_npu.contrib.transfer_to_npu")
 
     def facts(self) -> dict[str, Any]:
-        """Return the product, the limits of its operators, and the environment beside what is recommended."""
+        """Return CANN's release, the product, its limits, and the environment beside what is recommended."""
         product = product_of(self.device_name())
-        return {"product": product.name, "limits": product.limits(), "environment": environment()}
+        return {
+            "CANN": cann_here(),
+            "product": product.name,
+            "limits": product.limits(),
+            "environment": environment(),
+        }
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return torch_npu's pinned memory; whatever it rounds the size up to is not seen."""
@@ -96,7 +103,15 @@ def _torch_npu() -> Any:
     try:
         return import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
-        raise SettingsError(f"platform npu: torch_npu does not load ({error}); {_CANN}") from error
+        raise SettingsError(f"platform npu: {not_loaded(error)}") from error
+
+
+def not_loaded(error: BaseException) -> str:
+    """Say what ails a torch_npu that raises when it is imported, and what to do about it."""
+    torch, torch_npu = versions.of_package("torch"), versions.of_package("torch_npu")
+    found = next(disagreements(torch, torch_npu, installed_cann(os.environ)), None)
+    cure = _CANN if found is None else f"{found.what}: {found.do}"
+    return f"torch_npu {torch_npu} does not load ({error}); {cure}"
 
 
 # Variables of the environment that decide speed and memory on NPUs. From the manuals of torch_npu, CANN and

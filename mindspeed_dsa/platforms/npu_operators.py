@@ -9,25 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Release:
-    """Release of Ascend's extension, which is built for several releases of PyTorch."""
-
-    cann: str
-    torch_npu: tuple[str, ...]
-    """Its first wheel for each PyTorch."""
-
-    def __str__(self) -> str:
-        *most, last = self.torch_npu
-        wheels = f"{', '.join(most)} or {last}" if most else last
-        return f"torch_npu {wheels} with CANN {self.cann}, or newer ones"
-
-
-V7_1 = Release("8.2.RC1", ("2.6.0",))
-V7_2 = Release("8.3.RC1", ("2.6.0.post3", "2.7.1", "2.8.0"))
-V7_3 = Release("8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"))
-V26_0 = Release("9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"))
+from mindspeed_dsa.platforms.npu_releases import V7_1, V7_2, V7_3, V26_0, Release
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,18 @@ class Session:
         ]
         if problems:
             raise SettingsError(listed("these arguments cannot be used:", problems))
+        self.look_at_installation()
         self._told = True
+
+    def look_at_installation(self) -> None:
+        """Log what is wrong with what is installed; with nothing switched on nobody asks.
+
+        Raises:
+            SettingsError: no job starts so.
+        """
+        problems = environment.refused(self.settings, self.arguments) if self.features else []
+        if problems:
+            raise SettingsError(listed("no job starts here:", problems))
 
     def problems(self, args: Any) -> list[str]:
         """Problems that the features find in these arguments, each with the feature's name.

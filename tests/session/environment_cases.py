@@ -11,6 +11,7 @@ GB = 10**9
 WHEEL = Installation(Path("/wheel"), "0.16.1")
 CHECKOUT = Installation(Path("/checkout"), "0.16.1")
 TRAINING = Installation(Path("/checkout"), "0.16.1", has_training=True)
+_LACKS = "CANN's library has no aclnnLightningIndexer; npu_lightning_indexer needs newer ones"
 HIDDEN = ("all-to-alls of experts (moe-fb-overlap)",)
 
 
@@ -475,8 +476,87 @@ CASES = [
         "npu",
         {"machine": {"torch": "2.9.0+cpu", "torch_npu": "2.8.0.post4"}},
         "error",
-        "pip install 'torch_npu==2.9.0.*'",
+        "pip install --no-deps 'torch_npu==2.9.0.*'",
         [{"machine": {"torch": "2.9.0", "torch_npu": "2.9.0.post4"}}, {"machine": {"torch": "2.9.0"}}],
+    ),
+    (
+        "torch-npu-release",
+        "npu",
+        {"machine": {"torch": "2.9.0", "torch_npu": "2.9.0.post2", "cann": "8.3.RC1"}},
+        "error",
+        "it is of release 26.0.0 for CANN 9.0.0, and CANN 8.3.RC1 is installed",
+        [{"machine": {"torch": "2.9.0", "torch_npu": "2.9.0.post2", "cann": "8.5.1"}}],
+    ),
+    (
+        "torch-npu-release",
+        "npu",
+        {"machine": {"torch": "2.13.0", "torch_npu": "2.13.0", "cann": "9.1.0"}},
+        "warning",
+        "the newest of it is 2.12.0",
+        [{"machine": {"torch": "2.13.0", "torch_npu": "2.13.0", "cann": "9.2.0"}}],
+    ),
+    (
+        "npu-operators",
+        "npu",
+        {"features": frozenset({"fused-dsa"}), "machine": {"lacking": {"npu_lightning_indexer": _LACKS}}},
+        "warning",
+        "aclnnLightningIndexer, and PyTorch runs in its place, slower; install torch_npu 2.6.0.post5",
+        [
+            {"features": frozenset({"fused-swiglu"})},
+            {"machine": {"lacking": {"npu_dense_lightning_indexer_softmax_lse": _LACKS}}},
+        ],
+    ),
+    (
+        "npu-operators",
+        "npu",
+        {
+            "features": frozenset({"fused-dsa"}),
+            "args": {"dsa_backend": "npu", "dsa_indexer_loss_coeff": 0.1, "dsa_stage": "warmup"},
+            "machine": {"lacking": {"npu_dense_lightning_indexer_softmax_lse": _LACKS}},
+        },
+        "error",
+        "and it has nothing else to run; install torch_npu 2.7.1.post4",
+        [
+            {
+                "args": {
+                    "dsa_backend": "npu",
+                    "dsa_indexer_loss_coeff": 0.1,
+                    "dsa_indexer_use_sparse_loss": True,
+                }
+            },
+            {"args": {"dsa_backend": "npu"}},
+        ],
+    ),
+    (
+        "devices-for-ranks",
+        "npu",
+        {"machine": {"local_ranks": 8, "devices": 2}, "variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}},
+        "error",
+        "8 ranks on a node: they see 2 devices there (ASCEND_RT_VISIBLE_DEVICES=0,1)",
+        [
+            {"machine": {"local_ranks": 2, "devices": 2}},
+            {"machine": {"local_ranks": 8, "devices": None}},
+            {"variables": {"LOCAL_RANK": "0"}},  # each rank has a device of its own
+        ],
+    ),
+    (
+        "devices-for-ranks",
+        "cuda",
+        {
+            "machine": {"local_ranks": 4, "devices": 1},
+            "variables": {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"},
+        },
+        "error",
+        "torchrun --nproc-per-node 1, or more devices in CUDA_VISIBLE_DEVICES",
+        [{"machine": {"local_ranks": 1, "devices": 1}}],
+    ),
+    (
+        "megatron-lm-packages",
+        "cpu",
+        {"machine": {"release": "0.16.1", "absent": ("six", "triton")}},
+        "error",
+        "Megatron-LM 0.16.1: it needs six, triton, which are not installed; pip install six triton",
+        [{"machine": {"release": "0.16.1"}}],
     ),
     (
         "swap-optimizer-rounding",

@@ -14,16 +14,28 @@ from mindspeed_dsa.environment import LEVELS, EnvironmentCheck, Finding, Machine
 from mindspeed_dsa.feature import Feature, Platform
 from mindspeed_dsa.runs import manifest, whole_checkpoints
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.session.environment import communication, devices, host, installation
+from mindspeed_dsa.session.environment import communication, devices, host, installation, npu
 from mindspeed_dsa.settings import Settings
 
-__all__ = ["CHECKS", "at_start", "checks_of", "completed", "examine", "newest", "overlaps", "records"]
+__all__ = [
+    "CHECKS",
+    "at_start",
+    "checks_of",
+    "completed",
+    "early",
+    "examine",
+    "newest",
+    "overlaps",
+    "records",
+    "refused",
+]
 
 CHECKS: tuple[EnvironmentCheck, ...] = (
     *communication.CHECKS,
     *devices.CHECKS,
     *host.CHECKS,
     *installation.CHECKS,
+    *npu.CHECKS,
 )
 """Those that are no feature's own."""
 _MEGATRON = {
@@ -59,13 +71,16 @@ def checks_of(active: Sequence[Feature]) -> Iterator[EnvironmentCheck]:
         yield from feature.environment
 
 
-def examine(about: Surroundings, active: Sequence[Feature], per_node: bool | None = None) -> list[Found]:
+def examine(
+    about: Surroundings, active: Sequence[Feature], per_node: bool | None = None, early: bool = False
+) -> list[Found]:
     """Ask every check that applies to the platform.
 
     Args:
         about: what checks look at.
         active: features that are on, whose own checks are asked as well.
         per_node: only those of a node, or only those of the job; None: all of them.
+        early: only those that are about what is installed.
 
     Returns:
         What they find, the worst first. A check that raises is a finding of its own: it must not stop a job.
@@ -73,6 +88,8 @@ def examine(about: Surroundings, active: Sequence[Feature], per_node: bool | Non
     found: list[Found] = []
     for check in checks_of(active):
         if not _applies(check, about.platform) or per_node not in (None, check.per_node):
+            continue
+        if early and not check.early:
             continue
         try:
             found += [(check, finding) for finding in check.find(about)]
@@ -98,6 +115,39 @@ def records(found: Sequence[Found]) -> list[dict[str, str]]:
         {"check": check.name, "level": each.level, "who": each.who, "what": each.what, "do": each.do}
         for check, each in found
     ]
+
+
+def early(settings: Settings, args: Any = None, variables: Mapping[str, str] = os.environ) -> list[Found]:
+    """Examine what is installed, which needs no job.
+
+    Args:
+        settings: of the session.
+        args: the job's arguments, where there is one.
+        variables: the environment.
+    """
+    machine = _machine(settings, variables)
+    return examine(
+        Surroundings(settings.platform, args, variables=variables, machine=machine), (), early=True
+    )
+
+
+def refused(settings: Settings, args: Any) -> list[str]:
+    """Log what is wrong with what is installed, before process groups start.
+
+    Most of it ends a job before its first model, and so before :func:`at_start`.
+
+    Returns:
+        what no job survives.
+    """
+    try:
+        found = early(settings, args)
+    except Exception as error:  # a look around must not stop a job
+        log.get().warning("environment: not examined: %r; report it as a bug", error, once=True)
+        return []
+    for check, finding in found:
+        if not check.stops:
+            _tell(check, finding, "")
+    return [str(finding) for check, finding in found if check.stops and finding.level == "error"]
 
 
 def at_start(
@@ -130,11 +180,15 @@ def at_start(
         return []
     found = examine(about, active, None if first else True)
     where = "" if first else f" of node {socket.gethostname()}"
-    tell = {"error": "error", "warning": "warning", "note": "info"}
     for check, finding in found:
-        text = f"environment{where}: {finding.level}: {finding} [{check.name}]"
-        getattr(log.get(), tell[finding.level])("%s", text, once=True, ranks="all")
+        _tell(check, finding, where, ranks="all")
     return found
+
+
+def _tell(check: EnvironmentCheck, finding: Finding, where: str, ranks: log.Ranks = "first") -> None:
+    text = f"environment{where}: {finding.level}: {finding} [{check.name}]"
+    tell = {"error": "error", "warning": "warning", "note": "info"}
+    getattr(log.get(), tell[finding.level])("%s", text, once=True, ranks=ranks)
 
 
 def completed(

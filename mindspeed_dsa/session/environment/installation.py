@@ -6,9 +6,12 @@ import contextlib
 import os
 import resource
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from mindspeed_dsa import platforms
@@ -16,10 +19,23 @@ from mindspeed_dsa.environment import EnvironmentCheck, Finding, Installation, L
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.platforms.host_pool import host_memory_free
-from mindspeed_dsa.platforms.npu_operators import product_of
+from mindspeed_dsa.platforms.npu_operators import OPERATORS, product_of
+from mindspeed_dsa.platforms.npu_releases import installed_cann
 
 _SHARED_MEMORY = Path("/dev/shm")
 _RDMA = Path("/sys/class/infiniband")
+_IMPORTED: tuple[tuple[str, str, str], ...] = (
+    ("einops", "einops", "<0.13"),  # vision models, which its tokenizers import
+    ("psutil", "psutil", ""),  # checkpoints: without it the first save fails, or hangs for ever
+    ("pydantic", "pydantic", ">=0.16,<0.17"),  # megatron.rl
+    ("regex", "regex", "<0.17"),  # tokenizers
+    ("setuptools", "setuptools", ""),
+    ("six", "six", "<0.17"),  # tokenizers
+    ("triton", "triton", ">=0.16,!=0.17.*"),  # kernels that no job here calls
+    ("yaml", "pyyaml", "<0.19"),
+)
+"""A module, the package that has it, and the releases that import it."""
+_HELPERS, _BUILDER = "helpers_cpp", "pybind11"
 
 
 def find_copies(about: Surroundings) -> Iterator[Finding]:
@@ -41,22 +57,14 @@ def find_copies(about: Surroundings) -> Iterator[Finding]:
     yield Finding(level, f"megatron-core {used}", what, do)
 
 
-def find_torch_npu(about: Surroundings) -> Iterator[Finding]:
-    """Yield a torch_npu that was built for another torch."""
-    torch, torch_npu = about.machine.torch, about.machine.torch_npu
-    if not torch or not torch_npu:
-        return
-    try:
-        wanted, built_for = Version(torch).release[:3], Version(torch_npu).release[:3]
-    except InvalidVersion:
-        return
-    if wanted != built_for:
-        release = ".".join(map(str, wanted))
+def find_packages(about: Surroundings) -> Iterator[Finding]:
+    """Yield packages that Megatron-LM imports and that are not installed."""
+    if absent := about.machine.absent:
         yield Finding(
             "error",
-            f"torch_npu {torch_npu}",
-            f"it was built for another torch than {torch}, whose C++ interfaces differ",
-            f"pip install 'torch_npu=={release}.*'",
+            f"Megatron-LM {about.machine.release or ''}".strip(),
+            f"it needs {', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed",
+            f"pip install {' '.join(absent)}",
         )
 
 
@@ -71,13 +79,13 @@ CHECKS = (
         find_copies,
     ),
     EnvironmentCheck(
-        "torch-npu-release",
-        "torch, torch_npu",
-        "torch_npu is of another release than torch",
-        "torch_npu, its table of releases",
+        "megatron-lm-packages",
+        "packages that Megatron-LM imports",
+        "a checkout of it is used, and one of them is not installed",
+        "Megatron-LM 0.12.1 to 0.19: with each of them hidden, `pretrain_gpt.py` does not begin or not save",
         ("error",),
-        find_torch_npu,
-        platforms=("npu",),
+        find_packages,
+        early=True,
     ),
 )
 
@@ -110,6 +118,10 @@ def read(
         release=found[0].version if found else versions.of_megatron(root),
         torch=versions.of_package("torch") if platform == "npu" else None,
         torch_npu=versions.of_package("torch_npu") if platform == "npu" else None,
+        cann=installed_cann(variables) if platform == "npu" else None,
+        lacking=_lacking(platform),
+        devices=_devices(platform),
+        absent=absent(found),
         free=_free,
     )
 
@@ -182,3 +194,58 @@ def _product(platform: str) -> str:
         with contextlib.suppress(MindSpeedDSAError, AttributeError, RuntimeError):
             return product_of(platforms.get(platform).device_name()).name
     return ""
+
+
+def _devices(platform: str) -> int | None:
+    """Return the number of accelerators that this process sees; None where nobody can tell."""
+    if platform not in ("cuda", "npu"):
+        return None
+    with contextlib.suppress(MindSpeedDSAError, ImportError, AttributeError, RuntimeError):
+        return platforms.get(platform).device_count()
+    return None
+
+
+def _lacking(platform: str) -> Mapping[str, str]:
+    """Return the operators of torch_npu that cannot be called here, with the reason; none without an NPU."""
+    try:
+        if platform != "npu" or not platforms.get("npu").is_available():
+            return {}
+    except MindSpeedDSAError:  # of which other checks speak
+        return {}
+    from mindspeed_dsa.ops.npu.device import unavailable
+
+    reasons = {each.name: unavailable(platform, each.name) for each in OPERATORS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def absent(megatrons: Sequence[Installation]) -> tuple[str, ...]:
+    """Return the packages that are not installed and that the checkout which is used needs.
+
+    Args:
+        megatrons: copies on the search path, the one that is used first. Those without ``megatron.training``
+            are no checkouts.
+    """
+    used = next((each for each in megatrons if each.has_training), None)
+    return () if used is None else tuple(sorted(_absent_beside(used)))
+
+
+def _absent_beside(checkout: Installation) -> Iterator[str]:
+    for module, package, releases in _IMPORTED:
+        if _is_of(checkout.version, releases) and find_spec(module) is None:
+            yield package
+    # Its helpers for datasets are built by the first job, and stay.
+    helpers = _HELPERS + (sysconfig.get_config_var("EXT_SUFFIX") or ".so")
+    datasets = checkout.folder / "megatron" / "core" / "datasets"
+    if (
+        (datasets / "Makefile").is_file()
+        and not (datasets / helpers).is_file()
+        and find_spec(_BUILDER) is None
+    ):
+        yield _BUILDER
+
+
+def _is_of(release: str | None, releases: str) -> bool:
+    try:
+        return release is None or SpecifierSet(releases).contains(Version(release), prereleases=True)
+    except InvalidVersion:  # a fork's own
+        return True

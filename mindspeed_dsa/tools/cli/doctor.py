@@ -108,7 +108,11 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
         problems += unknown_flags(argv, of_the_job, running.settings.megatron_root)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
-    surroundings = doctor_job.examine(command, argv, running) if command is not None else []
+    if command is not None:
+        surroundings = doctor_job.examine(command, argv, running)
+    else:
+        surroundings = environment.early(running.settings) if running is not None else []
+    problems += _unloaded(running)
     root = running.settings.megatron_root if running else "megatron"
     others, refused = _beside(running, script)
     problems += refused
@@ -277,6 +281,19 @@ def _beside(running: session.Session | None, script: str) -> tuple[list[dict[str
     return rows, [f"{script} {text}" for text in refused]
 
 
+def _unloaded(running: session.Session | None) -> list[str]:
+    """Return why a torch_npu that is installed does not load, where nobody has asked for another platform."""
+    from mindspeed_dsa import platforms
+
+    if running is None or running.settings.mindspeed_platform != "auto":
+        return []
+    try:
+        platforms.get("npu").is_available()
+    except MindSpeedDSAError as error:
+        return [str(error)]
+    return []
+
+
 def _platform(running: session.Session | None) -> dict[str, Any]:
     if running is None:
         return {"name": "unknown"}
@@ -346,7 +363,7 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
     if findings["environment"]:
         lines += ["", "environment:", *map(_finding, findings["environment"])]
     lines += ["", *(f"PROBLEM: {text}" for text in findings["problems"])]
-    if not findings["problems"]:
+    if not findings["problems"] and not any(each["level"] == "error" for each in findings["environment"]):
         lines.append("no problems found")
     return "\n".join(lines)
 

@@ -1,0 +1,168 @@
+"""Releases of torch_npu and of CANN: which go together by the vendor's tables, and which are here.
+
+The tables are torch_npu's ``COMPATIBILITY.md`` and the release notes of its releases 7.2.0 and 26.1.0, as of
+August 2026. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa.environment import Finding
+
+
+@dataclass(frozen=True)
+class Release:
+    """Release of Ascend's extension, which is built for several releases of PyTorch.
+
+    Attributes:
+        name: the vendor's number.
+        cann: the CANN that it was released with.
+        torch_npu: its wheel for each PyTorch.
+    """
+
+    name: str
+    cann: str
+    torch_npu: tuple[str, ...]
+
+    def __str__(self) -> str:
+        *most, last = self.torch_npu
+        wheels = f"{', '.join(most)} or {last}" if most else last
+        return f"torch_npu {wheels} with CANN {self.cann}, or newer ones"
+
+    def wheel(self, torch: str) -> str | None:
+        """Return its wheel for a torch; None where it has none."""
+        return next((each for each in self.torch_npu if _release(each) == _release(torch)), None)
+
+
+V7_1 = Release("7.1.0", "8.2.RC1", ("2.6.0",))
+V7_2 = Release("7.2.0", "8.3.RC1", ("2.6.0.post3", "2.7.1", "2.8.0"))
+V7_3 = Release("7.3.0", "8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"))
+V26_0 = Release("26.0.0", "9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"))
+V26_1 = Release("26.1.0", "9.1.0", ("2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0"))
+RELEASES = (V7_1, V7_2, V7_3, V26_0, V26_1)
+"""Oldest first."""
+_TOGETHER = (
+    ((V7_1, V7_2), ("8.0", "8.1", "8.2", "8.3")),
+    ((V7_3, V26_0, V26_1), ("8.5", "9.0", "9.1")),
+)
+"""Releases of the extension, and series of CANN that the vendor calls compatible with each of them."""
+_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+_INSTALLED = re.compile(r"^version\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
+_CONFIGURED = re.compile(r"^toolkit_(?:running|installed)_version=.*:([^\]:]+)\]", re.MULTILINE)
+_SERIES = re.compile(r"(\d+)\.(\d+)")
+
+
+def release_of(torch_npu: str) -> Release | None:
+    """Return the release that a wheel belongs to; None for wheels of a torch that no release is for.
+
+    Wheels between those of two releases correct the older one.
+    """
+    number = _version(torch_npu)
+    for release in reversed(RELEASES):
+        first = release.wheel(torch_npu)
+        if first is not None and number is not None and number >= Version(first):
+            return release
+    return None
+
+
+def installed_cann(variables: Mapping[str, str]) -> str | None:
+    """Read the release of the CANN whose ``set_env.sh`` was sourced; None where nothing says it.
+
+    Args:
+        variables: the environment, which names CANN's folder.
+    """
+    for home in filter(None, map(variables.get, _HOMES)):
+        # Toolkits for both processors may lie beside each other.
+        own = Path(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info")
+        files = [own, *sorted(Path(home).glob("*-linux/ascend_toolkit_install.info"))]
+        for pattern, names in ((_INSTALLED, files), (_CONFIGURED, [Path(home, "version.cfg")])):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    if found := pattern.search(name.read_text(encoding="utf-8", errors="replace")):
+                        return found.group(1)
+    return None
+
+
+def cann_here() -> str:
+    """Return the release of CANN in words, for ``doctor``."""
+    found = installed_cann(os.environ)
+    named = [f"{name}={os.environ[name]}" for name in _HOMES if os.environ.get(name)]
+    where = f"no version in {', '.join(named)}" if named else f"neither {' nor '.join(_HOMES)} is set"
+    return found or f"unknown: {where}"
+
+
+def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) -> Iterator[Finding]:
+    """Yield what does not go together, the first of it; nothing that the tables leave open.
+
+    Args:
+        torch: its release; None where it is unknown, as of the others.
+        torch_npu: its wheel.
+        cann: its release, in the vendor's spelling.
+    """
+    number = _release(torch_npu)
+    if number is None or torch_npu is None:
+        return
+    if torch is not None and _release(torch) not in (None, number):
+        what = f"it was built for another torch than {torch}, whose C++ interfaces differ"
+        yield Finding("error", f"torch_npu {torch_npu}", what, _advice(torch, cann))
+        return
+    if cann is None or (series := _series(cann)) is None:
+        return
+    release, known = release_of(torch_npu), [each for _, canns in _TOGETHER for each in canns]
+    if release is None:
+        newest = max(RELEASES[-1].torch_npu, key=Version)
+        if number > Version(newest).release and series in known:
+            what = f"the vendor's table pairs CANN {cann} with older ones; the newest of it is {newest}"
+            yield Finding("warning", f"torch_npu {torch_npu}", what, _advice(torch, cann))
+        return
+    served = next(canns for releases, canns in _TOGETHER if release in releases)
+    if series in known and series not in served:
+        what = f"it is of release {release.name} for CANN {release.cann}, and CANN {cann} is installed"
+        also = "" if len(served) == 1 else f"; the vendor calls CANN {', '.join(served)} compatible with it"
+        do = f"{_advice(torch, cann)}, or install CANN {release.cann}"
+        yield Finding("error", f"torch_npu {torch_npu}", what + also, do)
+
+
+def _advice(torch: str | None, cann: str | None) -> str:
+    """Return what to install in torch_npu's place, for this CANN as far as it is known."""
+    series = None if cann is None else _series(cann)
+    release = next((each for each in RELEASES if series == _series(each.cann)), None)
+    if release is None:
+        for releases, canns in _TOGETHER:
+            release = releases[-1] if series in canns else release
+    own = ".".join(map(str, _release(torch) or ()))
+    if release is None:
+        return f"pip install --no-deps 'torch_npu=={own}.*'"
+    if torch is not None and (wheel := release.wheel(torch)) is not None:
+        return f"pip install --no-deps torch_npu=={wheel}"
+    *most, last = release.torch_npu
+    pairs = f"{', '.join(most)} or {last}" if most else last
+    return f"install torch_npu {pairs} with the torch of its number"
+
+
+def _series(cann: str) -> str | None:
+    """Return ``8.3`` of ``8.3.RC1``."""
+    found = _SERIES.match(cann)
+    return None if found is None else ".".join(found.groups())
+
+
+def _version(text: str | None) -> Version | None:
+    try:
+        return None if text is None else Version(text)
+    except InvalidVersion:
+        return None
+
+
+def _release(text: str | None) -> tuple[int, ...] | None:
+    """Return the three numbers of the torch that a release of torch or of torch_npu is for."""
+    found = _version(text)
+    return None if found is None else found.release[:3]
