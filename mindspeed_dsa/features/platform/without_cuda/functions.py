@@ -25,6 +25,7 @@ class _TypeName(str):
     """Name such as ``torch.npu.FloatTensor`` that also equals ``torch.cuda.FloatTensor``."""
 
     __slots__ = ("prefix",)
+    prefix: str
     __hash__ = str.__hash__
 
     def __new__(cls, name: str, prefix: str) -> _TypeName:
