@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from types import SimpleNamespace
 
@@ -23,8 +24,9 @@ NAMES = {
 FEATURES = {feature.name: feature for feature in features.built_in() if feature.name in NAMES.values()}
 
 
-def active(*argv: str) -> set[str]:
+def active(*argv: str, platform: str = "cpu") -> set[str]:
     resolved = settings.read(features.all_flags(), argv=argv, environ={})
+    resolved.platform = platform
     return {name for name, feature in FEATURES.items() if feature.is_active(resolved)}
 
 
@@ -37,6 +39,14 @@ def test_switches_and_list_add_up():
         if name != operator:
             assert active(f"--use-{name}") == {name}
     assert active("--use-fused-swiglu", "--fused-operators", "rmsnorm") == {"fused-swiglu", "fused-rmsnorm"}
+
+
+def test_an_npu_fills_by_mask_unless_it_is_told_not_to():
+    on_npu = functools.partial(active, platform="npu")
+    assert on_npu() == {"mask-arithmetic"}
+    assert on_npu("--fused-operators", "rmsnorm") == {"mask-arithmetic", "fused-rmsnorm"}
+    assert on_npu("--fused-operators", "none") == set()
+    assert active(platform="cuda") == set()
 
 
 @pytest.mark.parametrize("source", ["argv", "environment", "API"])

@@ -17,6 +17,7 @@ from mindspeed_dsa.feature import Feature, Flag, Requires
 from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.settings import PLATFORM
 
 OPERATORS = ("rmsnorm", "rotary-pos-emb", "swiglu", "mask-arithmetic")
 _LIBRARY = "liger_kernel"
@@ -26,8 +27,8 @@ _PAGE = "fused-operators.md"
 
 FUSED_OPERATORS = Flag(
     "--fused-operators",
-    "Small operators to fuse: names from this list, all of them, or none, which is the default. rmsnorm, "
-    "rotary-pos-emb and swiglu are also switched on by flags of their own.",
+    "Small operators to fuse: names from this list, all of them, or none. rmsnorm, rotary-pos-emb and swiglu "
+    "are also switched on by flags of their own. Default: mask-arithmetic on NPUs, else none.",
     kind="value",
     nargs="+",
     choices=("all", "none", *OPERATORS),
@@ -49,6 +50,13 @@ def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
         return "all" in chosen or operator in chosen or bool(switch and getattr(settings, switch, False))
 
     return active
+
+
+def fills_by_mask(settings: Any) -> bool:
+    """Return whether masks are filled by arithmetic; by default on NPUs, beside a list of others as well."""
+    if selects("mask-arithmetic")(settings):
+        return True
+    return settings.platform == "npu" and "none" not in (getattr(settings, FUSED_OPERATORS.dest, None) or ())
 
 
 def is_named(args: Any, operator: str, switch: str) -> bool:
@@ -91,7 +99,7 @@ MASK_ARITHMETIC = Feature(
     name="mask-arithmetic",
     summary="Vocabulary parallel embedding and cross entropy fill by a mask instead of assigning through it: "
     "the same bits without waiting for the device.",
-    flags=(FUSED_OPERATORS,),
+    flags=(FUSED_OPERATORS, PLATFORM),
     patches=tuple(
         Patch(
             f"megatron.core.tensor_parallel.{function}",
@@ -110,7 +118,7 @@ MASK_ARITHMETIC = Feature(
         )
     ),
     requires=_REQUIRES,
-    active=selects("mask-arithmetic"),
+    active=fills_by_mask,
     check=check_mask_arithmetic,
     doc=_PAGE,
 )
