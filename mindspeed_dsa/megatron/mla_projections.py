@@ -176,7 +176,7 @@ class Projections:
         Returns:
             ``[s, b, heads, kv_lora_rank]``, ``[s, b, heads, rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
         """
-        query = self._absorbed_query_parts(rotate, latent_query, up_key)
+        query = self.absorbed_query(rotate, latent_query, up_key)
         return *query, self.whole_latent_key(rotate, latent, rotary_key)
 
     def whole_latent_key(self, rotate: Rotate, latent: Tensor, rotary_key: Tensor) -> Tensor:
@@ -197,27 +197,25 @@ class Projections:
                 latent = SumGradients.apply(latent, group)
         return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
-    def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> Tensor:
-        """Return this rank's heads of the query in absorbed form, ``[s, b, heads, kv_lora_rank + rope]``.
+    def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both parts of this rank's heads of the query in absorbed form.
 
         Args:
             rotate: from :meth:`rotation`.
             latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
             up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
-        """
-        return torch.cat(self._absorbed_query_parts(rotate, latent_query, up_key), dim=-1)
 
-    def _absorbed_query_parts(
-        self, rotate: Rotate, latent_query: Tensor, up_key: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        Returns:
+            ``[s, b, heads, kv_lora_rank]`` and ``[s, b, heads, rope]``.
+        """
         plain, rotary = self.query_parts(latent_query)
         # [s, b, heads, qk_head_dim] x [heads, qk_head_dim, latent]
         return torch.einsum("sbhd,hdc->sbhc", plain, up_key), rotate(rotary)
 
     def own_absorbed_key(
         self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
-    ) -> Tensor:
-        """Return the absorbed key of the hidden states' own rows, ``[s, b, 1, kv_lora_rank + rope]``.
+    ) -> tuple[Tensor, Tensor]:
+        """Return both parts of the absorbed key of the hidden states' own rows.
 
         Args:
             rotate: from :meth:`rotation`, for these rows.
@@ -226,6 +224,9 @@ class Projections:
             hidden_states: ``[s, b, hidden]``, a part of ``s`` under sequence parallelism: whoever gathers the
                 keys from tensor parallel ranks as well then sums their gradients.
             is_summed: as for :meth:`rotary_key_for_all_heads`.
+
+        Returns:
+            ``[s, b, 1, kv_lora_rank]`` and ``[s, b, 1, rope]``.
         """
         latent = self._normed_latent(latent)
         if self.layer.config.sequence_parallel:
@@ -234,7 +235,7 @@ class Projections:
             rotary_key = self.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed)
             group = self.tensor_parallel_group()
             latent = SumGradients.apply(latent, group) if group.size() > 1 else latent
-        return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
+        return latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))
 
     def _normed_latent(self, latent: Tensor) -> Tensor:
         """Normalise also where the up-projection, which absorption never calls, holds the norm."""

@@ -372,6 +372,14 @@ def context_parallel_step(cp: int) -> dict[str, Any]:
         return tiny.one_step(switches, num_microbatches=2, micro_batch_size=2, cp=cp)
 
 
+def context_parallel_step_in_parts(cp: int) -> dict[str, Any]:
+    """As :func:`context_parallel_step`, keys gathered in two parts."""
+    with cp_cases.parts_kept_apart() as gathered:
+        result = context_parallel_step(cp)
+    assert set(gathered) == {2}
+    return result
+
+
 def context_parallel_indexer(cp: int, rope_type: str) -> dict[str, Tensor]:
     """A rank's rows of what the indexer projects, and where they lie in the sequence."""
     job.start(cp=cp)

@@ -59,6 +59,27 @@ def step(
     return {**result, "taken": taken}
 
 
+def step_in_parts(**arguments: Any) -> dict[str, Any]:
+    """As :func:`step`, queries in two parts, and the widths of queries that the attention got."""
+    from mindspeed_dsa.features.dsa import core_attention
+
+    widths: list[int] = []
+    attend = core_attention.Operands
+
+    def noting(query: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        widths.append(query.shape[-1])
+        return attend(query, *rest, **more)
+
+    with cp_cases.parts_kept_apart(), mock.patch.object(core_attention, "Operands", noting):
+        return {**step(**arguments), "widths": widths}
+
+
+def context_parallel_training_in_parts(**arguments: Any) -> dict[str, Any]:
+    """As :func:`context_parallel_training`, keys in two parts."""
+    with cp_cases.parts_kept_apart():
+        return context_parallel_training(**arguments)
+
+
 def context_parallel_step(switches: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Loss and gradients of one of two context parallel ranks, which hold zigzag parts of the sequence."""
     import mindspeed_dsa

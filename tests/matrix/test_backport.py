@@ -313,10 +313,11 @@ def test_a_script_that_knows_no_packs_trains_on_them(pool):
         assert_same_gradients(rank["gradients"], alone["gradients"], 2e-5)
 
 
+@pytest.mark.parametrize("parts", ["", "_in_parts"], ids=["whole", "in parts"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_context_parallel_ranks_have_the_gradients_of_one(pool, cp):
+def test_context_parallel_ranks_have_the_gradients_of_one(pool, cp, parts):
     (expected,) = pool.run(f"{CASE}:context_parallel_step", 1, cp=1)
-    for rank in pool.run(f"{CASE}:context_parallel_step", cp, cp=cp):
+    for rank in pool.run(f"{CASE}:context_parallel_step{parts}", cp, cp=cp):
         assert_same_gradients(rank["gradients"], expected["gradients"])
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
 

@@ -10,6 +10,8 @@ from tests.support.model import assert_same_gradients, put_together
 pytestmark = pytest.mark.releases(">=0.19")
 
 CASE = "tests.matrix.kernel_steps"
+LATENT = 16
+"""Width of the model's absorbed queries without their rotary part, which has 8."""
 ON = {"use_fused_dsa": True}
 ALONE = {
     "use_fused_lightning_indexer": {"run_fused_qk_topk"},
@@ -50,6 +52,25 @@ def test_megatrons_own_values(pool, overrides):
     assert result["taken"]["run_fused_dsa_attention"] >= 4  # two layers, two microbatches
     assert sum(result["taken"].values()) == result["taken"]["run_fused_dsa_attention"]
     same(result, expected)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"dsa_indexer_use_sparse_loss": False, "dsa_indexer_topk": 64},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+        {"dsa_indexer_topk_freq": 2, "dsa_indexer_loss_coeff": 0.0},
+    ],
+    ids=["sparse loss", "dense", "recompute", "recomputed projections", "shared choice"],
+)
+def test_a_query_in_two_parts_goes_past_the_hooks(pool, overrides):
+    (result,) = pool.run(f"{CASE}:step_in_parts", 1, switches=ON, overrides=overrides)
+    assert len(result["widths"]) >= 4
+    assert set(result["widths"]) == {LATENT}
+    assert not any(result["taken"].values())
+    same(result, step(pool, {}, overrides))
 
 
 @pytest.mark.parametrize("switch", ALONE)
@@ -133,6 +154,18 @@ def test_keys_gathered_behind_the_projections(pool, overrides, layout):
     begins = ["start 24", "start 16"] if overrides is not CORE else ["start 24", "take 24", "start 16"]
     for rank in found:
         assert rank["gathers"][: len(begins)] == begins
+        assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
+    first = [rank for rank in found if rank["context"] == 0]
+    assert_same_gradients(put_together(first), expected["gradients"])
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["alone", "TP2 and SP"])
+def test_keys_gathered_in_two_parts(pool, layout):
+    case, ranks = f"{CASE}:context_parallel_training", 2 * layout.get("tp", 1)
+    (expected,) = pool.run(case, 1, cp=1, switches=ON)
+    found = pool.run(f"{case}_in_parts", ranks, cp=2, switches=ON, **layout)
+    for rank in found:
+        assert rank["gathers"][:3] == [f"start {LATENT}", "start 8", "start 16"]
         assert rank["indexer loss"] == pytest.approx(expected["indexer loss"], rel=1e-5)
     first = [rank for rank in found if rank["context"] == 0]
     assert_same_gradients(put_together(first), expected["gradients"])

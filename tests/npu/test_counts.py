@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,11 +32,12 @@ def leaves(rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def layer(
-    form: str, backend: str, given: list[Tensor], loss: LossOptions | None, rope: Tensor | None = None
+    form: str, backend: str, given: list[Tensor], loss: LossOptions | None, ropes: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """Output, loss, and their gradients."""
+    """Output, loss, and their gradients; those of rotary parts, of query and key, come last."""
     query, key, up_value, *index = given
-    operands, inputs = Operands(query, key, up_value, SCALE, query_rope=rope), IndexInputs(*index)
+    rotary = dict(zip(("query_rope", "key_rope"), ropes, strict=False))
+    operands, inputs = Operands(query, key, up_value, SCALE, **rotary), IndexInputs(*index)
     if form == "runs":
         problem = Problem(operands, TOPK, loss=loss, backend=backend)
         result = sparse_attention.attend_by_runs(problem, inputs, RUNS, LENGTH)
@@ -47,8 +50,7 @@ def layer(
         result = sparse_attention.sparse_attention(problem, inputs)
     assert result.loss is not None
     total = result.out.float().square().sum() + 100 * result.loss
-    asked = given if rope is None else [*given, rope]
-    return [result.out, result.loss, *torch.autograd.grad(total, asked)]
+    return [result.out, result.loss, *torch.autograd.grad(total, [*given, *ropes])]
 
 
 @pytest.fixture
@@ -86,10 +88,33 @@ def test_a_query_in_two_parts_is_not_copied(npu_kernels, counts_of):
     assert len(copies) == 4, counts.told("copies")
     latent, rope = (x.detach().contiguous().requires_grad_() for x in given[0].split([512, 64], dim=-1))
     with counted() as counts:
-        apart = layer("causal", "npu", [latent, *given[1:]], wanted, rope)
+        apart = layer("causal", "npu", [latent, *given[1:]], wanted, [rope])
     copies = [event for event in counts.copies if event.shape[-2:] in ((HEADS, 64), (HEADS, 576))]
     assert not copies, counts.told("copies")
     of_query, *others = whole[2:]
     assert torch.equal(torch.cat([apart[2], apart[-1]], dim=-1), of_query)
     for one, other in zip((*apart[:2], *apart[3:-1]), (*whole[:2], *others), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_neither_part_of_a_query_or_a_key_is_copied_run_by_run(npu_kernels, counts_of):
+    """What is left is each part's gradient, put together of both runs; those of keys overlap."""
+    given = leaves(20, torch.bfloat16)
+    wanted = LossOptions(0.5, on_chosen_keys=True)
+    whole = layer("runs", "npu", given, wanted)
+    query, key = (
+        [x.detach().contiguous().requires_grad_() for x in one.split([512, 64], dim=-1)] for one in given[:2]
+    )
+    with counted(smallest_copy=key[1].numel() // 2) as counts:
+        apart = layer("runs", "npu", [query[0], key[0], *given[2:]], wanted, [query[1], key[1]])
+    # Rows of a query, and keys of a run, as the operators take them or as they were before.
+    shapes = {(*heads, width) for heads in ((HEADS,), (1,)) for width in (64, 512, 576)}
+    copies = [event.shape for event in counts.copies if event.shape[-2:] in shapes]
+    grad_out = [(1, 10, HEADS, 512)] * 2
+    assert sorted(copies) == sorted([*grad_out, (20, 1, HEADS, 64), (20, 1, HEADS, 512)]), counts.told(
+        "copies"
+    )
+    for one, parts in zip(whole[2:4], ((apart[2], apart[-2]), (apart[3], apart[-1])), strict=True):
+        assert torch.equal(torch.cat(parts, dim=-1), one)
+    for one, other in zip((*apart[:2], *apart[4:-2]), (*whole[:2], *whole[4:]), strict=True):
         assert torch.equal(one, other)

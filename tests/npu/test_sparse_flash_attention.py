@@ -99,7 +99,7 @@ def test_gradient_of_scores_in_the_backward(npu_kernels):
 
 @pytest.mark.parametrize("backend", ["npu", "cpu"])
 def test_a_query_in_two_parts_is_the_same_query(npu_kernels, backend):
-    """npu copies neither part, forward and backward; other backends put them together."""
+    """npu copies neither part, forward and backward, and none of a key; other backends put them together."""
     query, key_value = attention_inputs(1, 40, 40, 4)
     latent, rope = (x.detach().contiguous().requires_grad_() for x in query.split([512, 64], dim=-1))
     indices = causal_indices(1, 40, 40, 40)
@@ -111,12 +111,56 @@ def test_a_query_in_two_parts_is_the_same_query(npu_kernels, backend):
     with counted(smallest_copy=latent.numel() // 8) as counts:
         apart = sparse_flash_attention(latent, key_value, indices, SCALE, query_rope=rope, **given)
         grads = torch.autograd.grad(apart.out, (latent, rope, key_value), factors)
+        parts = [x.detach().contiguous().requires_grad_() for x in key_value.split([512, 64], dim=-1)]
+        given |= {"query_rope": rope, "key_rope": parts[1]}
+        keys_apart = sparse_flash_attention(latent, parts[0], indices, SCALE, **given)
+        grads_of_parts = torch.autograd.grad(keys_apart.out, (latent, rope, *parts), factors)
     assert torch.equal(apart.out, whole.out)
     assert torch.equal(apart.lse, whole.lse)
     assert torch.equal(torch.cat(grads[:2], dim=-1), grad_query)
     assert torch.equal(grads[2], grad_key)
+    assert torch.equal(keys_apart.out, whole.out)
+    assert torch.equal(torch.cat(grads_of_parts[:2], dim=-1), grad_query)
+    assert torch.equal(torch.cat(grads_of_parts[2:], dim=-1), grad_key)
     copied = [event for event in counts.copies if event.shape[-2:] in ((4, 64), (4, 512), (4, 576))]
     assert bool(copied) == (backend == "cpu"), counts.told("copies")
+
+
+@pytest.mark.parametrize("backend", ["npu", "cpu"])
+def test_receivers_take_the_gradients_of_both_parts_of_a_key(npu_kernels, backend):
+    """Unless both are put together: the gradient goes to the parts then."""
+    query, key_value = attention_inputs(1, 40, 40, 4)
+    latent, rope = (x.detach() for x in query.split([512, 64], dim=-1))
+    parts = [x.detach().contiguous().requires_grad_() for x in key_value.split([512, 64], dim=-1)]
+    receivers = [part.detach().float().requires_grad_() for part in parts]
+    result = sparse_flash_attention(
+        latent,
+        parts[0],
+        causal_indices(1, 40, 40, 40),
+        SCALE,
+        value_dim=512,
+        query_rope=rope,
+        key_rope=parts[1],
+        key_receiver=receivers[0],
+        key_rope_receiver=receivers[1],
+        backend=backend,
+    )
+    found = torch.autograd.grad(result.out.float().square().sum(), (*parts, *receivers), allow_unused=True)
+    assert [gradient is not None for gradient in found] == [backend == "cpu"] * 2 + [backend == "npu"] * 2
+
+
+def test_parts_that_do_not_fit_are_refused(npu_kernels):
+    query, key_value = attention_inputs(1, 40, 40, 4)
+    latent, rope = (x.detach() for x in query.split([512, 64], dim=-1))
+    key, key_rope = (x.detach() for x in key_value.split([512, 64], dim=-1))
+    indices = causal_indices(1, 40, 40, 40)
+    for given, message in (
+        ({"key_rope": key_rope}, "key_rope without query_rope"),
+        ({"key_rope": key_rope[:, :39], "query_rope": rope}, "key_rope must be"),
+        ({"key_rope": key_rope, "query_rope": rope, "value_dim": 500}, "value_dim must be 512"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sparse_flash_attention(latent, key, indices, SCALE, **{"value_dim": 512, **given})
 
 
 def test_padding_is_not_read(npu_kernels):

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindspeed_dsa import log
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, key_exchange
-from mindspeed_dsa.features.dsa.problem import query_and_key
+from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
+from mindspeed_dsa.features.dsa.problem import keeps_parts_apart, query_and_key
 from mindspeed_dsa.megatron.compiled_attention import steps_of
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection
@@ -114,7 +116,7 @@ def absorbed_query_and_shared_key(
     """Derive as :func:`absorbed_query_key_value`, on one of several context parallel ranks.
 
     The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
-    projected. In the key's place comes what the exchange takes for it.
+    projected. Query and key are as :func:`query_beside_key` returns them.
     """
     # First, because it waits for the layer's weights, of which the key's norm may be one.
     up_key, up_value = up_projections(projections.layer)
@@ -128,13 +130,67 @@ def absorbed_query_and_shared_key(
         hidden_states,
         is_summed=True,
     )
-    started = exchange.hand_over(exchange.gather(key))
+    started = start_with_key(projections, exchange, key)
     latent_query = projections.latent_query(hidden_states)
     rotate = projections.rotation(rows)
-    query = projections.recomputed_if_asked(
-        lambda *parts: projections.absorbed_query(rotate, *parts), latent_query, up_key
+    query = query_beside_key(
+        projections,
+        started,
+        lambda *parts: projections.absorbed_query(rotate, *parts),
+        latent_query,
+        up_key,
     )
-    return query, started, up_value, latent_query, latent
+    return *query, up_value, latent_query, latent
+
+
+def start_with_key(
+    projections: Projections, exchange: KeyExchange, key: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """Start to gather a layer's key, in one piece, or in two where parts stay apart.
+
+    Args:
+        projections: of the layer. One whose core attention is recomputed takes one piece: a gather under way
+            cannot be recomputed, and Megatron has one place for what was gathered.
+        exchange: the layer's.
+        key: latent and rotary part, ``[rows, b, 1, dim]`` each.
+
+    Returns:
+        What takes the key's place among the core attention's arguments; None: the query's rotary part does.
+    """
+    if keeps_parts_apart(key[0].device) and not recomputes(projections.layer.config):
+        exchange.hand_over(*key)
+        return None
+    return exchange.hand_over(torch.cat(key, dim=-1))
+
+
+def query_beside_key(
+    projections: Projections,
+    started: Tensor | None,
+    derive: Callable[..., tuple[Tensor, Tensor]],
+    *parts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return what passes for query and key through Megatron's layer while the key is on its way.
+
+    Args:
+        projections: of the layer.
+        started: from :func:`start_with_key`.
+        derive: returns the query's latent and rotary part, ``[s, b, heads, dim]`` each.
+        *parts: arguments of ``derive``.
+
+    Returns:
+        The query, and ``started``; where parts stay apart the latent part, and the rotary one of all heads in
+        a row, ``[s, b, 1, heads * rope]``.
+    """
+
+    def in_form(*parts: Tensor) -> tuple[Tensor, ...]:
+        latent, rope = derive(*parts)
+        if started is not None:
+            return (torch.cat([latent, rope], dim=-1),)
+        # Whoever frees what is recomputed frees this, and no copy that Megatron's layer makes of it.
+        return latent.contiguous(), rope.flatten(2).unsqueeze(2)
+
+    query, *of_query = projections.recomputed_if_asked(in_form, *parts)
+    return query, of_query[0] if started is None else started
 
 
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:

@@ -151,8 +151,8 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
     projection of queries, and both are freed until backward.
     """
     query, options, documents = call.query, call.options, call.documents
-    on_its_way = exchange.take()
-    gathered: list[GatheredRows] = [] if on_its_way is None else [on_its_way]
+    parts = exchange.take()
+    gathered: list[GatheredRows] = [*parts]
     length = query.shape[0] * exchange.ranks
     if documents is None:
         rows = call.whole_rows(Rows(ends=exchange.ends(query.shape[0], query.device)))
@@ -161,10 +161,21 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
         rows, all_rows = Rows.of_pack(documents, query.device), documents.pack.tokens
 
     def operands() -> Operands:
-        whole, receiver = (call.key, None)
-        if on_its_way is not None:
-            whole, receiver = on_its_way.wait_with_receiver(call.key)
-        return Operands(query, whole, call.value, call.layer.softmax_scale, receiver)
+        scale = call.layer.softmax_scale
+        if len(parts) < 2:
+            whole, receiver = parts[0].wait_with_receiver(call.key) if parts else (call.key, None)
+            return Operands(query, whole, call.value, scale, receiver)
+        (latent, receiver), (rope, rope_receiver) = (part.wait_with_receiver() for part in parts)
+        return Operands(
+            query,
+            latent,
+            call.value,
+            scale,
+            receiver,
+            query_rope=call.key.squeeze(2).unflatten(-1, (query.shape[2], -1)),
+            key_rope=rope,
+            key_rope_receiver=rope_receiver,
+        )
 
     if options.attends_densely:
         return warmup.attend(call, operands(), rows, lambda: shared_index_inputs(call, exchange).wait())

@@ -74,7 +74,7 @@ def sparse_loss(problem: Problem, selection: Selection, attended: Attended | Non
         reduction=reduction,
         tp_group=groups.tensor,
         use_relu=inputs.use_relu,
-        query_rope=None if operands.query_rope is None else operands.query_rope.detach().transpose(0, 1),
+        **{name: None if rope is None else rope.detach() for name, rope in operands.ropes().items()},
         form=selection.form,
         backend=backend,
     )

@@ -38,7 +38,10 @@ def attend_sparsely(
     # [b, s, heads, dim]
     query = operands.query.transpose(0, 1)
     if operands.absorbed:
-        receiver = operands.key_receiver
+        receiver, rope_receiver = (
+            None if one is None else one.squeeze(2).transpose(0, 1)
+            for one in (operands.key_receiver, operands.key_rope_receiver)
+        )
         result = sparse_flash_attention(
             query,
             operands.key.squeeze(2).transpose(0, 1),
@@ -48,8 +51,9 @@ def attend_sparsely(
             return_attention_sum=with_sum,
             topk_scores=topk_scores,
             score_gradient=score_gradient,
-            query_rope=None if operands.query_rope is None else operands.query_rope.transpose(0, 1),
-            key_receiver=None if receiver is None else receiver.squeeze(2).transpose(0, 1),
+            **operands.ropes(),
+            key_receiver=receiver,
+            key_rope_receiver=rope_receiver,
             form=form,
             backend=backend,
         )
@@ -79,11 +83,12 @@ def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
     after the other. Absorbed heads are too wide for that on accelerators; there the sparse operator gets
     every visible key.
     """
-    query, key = operands.query, operands.key
+    query, keys = operands.query, operands.key.shape[0]
     if operands.absorbed and query.device.type != "cpu":
-        visible = all_visible(query.shape[1], key.shape[0], query.device, rows)
+        visible = all_visible(query.shape[1], keys, query.device, rows)
         return attend_sparsely(operands, visible, backend, False, form=rows.form)
-    query, value = operands.whole().query, operands.value
+    operands = operands.whole()
+    query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed:
         key = expanded_key(operands)
         value = key[..., : operands.latent]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ class Operands:
     ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
     ``epilog``, if there is one, is the compiled form of the value's up-projection. ``query_rope``, if there
     is one, is the rotary part of an absorbed query, ``[s, b, heads, rope]``, and ``query`` the latent one.
+    ``key_rope``, ``[s, b, 1, rope]``, is the same of the key, with a receiver of its own; it comes beside
+    ``query_rope`` only.
     """
 
     query: Tensor
@@ -37,24 +39,47 @@ class Operands:
     key_receiver: Tensor | None = None
     epilog: Callable[[Tensor, Tensor], Tensor] | None = None
     query_rope: Tensor | None = None
+    key_rope: Tensor | None = None
+    key_rope_receiver: Tensor | None = None
 
     def whole(self) -> Operands:
-        """Return these operands with the query in one piece."""
+        """Return these operands with query and key in one piece each."""
         if self.query_rope is None:
             return self
-        return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
+        whole = replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
+        if self.key_rope is None:
+            return whole
+        # A receiver of both would have to be made, as large as a gradient.
+        key = torch.cat([self.key, self.key_rope], dim=-1)
+        return replace(whole, key=key, key_receiver=None, key_rope=None, key_rope_receiver=None)
 
     def first(self, rows: int) -> Operands:
         """Return it without the rows from this one on."""
         value = self.value if self.absorbed else self.value[:rows]
-        return replace(self.of(slice(rows), slice(rows)), value=value)
+        rope = None if self.query_rope is None else self.query_rope[:rows]
+        return replace(self._with_keys(slice(rows)), query=self.query[:rows], query_rope=rope, value=value)
 
-    def of(self, rows: slice, keys: slice) -> Operands:
-        """Return some rows and some keys; in absorbed form, whose value belongs to no row."""
-        receiver = None if self.key_receiver is None else self.key_receiver[keys]
-        rope = None if self.query_rope is None else self.query_rope[rows]
-        query, key = self.query[rows], self.key[keys]
-        return replace(self, query=query, key=key, key_receiver=receiver, query_rope=rope)
+    def by_runs(self, runs: Sequence[Run]) -> list[Operands]:
+        """Return the rows of each run with its keys; in absorbed form, whose value belongs to no row.
+
+        Args:
+            runs: of all rows, in their order.
+        """
+        queries = _by_runs(self.query, runs, 0)
+        ropes = [None] * len(runs) if self.query_rope is None else _by_runs(self.query_rope, runs, 0)
+        return [
+            replace(self._with_keys(slice(low, high)), query=query, query_rope=rope)
+            for query, rope, (_, _, low, high) in zip(queries, ropes, runs, strict=True)
+        ]
+
+    def _with_keys(self, keys: slice) -> Operands:
+        receiver, rope, rope_receiver = (
+            None if one is None else one[keys]
+            for one in (self.key_receiver, self.key_rope, self.key_rope_receiver)
+        )
+        return replace(
+            self, key=self.key[keys], key_receiver=receiver, key_rope=rope, key_rope_receiver=rope_receiver
+        )
 
     @property
     def absorbed(self) -> bool:
@@ -77,6 +102,24 @@ class Operands:
         key = self.key.detach().transpose(0, 1)
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
 
+    def ropes(self) -> dict[str, Tensor | None]:
+        """Return the operators' arguments for rotary parts that are apart."""
+        query, key = self.query_rope, self.key_rope
+        return {
+            "query_rope": None if query is None else query.transpose(0, 1),
+            "key_rope": None if key is None else key.squeeze(2).transpose(0, 1),
+        }
+
+
+Run = tuple[int, int, int, int]
+"""First row, end of the rows, begin and end of the keys that the last of them sees; none for padding."""
+
+
+def _by_runs(tensor: Tensor, runs: Sequence[Run], dim: int) -> Sequence[Tensor]:
+    """Return each run's rows; the gradients of all are put together once."""
+    sizes = [end - first for first, end, _, _ in runs]
+    return tensor.split(sizes, dim)  # type: ignore[no-any-return]
+
 
 def keeps_parts_apart(device: torch.device) -> bool:
     """Return whether this device's operators want the latent and the rotary part of a query apart."""
@@ -94,7 +137,8 @@ def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tenso
         key: ``[s, b, 1, latent + rope]``.
     """
     if keeps_parts_apart(query.device):
-        return query, torch.cat([key, query_rope.flatten(2).unsqueeze(2)], dim=-1)
+        # Whoever frees what is recomputed frees this, and no copy that Megatron's layer makes of it.
+        return query.contiguous(), torch.cat([key, query_rope.flatten(2).unsqueeze(2)], dim=-1)
     return torch.cat([query, query_rope], dim=-1), key
 
 
@@ -135,9 +179,19 @@ class IndexInputs:
 
     def of(self, rows: slice, keys: slice) -> IndexInputs:
         """Return some rows and some keys."""
+        return replace(self._with_keys(keys), query=self.query[:, rows], weights=self.weights[:, rows])
+
+    def by_runs(self, runs: Sequence[Run]) -> list[IndexInputs]:
+        """Return the rows of each run with its keys, as :meth:`Operands.by_runs` does."""
+        queries, weights = _by_runs(self.query, runs, 1), _by_runs(self.weights, runs, 1)
+        return [
+            replace(self._with_keys(slice(low, high)), query=query, weights=weight)
+            for query, weight, (_, _, low, high) in zip(queries, weights, runs, strict=True)
+        ]
+
+    def _with_keys(self, keys: slice) -> IndexInputs:
         receiver = None if self.key_receiver is None else self.key_receiver[:, keys]
-        query, key, weights = self.query[:, rows], self.key[:, keys], self.weights[:, rows]
-        return replace(self, query=query, key=key, weights=weights, key_receiver=receiver)
+        return replace(self, key=self.key[:, keys], key_receiver=receiver)
 
     @classmethod
     def from_megatron(

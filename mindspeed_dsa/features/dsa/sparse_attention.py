@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank, sparse_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
-from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Selection
+from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Run, Selection
 from mindspeed_dsa.megatron.replayed_selections import Replayed
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
@@ -261,9 +261,6 @@ def _present(index: IndexInputs | None) -> IndexInputs:
 # Ascend's operators know causal rows that end at the last key, which those of a context parallel rank do run
 # by run, with the keys up to the run's end, of packed documents from the document's begin.
 
-Run = tuple[int, int, int, int]
-"""First row, end of the rows, begin and end of the keys that the last of them sees; none for padding."""
-
 
 def in_runs(device: torch.device) -> bool:
     """Return whether this device's operators want one run at a time."""
@@ -287,13 +284,13 @@ def attend_by_runs(
         shared: as of :func:`sparse_attention`, one for each run.
     """
     loss, results = problem.loss, []
-    for number, (first, end, low, high) in enumerate(runs):
+    inputs_of_runs = [None] * len(runs) if index is None else index.by_runs(runs)
+    of_runs = zip(problem.operands.by_runs(runs), inputs_of_runs, strict=True)
+    for number, ((first, end, low, high), (operands, inputs)) in enumerate(zip(runs, of_runs, strict=True)):
         keys = high - low
-        operands = problem.operands.of(slice(first, end), slice(low, high))
         if keys == 0:
-            results.append(_nothing(operands, index if loss is not None else None))
+            results.append(_nothing(operands, inputs if loss is not None else None))
             continue
-        inputs = None if index is None else index.of(slice(first, end), slice(low, high))
         share = loss
         if loss is not None and not loss.per_token:
             # Of the run's mean in that of all rows; sums over runs add up as they are.
@@ -317,6 +314,8 @@ def _nothing(operands: Operands, index: IndexInputs | None) -> Result:
     """Return zeros for rows that see no key, with a graph: other ranks wait for gradients of their keys."""
     query, key, value = operands.query, operands.key, operands.value
     zero = query[:0].sum() + key[:0].sum() + value[:0].sum()
+    if operands.key_rope is not None:
+        zero = zero + operands.key_rope[:0].sum()
     out = query.new_zeros(*query.shape[:2], query.shape[2] * value.shape[1]) + zero
     if index is None:
         return Result(out, None)

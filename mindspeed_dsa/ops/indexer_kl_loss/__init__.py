@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_dsa.ops.backend import check_name, choose, count_call, plan, spent, unless_empty, warn_once
-from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, names_key
+from mindspeed_dsa.ops.checks import check_shape, check_topk_indices, names_key, require
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.indexer_kl_loss.chunked import divergence_and_gradient
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import (
@@ -65,6 +65,7 @@ def indexer_kl_loss(
     tp_group: dist.ProcessGroup | None = None,
     use_relu: bool = True,
     query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     form: RowForm | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -95,8 +96,9 @@ def indexer_kl_loss(
         reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
         use_relu: whether the indexer clamps the product of each head at zero.
-        query_rope: as for :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`, and so is
-            the next one.
+        query_rope: as for :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`, and so are
+            the next two.
+        key_rope: beside ``query_rope`` only.
         form: of rows that list as many keys as they see.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
@@ -109,9 +111,11 @@ def indexer_kl_loss(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
-    # What it would be in one piece, for the checks and the choice; without memory.
-    whole = query if query_rope is None else _as_wide(query, query_rope)
-    rows = check_inputs(index_query, index_key, index_weights, whole, key, False)
+    # What they would be in one piece, for the checks and the choice; without memory.
+    whole = query if query_rope is None else _as_wide("query_rope", query, query_rope)
+    require(key_rope is None or query_rope is not None, OPERATOR, "key_rope without query_rope; pass both")
+    whole_key = key if key_rope is None else _as_wide("key_rope", key, key_rope)
+    rows = check_inputs(index_query, index_key, index_weights, whole, whole_key, False)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     if form is not None:
         form.check(OPERATOR, *rows, key.shape[1])
@@ -123,7 +127,7 @@ def indexer_kl_loss(
     # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
     # that a gradient which only they want needs the other way.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
-    attention = AttentionCall(query, key, topk_indices, softmax_scale, whole.shape[3], query_rope)
+    attention = AttentionCall(query, key, topk_indices, softmax_scale, whole.shape[3], query_rope, key_rope)
     if attention_sum is None and not only_scores and implementation.KIND == "fused":
         index = IndexerCall(index_query, index_key, index_weights, use_relu)
         call = SparseCall(index, attention, lse, row_mask, tp_group)
@@ -154,11 +158,11 @@ def indexer_kl_loss(
     return _Divergence.apply(implementation, topk_scores, attention_sum, valid, row_weights)
 
 
-def _as_wide(query: Tensor, query_rope: Tensor) -> Tensor:
-    """Return a tensor of the whole query's shape, dtype and device whose numbers nobody may read."""
-    rows = tuple(query.shape[:3])
-    check_shape(OPERATOR, "query_rope", query_rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
-    return query[..., :1].expand(*rows, query.shape[3] + query_rope.shape[3])
+def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
+    """Return a tensor of the shape, dtype and device of both in one piece whose numbers nobody may read."""
+    rows = tuple(latent.shape[:-1])
+    check_shape(OPERATOR, name, rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
+    return latent[..., :1].expand(*rows, latent.shape[-1] + rope.shape[-1])
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:

@@ -160,7 +160,11 @@ def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
     else:
         rope = _all_heads(attention.query_rope.detach(), call.tp_group)
         query_latent, query_rope = layout.pack(query), layout.pack(rope)
-    latent, key_rope = _split(layout, attention.key_value.detach()[:, :, None], _LATENT)
+    latent = attention.key_value.detach()[:, :, None]
+    if attention.key_rope is None:
+        latent, key_rope = _split(layout, latent, _LATENT)
+    else:
+        latent, key_rope = layout.pack(latent), layout.pack(attention.key_rope.detach()[:, :, None])
     maximum = layout.pack_statistics(_all_heads(call.lse.detach(), call.tp_group))
     indices = layout.pack_widened(attention.topk_indices, TOPK_WIDTHS[0])
     # The rows of packed tensors; statistics have heads before them.

@@ -22,7 +22,7 @@ class SparseCall(Call):
 
     Attributes:
         index: the indexer's query, key and weights.
-        attention: the main attention over the same keys, its query in one piece or in parts.
+        attention: the main attention over the same keys, query and key in one piece or in parts.
         lse: ``[batch, query_length, heads]`` of that attention, or None.
         row_mask: ``[batch, query_length]`` bool, True for rows that count, or None.
         tp_group: tensor-parallel process group whose ranks hold the other heads.

@@ -53,7 +53,9 @@ def sparse_flash_attention(
     topk_scores: Tensor | None = None,
     score_gradient: Callable[[Tensor], Tensor] | None = None,
     query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     key_receiver: Tensor | None = None,
+    key_rope_receiver: Tensor | None = None,
     form: RowForm | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
@@ -92,9 +94,12 @@ def sparse_flash_attention(
             :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does the work of one.
         query_rope: the rotary part of the query where it is apart, ``[batch, query_length, heads, rope]``;
             ``query`` is the part before it then. npu takes both as they are, the others put them together.
+        key_rope: the rotary part of the key where it is apart as well, ``[batch, key_length, rope]``;
+            ``key_value`` is the part before it then, ``[batch, key_length, value_dim]``.
         key_receiver: as large as ``key_value`` and wider, never read: gets the gradient of ``key_value`` in
             its place, which is then not rounded to the dtype of ``key_value``. A backend that autograd
-            differentiates does not use it.
+            differentiates does not use it, nor does one that puts ``key_rope`` behind the key.
+        key_rope_receiver: the same for ``key_rope``.
         form: of rows that list as many keys as they see, at most ``topk``, as the indexer's do, where the
             host knows it: npu then need not read the indices. None: it reads them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
@@ -118,12 +123,30 @@ def sparse_flash_attention(
         )
         check_float(OPERATOR, query=query, query_rope=query_rope)
         dim += query_rope.shape[3]
-    check_shape(OPERATOR, "key_value", key_value, (batch, None, dim), f"[{batch}, key_length, {dim}]")
+    key_dim = dim
+    if key_rope is not None:
+        require(query_rope is not None, OPERATOR, "key_rope without query_rope; pass both, or none")
+        check_shape(
+            OPERATOR,
+            "key_rope",
+            key_rope,
+            (batch, key_value.shape[1], dim - query.shape[3]),
+            f"[{batch}, {key_value.shape[1]}, {dim - query.shape[3]}]",
+        )
+        check_float(OPERATOR, query=query, key_rope=key_rope)
+        key_dim = query.shape[3]
+    shape_of_keys = f"[{batch}, key_length, {key_dim}]"
+    check_shape(OPERATOR, "key_value", key_value, (batch, None, key_dim), shape_of_keys)
     check_float(OPERATOR, query=query, key_value=key_value)
     check_topk_indices(OPERATOR, topk_indices, query, key_value.shape[1])
     if form is not None:
         form.check(OPERATOR, batch, rows, key_value.shape[1])
     require(1 <= value_dim <= dim, OPERATOR, f"value_dim must lie in [1, {dim}], got {value_dim}")
+    require(
+        key_rope is None or value_dim == key_dim,
+        OPERATOR,
+        f"the key before key_rope is the value: value_dim must be {key_dim}, got {value_dim}",
+    )
     require(
         (topk_scores is None) == (score_gradient is None),
         OPERATOR,
@@ -137,12 +160,15 @@ def sparse_flash_attention(
     shape = ShapeClass.of(query, *sizes)
     chosen: Attention = choose(OPERATOR, backend, shape)
     chosen = unless_empty(OPERATOR, chosen, query, key_value)
-    call = AttentionCall(query, key_value, topk_indices, softmax_scale, value_dim, query_rope)
+    call = AttentionCall(query, key_value, topk_indices, softmax_scale, value_dim, query_rope, key_rope)
     implementation, planned = plan(OPERATOR, backend, chosen, chosen.plan_call(call, form))
     count_call(OPERATOR, implementation)
     call = replace(call, plan=planned)
     if not (implementation.KIND == "gradients" and implementation.TAKES_PARTS):
         call = call.whole()
+        if key_rope is not None:
+            # A receiver of both would have to be made, as large as a gradient.
+            key_receiver = key_rope_receiver = None
     # Without a consumer of its gradient the sum is not formed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None
@@ -156,9 +182,11 @@ def sparse_flash_attention(
                 return_attention_sum,
                 receiver,
                 key_receiver,
+                key_rope_receiver,
                 call.query,
                 call.query_rope,
                 call.key_value,
+                call.key_rope,
             )
         )
     out, lse, attention_sum = implementation.sparse_flash_attention(call, return_attention_sum or hooked)
@@ -176,12 +204,14 @@ class _Attention(torch.autograd.Function):
         return_attention_sum: bool,
         receiver: Tensor | None,
         key_receiver: Tensor | None,
+        key_rope_receiver: Tensor | None,
         *differentiable: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         with spent(OPERATOR, call.query.device):
             out, lse, attention_sum = implementation.forward(call, return_attention_sum)
         ctx.implementation = implementation
-        ctx.hooked, ctx.receives = receiver is not None, key_receiver is not None
+        ctx.hooked = receiver is not None
+        ctx.receives = key_receiver is not None, key_rope_receiver is not None
         call.keep(ctx, out, lse)
         ctx.mark_non_differentiable(lse, *(() if attention_sum is None else (attention_sum,)))
         ctx.set_materialize_grads(False)
@@ -193,15 +223,20 @@ class _Attention(torch.autograd.Function):
         call, out, lse = Call.kept(ctx)
         if grad_out is None:
             if not ctx.hooked:
-                return (None,) * 8
+                return (None,) * 10
             grad_out = torch.zeros_like(out)
         with without_autocast(out.device.type), spent(OPERATOR, out.device):
             of_query, of_key, attention_sum = ctx.implementation.backward(
                 call, grad_out, out, lse, ctx.hooked
             )
-        of_query, of_rope = (of_query, None) if call.query_rope is None else of_query
-        of_receiver, of_key = (of_key, None) if ctx.receives else (None, of_key.to(call.key_value.dtype))
-        return None, None, None, attention_sum, of_receiver, of_query, of_rope, of_key
+        of_query = (of_query, None) if call.query_rope is None else of_query
+        of_keys = (of_key, None) if call.key_rope is None else of_key
+        receivers = [one if receives else None for one, receives in zip(of_keys, ctx.receives, strict=True)]
+        keys = [
+            None if receives or one is None else one.to(call.key_value.dtype)
+            for one, receives in zip(of_keys, ctx.receives, strict=True)
+        ]
+        return None, None, None, attention_sum, *receivers, *of_query, *keys
 
 
 class _SumReceiver(torch.autograd.Function):

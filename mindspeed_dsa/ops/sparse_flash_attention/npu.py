@@ -63,7 +63,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
     """Return the three parts of :class:`SparseAttentionOutput`."""
     layout: Layout = call.plan
     query_latent, query_rope = _query_parts(layout, call)
-    latent, key_rope = _key_parts(layout, call.key_value)
+    latent, key_rope = _key_parts(layout, call)
     out, maximum, total = npu_op("npu_sparse_flash_attention")(
         query_latent,
         latent,
@@ -87,7 +87,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
 
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
-) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor | None]:
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | tuple[Tensor, Tensor], Tensor | None]:
     """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
 
     The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
@@ -95,7 +95,7 @@ def backward(
     """
     layout: Layout = call.plan
     query_latent, query_rope = _query_parts(layout, call)
-    latent, key_rope = _key_parts(layout, call.key_value)
+    latent, key_rope = _key_parts(layout, call)
     # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
     maximum = layout.pack_statistics(lse)
     grads = npu_op("npu_sparse_flash_attention_grad")(
@@ -119,10 +119,11 @@ def backward(
     )
     grad_latent_query, grad_key, grad_value, grad_query_rope, grad_key_rope = map(layout.unpack, grads)
     of_query = (grad_latent_query, grad_query_rope)
+    # Key and value are one tensor.
+    of_key = ((grad_key + grad_value).squeeze(2), grad_key_rope.squeeze(2))
     return (
         torch.cat(of_query, dim=-1) if call.query_rope is None else of_query,
-        # Key and value are one tensor.
-        torch.cat([grad_key + grad_value, grad_key_rope], dim=-1).squeeze(2),
+        torch.cat(of_key, dim=-1) if call.key_rope is None else of_key,
         attention_sum(call.whole(), lse) if with_sum else None,
     )
 
@@ -134,7 +135,9 @@ def _query_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
     return layout.pack(latent), layout.pack(rope)
 
 
-def _key_parts(layout: Layout, key_value: Tensor) -> tuple[Tensor, Tensor]:
+def _key_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return the latent and the rotary part with their one head."""
-    latent, rope = key_value[:, :, None].split([_LATENT, _ROPE], dim=-1)
-    return layout.pack(latent), layout.pack(rope)
+    latent, rope = call.key_value, call.key_rope
+    if rope is None:
+        latent, rope = latent.split([_LATENT, _ROPE], dim=-1)
+    return layout.pack(latent[:, :, None]), layout.pack(rope[:, :, None])

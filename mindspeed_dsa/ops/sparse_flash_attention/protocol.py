@@ -18,11 +18,14 @@ class AttentionCall(Call):
 
     Attributes:
         query: ``[batch, query_length, heads, dim]``, any strides; or the part before ``query_rope``.
-        key_value: ``[batch, key_length, dim]``, in the dtype of the query; one head for all.
+        key_value: ``[batch, key_length, dim]``, in the dtype of the query, one head for all; or the part
+            before ``key_rope``.
         topk_indices: ``[batch, query_length, topk]`` int32 or int64; entries outside of the keys are none.
         softmax_scale: factor of the scores.
         value_dim: leading part of ``key_value`` that is the value.
         query_rope: rotary part of the query where it is apart, which backends get that say ``TAKES_PARTS``.
+        key_rope: rotary part of the key where it is apart, ``[batch, key_length, rope]``; beside
+            ``query_rope`` only.
         plan: findings of the backend's ``plan_call``.
     """
 
@@ -32,13 +35,17 @@ class AttentionCall(Call):
     softmax_scale: float
     value_dim: int
     query_rope: Tensor | None = None
+    key_rope: Tensor | None = None
     plan: Any = None
 
     def whole(self) -> AttentionCall:
-        """Return the call with its query in one piece."""
+        """Return the call with its query and its key in one piece each."""
         if self.query_rope is None:
             return self
-        return replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
+        query, key_value = torch.cat([self.query, self.query_rope], dim=-1), self.key_value
+        if self.key_rope is not None:
+            key_value = torch.cat([key_value, self.key_rope], dim=-1)
+        return replace(self, query=query, key_value=key_value, query_rope=None, key_rope=None)
 
 
 class _Attention(Backend, Protocol):
@@ -68,11 +75,11 @@ class GradientAttention(_Attention, Protocol):
 
     def backward(
         self, call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool, /
-    ) -> tuple[Any, Tensor, Tensor | None]:
+    ) -> tuple[Any, Any, Tensor | None]:
         """Return gradients of query and key_value, and if asked for the probabilities summed over heads.
 
-        That of the query is a pair where its parts are apart. That of ``key_value``, a sum over rows, may be
-        wider than that is.
+        That of the query is a pair where its parts are apart, and so is that of the key. That of
+        ``key_value``, a sum over rows, may be wider than that is.
         """
 
 

@@ -42,6 +42,38 @@ def positions_in_blocks(rows: int) -> Callable[..., Tensor]:
     return own_positions
 
 
+@contextlib.contextmanager
+def parts_kept_apart() -> Iterator[list[int]]:
+    """Queries and keys in two parts, as operators on Ascend want them.
+
+    Yields in how many parts each key was gathered.
+    """
+    from mindspeed_dsa.features.dsa import absorb, problem
+    from mindspeed_dsa.features.dsa.kernel_hooks import shared_keys
+    from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
+
+    gathered: list[int] = []
+    hand_over = KeyExchange.hand_over
+
+    def noting(self: Any, *parts: Tensor) -> Tensor:
+        gathered.append(len(parts))
+        return hand_over(self, *parts)
+
+    with contextlib.ExitStack() as patches:
+        for module in (problem, absorb, shared_keys):
+            patches.enter_context(mock.patch.object(module, "keeps_parts_apart", return_value=True))
+        patches.enter_context(mock.patch.object(KeyExchange, "hand_over", noting))
+        yield gathered
+
+
+def step_in_parts(cp: int, parts: int, **arguments: Any) -> dict[str, Any]:
+    """As :func:`step`, keys gathered in so many parts."""
+    with parts_kept_apart() as gathered:
+        result = step(cp, **arguments)
+    assert set(gathered) == {parts}
+    return result
+
+
 def step(
     cp: int,
     num_microbatches: int = 2,

@@ -25,6 +25,7 @@ FORMS = {
     "loss in backward by run": {"switches": {**FUSED, "dsa_fuse_kl_in_backward": True}, "by_run": True},
     "all keys of a run": {"overrides": {"dsa_indexer_topk": 16}, "by_run": True},
     "recomputed": {"overrides": {**RECOMPUTE, "recompute_modules": ["core_attn", "mla_up_proj"]}},
+    "recomputed projections": {"overrides": {**RECOMPUTE, "recompute_modules": ["mla_up_proj"]}},
     "all recomputed": {
         "overrides": {
             "recompute_granularity": "full",
@@ -40,13 +41,18 @@ FORMS = {
 }
 
 
-def step(pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool = False, **more):
+def step(
+    pool: WorkerPool, cp: int, form: str = "sparse loss", per_token: bool = False, parts: int = 0, **more
+):
     """Gradients, which all ranks must have alike but for tensor parallel shards, and every rank's loss."""
     arguments = {"switches": FUSED, **FORMS[form], **more}
+    case = "step"
+    if parts:
+        case, arguments["parts"] = "step_in_parts", parts
     if per_token:
         overrides = {**arguments.get("overrides", {}), **PER_TOKEN["overrides"]}
         arguments |= {**PER_TOKEN, "overrides": overrides}
-    ranks = pool.run(f"{CASES}:step", arguments.pop("ranks", cp), cp=cp, **arguments)
+    ranks = pool.run(f"{CASES}:{case}", arguments.pop("ranks", cp), cp=cp, **arguments)
     losses, tp = [rank["indexer loss"] for rank in ranks], more.get("tp", 1)
     # Tensor parallel ranks are neighbours; other copies are equal.
     whole, *copies = [put_together(ranks[first : first + tp]) for first in range(0, len(ranks), tp)]
@@ -68,6 +74,36 @@ def same(result, expected) -> None:
 @pytest.mark.parametrize("form", ["sparse loss", "recomputed", "GLM's indexer without ReLU"])
 def test_two_ranks_have_the_gradients_and_the_loss_of_one(pool, form):
     same(step(pool, 2, form), step(pool, 1, form))
+
+
+@pytest.mark.parametrize(
+    ("form", "parts"),
+    [
+        ("by run", 2),
+        ("recomputed", 1),
+        ("recomputed projections", 2),
+        *(
+            pytest.param(form, 2, marks=pytest.mark.full)
+            for form in (
+                "sparse loss",
+                "kept",
+                "loss in backward by run",
+                "all recomputed",
+                "all keys",
+                "warm-up",
+            )
+        ),
+    ],
+)
+def test_queries_and_keys_in_two_parts(pool, form, parts):
+    """A core attention that is recomputed gets one piece, gathered before its recomputation."""
+    same(step(pool, 2, form, parts=parts), step(pool, 1, form))
+
+
+@pytest.mark.full
+def test_two_parts_beside_tensor_and_sequence_parallel_ranks(pool):
+    arguments = {"form": "topk above the rows", "per_token": True}
+    same(step(pool, 2, ranks=4, tp=2, parts=2, **arguments), step(pool, 1, **arguments))
 
 
 def test_beside_tensor_and_sequence_parallel_ranks(pool):

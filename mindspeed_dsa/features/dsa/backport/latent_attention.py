@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.absorb import by_head_is_faster, up_projections
+from mindspeed_dsa.features.dsa.absorb import (
+    by_head_is_faster,
+    query_beside_key,
+    start_with_key,
+    up_projections,
+)
 from mindspeed_dsa.features.dsa.backport.attention import core_attention_spec
 from mindspeed_dsa.features.dsa.backport.feature import Options
 from mindspeed_dsa.features.dsa.backport.job import problems_of
@@ -103,22 +108,24 @@ def _derive(
     up = up_projections(attention) if options.dsa.absorb and not keeps_heads else None
     started = None
     if exchange is not None and up is not None:
-        started = _share_key(projections, latent, rotary_key, hidden_states, exchange)
+        started = _start_with_key(projections, latent, rotary_key, hidden_states, exchange)
     latent_query = latent_query_of_own_rows()
     _hand_over(attention, hidden_states, latent_query)
 
     def normed(latent_query: Tensor) -> Tensor:
         return latent_query if config.q_lora_rank is None else attention.q_layernorm(latent_query)
 
-    if exchange is not None and up is not None and started is not None:
+    if exchange is not None and up is not None:
         up_key, up_value = up
         rotate = projections.rotation(hidden_states.size(0) * exchange.parts)
-        query = projections.recomputed_if_asked(
+        query, key = query_beside_key(
+            projections,
+            started,
             lambda latent_query, up_key: projections.absorbed_query(rotate, normed(latent_query), up_key),
             latent_query,
             up_key,
         )
-        return query, started, up_value
+        return query, key, up_value
 
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states)
     rotate = projections.rotation(rotary_key.size(0))
@@ -140,14 +147,14 @@ def _derive(
     return query, key, value
 
 
-def _share_key(
+def _start_with_key(
     projections: Projections, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, exchange: KeyExchange
-) -> Tensor:
-    """Start to gather the absorbed key from context parallel ranks; returns what takes its place."""
+) -> Tensor | None:
+    """Start to gather the absorbed key from context parallel ranks, as :func:`start_with_key` does."""
     rotate = projections.rotation(hidden_states.size(0) * exchange.parts, exchange.own_part)
     latent = projections.layer.kv_layernorm(latent)
     key = projections.own_absorbed_key(rotate, latent, rotary_key, hidden_states, is_summed=False)
-    return exchange.hand_over(exchange.gather(key))
+    return start_with_key(projections, exchange, key)
 
 
 def _by_head(

@@ -124,7 +124,8 @@ FEATURE = Feature(
             f"{_ABSORBED}.get_query_key_value_tensors",
             "wrap",
             f"{_HERE}.shared_keys:start_with_the_key",
-            "Megatron gathers keys of context parallel ranks when everything else is done",
+            "Megatron gathers keys of context parallel ranks when everything else is done, and joins parts "
+            "that NPUs take apart",
             params=("hidden_states", "key_value_states", "packed_seq_params", "inference_context"),
             versions=KERNELS,
         ),

@@ -1,7 +1,8 @@
-"""Context parallelism of Megatron-core 0.19 with our gathers.
+"""Attention of Megatron-core 0.19 as 0.16 to 0.18 have it, where the kernel hooks come too late.
 
-Megatron gathers keys in three blocking collectives of ``DSAttention.forward``, before it calls the hooks.
-Here the latent key starts in the projections, and the core attention is the one that 0.16 to 0.18 have.
+Under context parallelism Megatron gathers keys in three blocking collectives of ``DSAttention.forward``,
+before it calls the hooks. Here the latent key starts in the projections. The hooks also get queries in one
+piece, which NPUs take in parts: there the projections pass them on so.
 
 Imports nothing of Megatron: fetched while Megatron is being imported.
 """
@@ -14,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key
+from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key, absorbed_query_key_value
 from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
+from mindspeed_dsa.features.dsa.problem import keeps_parts_apart
 from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
@@ -29,7 +31,7 @@ from mindspeed_dsa.megatron.shared_selections import place_of
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``: start with the key.
 
-    The key travels while the query is projected.
+    The key travels while the query is projected. On one rank this is for devices that keep parts apart.
     """
 
     def get_query_key_value_tensors(
@@ -40,24 +42,21 @@ def start_with_the_key(original: Callable[..., Any], context: Context[Options]) 
         inference_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        exchange = None
-        if (
-            shares_keys(self.config, context.options)
-            and groups_of(self.core_attention).cp.size() > 1
-            and _is_dealt_here(packed_seq_params)
-        ):
-            projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
-            exchange = key_exchange(
-                self.core_attention, context.options, context.megatron, projections.documents
-            )
-        if exchange is None:
+        is_alone = groups_of(self.core_attention).cp.size() == 1
+        is_ours = keeps_parts_apart(hidden_states.device) if is_alone else _is_dealt_here(packed_seq_params)
+        if not (is_ours and shares_keys(self.config, context.options)):
             return original(
                 self, hidden_states, key_value_states, packed_seq_params, inference_context, **kwargs
             )
-        query, started, _, latent_query, _ = absorbed_query_and_shared_key(
-            projections, hidden_states, exchange
-        )
-        return query, started, latent_query
+        projections = Projections(self, context.megatron).on(packed_seq_params, hidden_states)
+        exchange = key_exchange(self.core_attention, context.options, context.megatron, projections.documents)
+        if exchange is None:
+            query, key, _, latent_query, _ = absorbed_query_key_value(projections, hidden_states)
+        else:
+            query, key, _, latent_query, _ = absorbed_query_and_shared_key(
+                projections, hidden_states, exchange
+            )
+        return query, key, latent_query
 
     return get_query_key_value_tensors
 
@@ -109,6 +108,8 @@ def attend_to_shared_keys(
         has_reason = vars(self).get(ATTRIBUTE) is not None or (
             place_of(self) is not None and context.options.all_ours and packed_seq_params is None
         )
+        # The query's latent part alone: the hooks want one piece.
+        has_reason = has_reason or query.shape[-1] < key.shape[-1]
         # Who records or replays selections knows where rows lie, which the kernels' arguments do not say.
         if context.options.all_ours and replayed_selections.current() is not None:
             has_reason = True

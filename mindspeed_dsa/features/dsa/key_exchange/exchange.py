@@ -51,7 +51,7 @@ class KeyExchange:
         self._whole = KeyGather(context, Zigzag(context.size(), block_rows))
         self.strategy, self.keeps = self._whole, keeps
         self._tensor, self._everyone = tensor, everyone
-        self._pending: GatheredRows | None = None
+        self._pending: list[GatheredRows] = []
         self._freed: list[GatheredRows] = []
 
     @property
@@ -62,7 +62,7 @@ class KeyExchange:
     @property
     def is_on_its_way(self) -> bool:
         """Return whether a key was handed over that nobody has taken yet."""
-        return self._pending is not None
+        return bool(self._pending)
 
     def share(self, layout: Layout | None) -> None:
         """Take this layout of rows from now on; None: that of whole sequences."""
@@ -102,18 +102,21 @@ class KeyExchange:
             return GatheredRows(local, members)
         return GatheredRows(local, members, members.part(self.strategy.group, self._tensor.rank()))
 
-    def hand_over(self, key: GatheredRows) -> Tensor:
-        """Leave the layer's key for its core attention.
+    def hand_over(self, *parts: Tensor) -> Tensor:
+        """Start to gather the layer's key, in one part or two, and leave it for its core attention.
+
+        Args:
+            *parts: ``[rows, b, 1, dim]`` each, as :meth:`gather` takes them.
 
         Returns:
-            What takes the key's place among the core attention's arguments.
+            What takes the key's place among the core attention's arguments, if it is in one part.
         """
-        self._pending = key
-        return key.started
+        self._pending = [self.gather(part) for part in parts]
+        return self._pending[0].started
 
-    def take(self) -> GatheredRows | None:
-        """Return the key that was handed over, if nobody has taken it yet."""
-        pending, self._pending = self._pending, None
+    def take(self) -> list[GatheredRows]:
+        """Return the parts of the key that was handed over, none if somebody has taken it."""
+        pending, self._pending = self._pending, []
         return pending
 
     def free(self, out: Tensor, gathered: list[GatheredRows]) -> Tensor:

@@ -69,9 +69,10 @@ def wait_before_recompute(original: Callable[..., Tensor]) -> Callable[..., Tens
 def with_whole_key(exchange: KeyExchange, key: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
     """Call ``attend`` with the layer's whole key, which is freed until backward."""
     gathered = exchange.take()
-    if gathered is None:
+    if not gathered:
         return attend(key)
-    return exchange.free(attend(gathered.wait(key)), [gathered])
+    (whole,) = gathered  # two are for layers without recomputation
+    return exchange.free(attend(whole.wait(key)), gathered)
 
 
 def recomputes(config: Any) -> bool:
