@@ -8,10 +8,18 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# torch_npu breaks `import torch` where CANN is missing, so it has an environment of its own.
-NPU_VENV ?= .venv-npu
-NPU_BIN := $(NPU_VENV)/bin
-NPU_STAMP := $(NPU_VENV)/.installed
+# torch_npu breaks `import torch` where CANN is missing, so its tests have an environment of their own, one for each
+# release: make test-npu NPU_RELEASE=2.9.0.post2
+NPU_NEWEST := 2.13.0
+NPU_RELEASE ?= $(NPU_NEWEST)
+NPU_TORCH := $(firstword $(subst .post, ,$(NPU_RELEASE)))
+NPU_TESTS := .venv-npu$(patsubst %,-%,$(filter-out $(NPU_NEWEST),$(NPU_RELEASE)))
+NPU_BIN := $(NPU_TESTS)/bin
+NPU_STAMP := $(NPU_TESTS)/.installed
+
+# On a device the environment is the user's, as it is: the active one, or make npu NPU_VENV=DIR.
+NPU_VENV ?=
+NPU_PYTHON = $(if $(NPU_VENV),$(NPU_VENV)/bin/python,$(PYTHON))
 
 # Hosts other than Megatron bring packages that a job of Megatron has no use for.
 HOSTS_VENV ?= .venv-hosts
@@ -75,10 +83,16 @@ test-full: $(STAMP)  ## every test
 	$(BIN)/python -m pytest $(XDIST) $(SLOWEST) $(ARGS)
 
 $(NPU_STAMP): setup.py constraints.txt
-	@$(NPU_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NPU_VENV)
-	@echo "setting up $(NPU_VENV): once, a few minutes at most"
+	@$(NPU_BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NPU_TESTS)
+	@echo "setting up $(NPU_TESTS): once, a few minutes at most"
+	@sed 's/^torch==.*/torch==$(NPU_TORCH)/' constraints.txt > $(NPU_TESTS)/constraints.txt
+	@# torch_npu's wheels for x86-64 ask for the CPU build of torch by its name, which PyPI does not have. The other
+	@# build serves as well, so pip is not asked.
+	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 \
+		--extra-index-url https://download.pytorch.org/whl/cpu --constraint $(NPU_TESTS)/constraints.txt torch
+	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torch_npu==$(NPU_RELEASE)
 	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[megatron,npu,test]'
+		--constraint $(NPU_TESTS)/constraints.txt pyyaml --editable '.[megatron,test]'
 	@touch $@
 
 test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without an NPU (x86-64 Linux, gcc)
@@ -163,9 +177,9 @@ gpu: $(STAMP)  ## on an NVIDIA GPU: kernel tests, operators, training steps, one
 	$(BIN)/python -m benchmarks gpu --report runs/gpu --json runs/gpu/report.json $(ARGS)
 
 # torch_npu is imported by name: by itself it would be loaded with torch, which fails where CANN is missing.
-npu: $(NPU_STAMP)  ## on an Ascend NPU: operators, a layer, memory features, one report in runs/npu
+npu:  ## on an Ascend NPU, in your own environment: operators, layers, ranks, one report in runs/npu; installs nothing
 	@mkdir -p runs/npu
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -m benchmarks npu --report runs/npu \
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_PYTHON) -m benchmarks npu --report runs/npu \
 		--json runs/npu/report.json $(ARGS)
 
 compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa/tools/compat

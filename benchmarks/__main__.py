@@ -57,11 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def result(case: Case, device: str, quick: bool = False, **options: str) -> dict[str, Any]:
-    """Run a case: ``{case, metrics, device, versions, date}``."""
+    """Run a case: ``{case, metrics, device, versions, date}``.
+
+    Raises:
+        SystemExit: packages that it needs are missing, or the device that was asked for.
+    """
+    if why := case.refusal():
+        raise SystemExit(why)
     if case.on_device:
         from mindspeed_dsa import platforms
+        from mindspeed_dsa.patches.errors import SettingsError
 
-        device = platforms.detect(device)
+        try:
+            device = platforms.detect(device)
+        except SettingsError as error:
+            raise SystemExit(f"{case.name}: {error}") from error
         name = platforms.describe(device)["device"]
     else:
         device, name = "cpu", f"{platform.machine()}, {os.cpu_count()} cores"

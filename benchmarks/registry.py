@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Union
 
+from benchmarks.installed import refusal_of_npu
+
 Metrics = Mapping[str, Union[float, int, str, "Metrics"]]
 """Plain numbers, a sentence instead of a missing number, or nested tables of these."""
 
@@ -22,6 +24,7 @@ class Case:
         on_device: whether it computes on a device, so that ``--device auto`` searches for one.
         has_quick: whether ``run`` takes ``quick``, for a run in seconds with meaningless figures.
         options: additional keywords of ``run``, each with its help on the command line.
+        refusal: why it cannot run in this environment, asked before anything of it is imported.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Case:
     on_device: bool = True
     has_quick: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
+    refusal: Callable[[], str | None] = lambda: None
 
     def run(self, device: str, quick: bool = False, **options: str) -> Metrics:
         """Measure."""
@@ -90,6 +94,7 @@ CASES: dict[str, Case] = {
                 "report": "folder for report.md and logs (default: runs/npu)",
                 "only": "names of parts with commas between",
             },
+            refusal=refusal_of_npu,
         ),
         Case(
             "kernels-static",

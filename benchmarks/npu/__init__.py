@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
         only: parts, with commas between them.
     """
     started = time.monotonic()
-    if device != "npu" and (not quick or find_spec("torch_npu") is None):
+    if device != "npu" and not quick:
         raise SystemExit(why_no_npu())
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     if device != "npu":
@@ -77,14 +76,16 @@ def run(device: str, quick: bool = False, report: str | None = None, only: str |
 
 def why_no_npu() -> str:
     """A sentence for a machine on which there is no NPU."""
-    if find_spec("torch_npu") is None:
-        return (
-            f"npu: torch_npu is not installed for {sys.executable}; on a machine with an Ascend NPU and CANN "
-            "make npu installs it into .venv-npu"
-        )
+    from mindspeed_dsa import platforms
+    from mindspeed_dsa.patches.errors import SettingsError
+
+    try:
+        platforms.get("npu").is_available()
+    except SettingsError as error:
+        return f"npu: {error}"
     return (
         "npu: torch_npu sees no NPU; source CANN's set_env.sh, check npu-smi info and "
-        "ASCEND_RT_VISIBLE_DEVICES, or run make npu ARGS=--quick, which shows with stand-ins for an NPU "
+        "ASCEND_RT_VISIBLE_DEVICES, or run make npu ARGS=--quick, which shows with a stand-in for an NPU "
         "that the programs run"
     )
 

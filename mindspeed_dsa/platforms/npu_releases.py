@@ -61,6 +61,11 @@ _CONFIGURED = re.compile(r"^toolkit_(?:running|installed)_version=.*:([^\]:]+)\]
 _SERIES = re.compile(r"(\d+)\.(\d+)")
 
 
+def compatible(release: Release) -> tuple[str, ...]:
+    """Return the series of CANN that the vendor calls compatible with a release, its own among them."""
+    return next(canns for releases, canns in _TOGETHER if release in releases)
+
+
 def release_of(torch_npu: str) -> Release | None:
     """Return the release that a wheel belongs to; None for wheels of a torch that no release is for.
 
@@ -124,7 +129,7 @@ def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) ->
             what = f"the vendor's table pairs CANN {cann} with older ones; the newest of it is {newest}"
             yield Finding("warning", f"torch_npu {torch_npu}", what, _advice(torch, cann))
         return
-    served = next(canns for releases, canns in _TOGETHER if release in releases)
+    served = compatible(release)
     if series in known and series not in served:
         what = f"it is of release {release.name} for CANN {release.cann}, and CANN {cann} is installed"
         also = "" if len(served) == 1 else f"; the vendor calls CANN {', '.join(served)} compatible with it"

@@ -3,30 +3,85 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import npu, parts
+from benchmarks import installed, npu, parts
 from benchmarks.npu import operators, steps, words
 from benchmarks.npu.operators import Problem
+from benchmarks.parts import ROOT
 from benchmarks.registry import CASES
+from mindspeed_dsa import platforms
 from mindspeed_dsa.ops.backend import BackendUnavailable
+from mindspeed_dsa.patches.errors import SettingsError
 
 
 @pytest.mark.parametrize(
-    ("installed", "flags", "sentence"),
+    ("missing", "sentence"),
     [
-        (None, [], r"torch_npu is not installed for .*; on a machine with an Ascend NPU and CANN make npu"),
-        (None, ["--quick"], r"torch_npu is not installed for"),
-        (True, [], r"sees no NPU; source CANN's set_env.sh, check npu-smi info .* make npu ARGS=--quick"),
+        ({"torch_npu", "wrapt"}, r"torch_npu, wrapt are not installed for .*: install the .* NPU_VENV=DIR"),
+        (
+            {"megatron.core"},
+            r"megatron-core is not .*: python -m pip install .* torch==7 torch_npu==7, which",
+        ),
     ],
 )
-def test_without_an_npu_it_says_what_to_do(installed, flags, sentence, monkeypatch):
-    monkeypatch.setattr(npu, "find_spec", lambda name: installed)
+def test_what_is_missing_is_named_before_anything_is_imported(missing, sentence, monkeypatch):
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name in missing else object())
+    monkeypatch.setattr(installed.metadata, "version", lambda name: "7")
+    for flags in ([], ["--quick"]):
+        with pytest.raises(SystemExit, match=sentence):
+            cli.main(["npu", *flags])
+
+
+@pytest.mark.parametrize(
+    ("available", "sentence"),
+    [
+        (False, r"sees no NPU; source CANN's set_env.sh, check npu-smi info .* make npu ARGS=--quick"),
+        (SettingsError("torch_npu 2.9.0 does not load"), r"npu: torch_npu 2.9.0 does not load"),
+    ],
+)
+def test_without_an_npu_it_says_what_to_do(available, sentence, monkeypatch):
+    def is_available():
+        if isinstance(available, Exception):
+            raise available
+        return available
+
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
+    monkeypatch.setattr(platforms.get("npu"), "is_available", is_available)
     with pytest.raises(SystemExit, match=sentence):
-        cli.main(["npu", "--device", "cpu", *flags])
+        cli.main(["npu", "--device", "cpu"])
+
+
+def rule(name):
+    """Variables and recipe of the Makefile as make sees them, without running anything."""
+
+    def run(*words):
+        command = ["make", "--no-print-directory", "--dry-run", "--always-make", name, *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_make_npu_takes_the_environment_as_it_is():
+    make = rule("npu")
+    assert "pip" not in make()
+    assert " python3 -m benchmarks npu" in make()
+    assert " mine/bin/python -m benchmarks npu" in make("NPU_VENV=mine")
+
+
+def test_make_test_npu_has_an_environment_for_each_release():
+    made = rule("test-npu")("NPU_RELEASE=2.9.0.post2")
+    assert ".venv-npu-2.9.0.post2/bin/python -m pytest" in made
+    assert "s/^torch==.*/torch==2.9.0/" in made
+    assert "--no-deps torch_npu==2.9.0.post2" in made
+    assert ".venv-npu/" not in made
+    made = rule("test-npu")()
+    assert "\t.venv-npu/bin/python -m pytest" in made
+    assert "--no-deps torch_npu==2.13.0" in made
 
 
 def problem(scale, refuses=False, fits=True, place=0):

@@ -23,6 +23,7 @@ from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION, TORCH_TRIED
 from mindspeed_dsa.platforms.base import PlatformName
 from mindspeed_dsa.platforms.npu import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS, PRODUCTS, UNKNOWN
+from mindspeed_dsa.platforms.npu_releases import RELEASES, compatible
 from mindspeed_dsa.session.beside import PATCHERS
 from mindspeed_dsa.session.environment import checks_of
 from mindspeed_dsa.session.records import MAIN, ROOT, Records, load
@@ -150,7 +151,12 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
         docs / INDEX: index({**by_kind(), "": SERVICES}),
     }
     problems: list[str] = []
-    sections = {"operators": npu_operators(), "products": npu_products(), "environment": npu_environment()}
+    sections = {
+        "releases": npu_releases(),
+        "operators": npu_operators(),
+        "products": npu_products(),
+        "environment": npu_environment(),
+    }
     _fill(pages, problems, docs / NPU, sections)
     _fill(pages, problems, docs / ENVIRONMENT, {"checks": environment_checks()})
     for page, chinese in translated(docs, problems).items():
@@ -179,6 +185,7 @@ def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
     sections = {
         "features.md": {"index": kinds({**by_kind(), "": SERVICES}, "../features/", words)},
         "npu.md": {
+            "releases": npu_releases(words),
             "operators": npu_operators(words),
             "products": npu_products(words),
             "environment": npu_environment(words),
@@ -245,6 +252,14 @@ def npu_operators(word: Word = str) -> str:
     return _table(
         [word("Operator"), word("For"), word("torch_npu, first wheel for each PyTorch"), "CANN"], rows
     )
+
+
+def npu_releases(word: Word = str) -> str:
+    """Releases of torch_npu with the CANN that each goes with."""
+    rows = [
+        [each.cann, ", ".join(each.torch_npu), ", ".join(compatible(each))] for each in reversed(RELEASES)
+    ]
+    return _table([word("CANN"), "torch_npu", word("also compatible with CANN")], rows)
 
 
 def npu_products(word: Word = str) -> str:
