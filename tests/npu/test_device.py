@@ -25,6 +25,7 @@ state = torch.npu.get_rng_state()
 first = torch.rand(5, device="npu")
 torch.npu.set_rng_state(state)
 assert torch.equal(first, torch.rand(5, device="npu"))
+assert torch.equal(first, first.clone()) and not torch.equal(first, first + 1)
 
 x = torch.arange(6.0, device="npu").view(2, 3)
 w = torch.ones(3, 4, device="npu", dtype=torch.bfloat16, requires_grad=True)
