@@ -27,6 +27,8 @@ from mindspeed_dsa.ops.precision import wide
 
 # Sums of a block of tokens on a CPU stay in the cache until the addend meets them.
 _BLOCK_BYTES = 256 << 10
+# Wide copies of a block of rows bound the memory of a device, and its launches.
+_NPU_BLOCK_BYTES = 256 << 20
 _NPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_EXPERTS_OF_A_TOKEN = 512
 # Indices pass through fp32 on the device.
@@ -172,19 +174,25 @@ class Cpu(_Plain, GradientPermuter):
     def unpermute_gradients(
         self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        tokens, hidden = grad.shape
-        found = unpack(row_map, tokens, rows)
-        if probs is None or permuted is None:
-            return grad.index_select(0, found.tokens), None
-        dtype = wide(torch.promote_types(grad.dtype, probs.dtype))
-        weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1])).to(dtype)
-        grad_permuted = torch.empty_like(permuted)
-        grad_weights = torch.empty(rows, dtype=dtype)
-        for first, last in _blocks(rows, hidden, dtype):
-            part = grad.index_select(0, found.tokens[first:last]).to(dtype)
-            torch.linalg.vecdot(part, permuted[first:last].to(dtype), out=grad_weights[first:last])
-            torch.mul(part, weights[first:last, None], out=grad_permuted[first:last])
-        return grad_permuted, _dense(grad_weights.to(probs.dtype), found, tokens, probs.shape[1])
+        return _unpermute_gradients(grad, unpack(row_map, len(grad), rows), permuted, probs, _BLOCK_BYTES)
+
+
+def _unpermute_gradients(
+    grad: Tensor, found: RowMap, permuted: Tensor | None, probs: Tensor | None, block_bytes: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return what ``unpermute_gradients`` does, in blocks of rows of so many bytes."""
+    if probs is None or permuted is None:
+        return grad.index_select(0, found.tokens), None
+    (tokens, experts), (rows, hidden) = probs.shape, permuted.shape
+    dtype = wide(torch.promote_types(grad.dtype, probs.dtype))
+    weights = probs.reshape(-1).index_select(0, found.slots(experts)).to(dtype)
+    grad_permuted = torch.empty_like(permuted, memory_format=torch.contiguous_format)
+    grad_weights = torch.empty(rows, dtype=dtype, device=grad.device)
+    for first, last in _blocks(rows, hidden, dtype, block_bytes):
+        part = grad.index_select(0, found.tokens[first:last]).to(dtype)
+        torch.linalg.vecdot(part, permuted[first:last].to(dtype), out=grad_weights[first:last])
+        torch.mul(part, weights[first:last, None], out=grad_permuted[first:last])
+    return grad_permuted, _dense(grad_weights.to(probs.dtype), found, tokens, experts)
 
 
 def _dense(by_row: Tensor, found: RowMap, tokens: int, experts: int) -> Tensor:
@@ -236,9 +244,11 @@ def _sums(source: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None)
     return torch.embedding_bag(source, rows, offsets, False, 0, False, weights, True)[0]
 
 
-def _blocks(rows: int, hidden: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Yield first and last row, one past it, of blocks that fit into a core's cache."""
-    step = max(_BLOCK_BYTES // max(hidden * dtype.itemsize, 1), 1)
+def _blocks(
+    rows: int, hidden: int, dtype: torch.dtype, block_bytes: int = _BLOCK_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Yield first and last row, one past it, of blocks of so many bytes; default: a core's cache has them."""
+    step = max(block_bytes // max(hidden * dtype.itemsize, 1), 1)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
@@ -269,8 +279,8 @@ class Npu(GradientPermuter):
     def plan_unpermute(self, row_map: Tensor, rows: int, probs: Tensor | None) -> Any:
         if len(row_map) != 3 * rows:
             return "its operators need every token to have equally many rows"
-        if probs is not None:
-            return f"{_FINALIZE} has no gradient of its weights"
+        if probs is not None and probs.dtype not in _NPU_DTYPES:
+            return f"{_FINALIZE} takes weights in fp32, bf16 and fp16"
         return None
 
     def permute(
@@ -315,18 +325,28 @@ class Npu(GradientPermuter):
         self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
     ) -> Tensor:
         topk = len(permuted) // tokens
+        found = unpack(row_map, tokens, len(permuted))
         # The operator wants the first row of every token, then the second of every token, and so on.
-        by_choice = unpack(row_map, tokens, len(permuted)).rows.view(tokens, topk).t().reshape(-1)
+        by_choice = found.rows.view(tokens, topk).t().reshape(-1)
         # How many rows a token has it takes from the scales. A parameter for this is in some releases only,
         # and wants a CANN newer than most that they run with.
-        scales = permuted.new_ones(tokens, topk)
-        total: Tensor = npu_op(_FINALIZE)(permuted, addend, None, None, scales, by_choice, None)
-        return total
+        dtype = permuted.dtype
+        if probs is None:
+            scales = permuted.new_ones(tokens, topk)
+        else:
+            # It wants one dtype, and would round the weights of a router in fp32 to that of the rows.
+            dtype = torch.promote_types(dtype, probs.dtype)
+            slots = found.slots(probs.shape[1]).index_select(0, found.rows)
+            scales = probs.reshape(-1).index_select(0, slots).view(tokens, topk).to(dtype)
+        addend = None if addend is None else addend.to(dtype)
+        total: Tensor = npu_op(_FINALIZE)(permuted.to(dtype), addend, None, None, scales, by_choice, None)
+        return total.to(permuted.dtype)
 
     def unpermute_gradients(
         self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return grad.index_select(0, unpack(row_map, len(grad), rows).tokens), None
+        found = unpack(row_map, len(grad), rows)
+        return _unpermute_gradients(grad, found, permuted, probs, _NPU_BLOCK_BYTES)
 
     def sort_chunks(
         self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor
