@@ -79,3 +79,29 @@ def npu_rotary_mul(
 def _check(name: str, *tensors: Tensor) -> None:
     assert len({tensor.dtype for tensor in tensors}) == 1, f"{name}: {[tensor.dtype for tensor in tensors]}"
     assert tensors[0].dtype in _DTYPES, f"{name}: {tensors[0].dtype}"
+
+
+def npu_apply_adam_w(
+    beta1_power: float,
+    beta2_power: float,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    grad: Tensor,
+    max_grad_norm: Tensor | None,
+    amsgrad: bool | None,
+    maximize: bool | None,
+    *,
+    out: list[Tensor],
+) -> tuple[Tensor, ...]:
+    """The form with ``out``; powers of beta are those of the step before."""
+    var, m, v = out
+    assert not amsgrad
+    assert not maximize
+    m.copy_(beta1 * m + (1 - beta1) * grad)
+    v.copy_(beta2 * v + (1 - beta2) * grad * grad)
+    m_hat, v_hat = m / (1 - beta1_power * beta1), v / (1 - beta2_power * beta2)
+    var.copy_(var - lr / (v_hat.sqrt() + epsilon) * m_hat - lr * weight_decay * var)
+    return var, m, v

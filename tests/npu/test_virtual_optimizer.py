@@ -9,31 +9,7 @@ import torch
 
 from mindspeed_dsa.features.memory.virtual_optimizer import mapped_moments
 from mindspeed_dsa.platforms.npu import NpuPlatform
-
-
-def kernel(  # by the manual; beta1_power and beta2_power are those of the step before
-    beta1_power,
-    beta2_power,
-    lr,
-    weight_decay,
-    beta1,
-    beta2,
-    epsilon,
-    grad,
-    max_grad_norm,
-    amsgrad,
-    maximize,
-    *,
-    out,
-):
-    var, m, v = out
-    assert not amsgrad
-    assert not maximize
-    m.copy_(beta1 * m + (1 - beta1) * grad)
-    v.copy_(beta2 * v + (1 - beta2) * grad * grad)
-    m_hat, v_hat = m / (1 - beta1_power * beta1), v / (1 - beta2_power * beta2)
-    var.copy_(var - lr / (v_hat.sqrt() + epsilon) * m_hat - lr * weight_decay * var)
-    return var, m, v
+from tests.npu import small_kernels
 
 
 @pytest.fixture
@@ -41,7 +17,7 @@ def adamw_operator():
     import torch_npu  # noqa: F401
 
     with torch.library._scoped_library("npu", "IMPL") as library:
-        library.impl("npu_apply_adam_w.out", kernel, "CPU")
+        library.impl("npu_apply_adam_w.out", small_kernels.npu_apply_adam_w, "CPU")
         yield
 
 

@@ -22,8 +22,17 @@ def on_host(tensor: Tensor) -> Tensor:
     if not address:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory, start = _memory(tensor.dtype)
-    offset = (address - start) // tensor.dtype.itemsize
-    return memory.as_strided(tensor.shape, tensor.stride(), offset)
+    place = address - start
+    if not 0 <= place < memory.nbytes:  # the host's own memory, mapped for the device
+        return _mapped(tensor)
+    return memory.as_strided(tensor.shape, tensor.stride(), place // tensor.dtype.itemsize)
+
+
+def _mapped(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    buffer = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(buffer, dtype=tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def to_npu(tensor: Tensor) -> Tensor:

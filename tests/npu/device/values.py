@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.npu import small_kernels
+
 
 def _matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: Sequence[bool]) -> tuple[Any, Any]:
     # A vector is a matrix of one row on the left, and of one column on the right.
@@ -102,4 +104,5 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "native_dropout_backward": _native_dropout_backward,
     "npu_dropout_backward": _dropout_backward,
     "histc": _histc,
+    "npu_apply_adam_w": small_kernels.npu_apply_adam_w,
 }

@@ -1,0 +1,138 @@
+"""Every feature that serves NPUs trains on tensors of the device, and as the CPU platform does.
+
+Initial weights and data are the same on both, so losses and norms differ by the order of sums and the
+rounding of 16 bits alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.npu import device_jobs
+from tests.npu.device import launch
+
+TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+EP = "--expert-model-parallel-size 2"
+PP = "--pipeline-model-parallel-size 2"
+CP = "--context-parallel-size 2"
+GROUPED = "--moe-grouped-gemm --moe-permute-fusion"
+DENSE = "--experimental-attention-variant none"
+SHARDED = "--use-distributed-optimizer"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+
+CASES: dict[int, dict[str, str]] = {
+    1: {
+        "fused dsa": "",
+        "not absorbed": "--use-dsa-absorb off",
+        "fewer keys than operators take": "--dsa-indexer-topk 16",
+        "dense attention": DENSE,
+        "fused operators": "--fused-operators all",
+        "grouped experts": GROUPED,
+        "linear cross entropy": "--fused-linear-cross-entropy",
+        "prediction": "--mtp-num-layers 1",
+        "packs": "--pack-documents",
+        "full recompute": RECOMPUTED,
+        "recompute modules": f"{SELECTIVE} --recompute-modules moe_act --moe-grouped-gemm",
+        "recompute norms": "--recompute-norm",
+        "recompute activations": "--recompute-activation-function",
+        "swapped attention": "--swap-attention --swap-modules self_attention --swap-attention-min-bytes 1",
+        "swapped optimizer": f"--swap-optimizer {SHARDED}",
+        "virtual optimizer": "--virtual-optimizer all",
+        "reused weights": f"--reuse-fp32-param {SHARDED}",
+        "norms in fp32": "--init-norm-weight-in-fp32",
+        "indexers of some layers": "--dsa-indexer-topk-pattern CS --dsa-indexer-topk 16",
+        "selections recorded": (
+            "--dsa-record-selections {folder}/selections --dsa-record-selections-steps 1-2"
+        ),
+        "stretched rotary embeddings": "--rope-type yarn --yarn-original-max-position-embeddings 64",
+    },
+    2: {
+        "TP2": TP,
+        "CP2": CP,
+        "EP2": f"{EP} {GROUPED}",
+        "PP2": PP,
+        "DP2": SHARDED,
+        "FSDP2": "--use-torch-fsdp2 --fsdp2-shard-experts",
+        "CoC": f"--use-ascend-coc --coc-parallel-num 2 {TP}",
+        "transfers of experts behind products": f"--moe-alltoall-overlap-comm {EP}",
+        "pairs": f"--moe-fb-overlap {EP}",
+        "halves": f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {EP}",
+        "balanced experts": f"--balanced-moe-experts --balanced-moe-hot-expert-num 1 {EP}",
+        "experts of tensor ranks": f"--moe-tp-extend-ep {EP} {TP} {GROUPED}",
+        "dense CP2": f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
+        "SP-TP-SP": f"--mla-sp-tp-sp {DENSE} {TP}",
+        "split backward": f"--split-backward {PP}",
+        "recompute in bubbles": f"--recompute-in-bubble {SELECTIVE} --recompute-modules core_attn {PP}",
+        "DualPipeV": f"--schedules-method dualpipev --num-layers 4 {PP}",
+    },
+}
+"""Flags by number of ranks and name."""
+BOUNDS = {"bf16": (2e-3, 2e-2), "fp32": (2e-5, 5e-4)}
+"""How far a loss and a norm of gradients may lie from the CPU platform's, as a part of it."""
+
+
+@functools.cache
+def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """What each rank says of each case."""
+    precisions = {"bf16": "--bf16", "fp32": ""}
+    cases = []
+    for name, flags in CASES[ranks].items():
+        given = flags.replace("{folder}", str(folder / f"{platform}-{precision}"))
+        absorbed = "" if "--use-dsa-absorb" in flags or DENSE in flags else "--use-dsa-absorb on"
+        fused = "" if DENSE in flags else "--use-fused-dsa"
+        if precision == "fp32" and "--reuse-fp32-param" in flags:
+            continue
+        cases.append([name, " ".join((precisions[precision], fused, absorbed, given))])
+    done = launch.run(
+        Path(device_jobs.__file__),
+        [platform, json.dumps(cases)],
+        ranks=ranks,
+        limit=1200,
+        stand_in=platform == "npu",
+    )
+    found = []
+    for output in done.output:
+        rows = [
+            line[len(device_jobs.MARK) :] for line in output.splitlines() if line.startswith(device_jobs.MARK)
+        ]
+        found.append(dict(json.loads(row) for row in rows))
+    if done.codes != (0,) * ranks:
+        found.append({"": {"error": "\n".join(text[-3000:] for text in done.output)}})
+    return found
+
+
+def rows() -> list[Any]:
+    """One row for each case and precision; fp32 with the long tests."""
+    return [
+        pytest.param(ranks, precision, name, marks=[pytest.mark.full] if precision == "fp32" else [])
+        for precision in BOUNDS
+        for ranks, cases in CASES.items()
+        for name in cases
+        if not (precision == "fp32" and name in ("reused weights", "norms in fp32"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what cases write."""
+    return tmp_path_factory.mktemp("cases")
+
+
+@pytest.mark.parametrize(("ranks", "precision", "name"), rows())
+def test_a_feature_trains_as_on_a_cpu(ranks: int, precision: str, name: str, folder: Path) -> None:
+    found = results("npu", ranks, precision, folder)
+    expected = results("cpu", ranks, precision, folder)
+    for on_npu, on_cpu in zip(found, expected, strict=True):
+        assert name in on_npu, on_npu.get("", "a case before it ended the job")
+        got, wanted = on_npu[name], on_cpu[name]
+        assert "error" not in got, got["error"]
+        assert "error" not in wanted, wanted["error"]
+        for key, bound in zip(("lm_loss", "grad_norm"), BOUNDS[precision], strict=True):
+            assert len(got[key]) == device_jobs.STEPS
+            assert got[key] == pytest.approx(wanted[key], rel=bound), key
