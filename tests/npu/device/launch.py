@@ -39,9 +39,14 @@ class Ended:
         """
         failed = [rank for rank, code in enumerate(self.codes) if code]
         assert not failed, f"ranks {failed} failed\n" + "\n".join(
-            f"rank {rank}: {self.output[rank][-3000:]}" for rank in failed[:2]
+            f"rank {rank}: {_readable(self.output[rank])}" for rank in failed[:2]
         )
         return self
+
+
+def _readable(output: str) -> str:
+    """The end of an output, without torch's list of an operator's kernels."""
+    return "\n".join(line for line in output.splitlines() if "registered at" not in line)[-3000:]
 
 
 def environment(devices: int, folder: Path | None = None) -> dict[str, str]:

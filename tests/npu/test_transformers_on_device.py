@@ -1,0 +1,28 @@
+"""A model of transformers trains on NPU tensors as on CPU tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.npu import transformers_steps
+from tests.npu.device import launch
+
+
+def steps(device: str) -> dict[str, list[float]]:
+    """What the script printed."""
+    script = Path(transformers_steps.__file__)
+    (output,) = launch.run(script, [device], stand_in=device == "npu").require_success().output
+    (line,) = (text for text in output.splitlines() if text.startswith(transformers_steps.MARK))
+    found: dict[str, list[float]] = json.loads(line.removeprefix(transformers_steps.MARK))
+    return found
+
+
+def test_losses_and_norms_are_those_of_a_cpu() -> None:
+    pytest.importorskip("transformers")
+    got, expected = steps("npu"), steps("cpu")
+    assert {"lightning_indexer npu", "sparse_flash_attention npu"} <= set(got["calls"])
+    assert got["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=2e-2)
