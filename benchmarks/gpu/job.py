@@ -89,7 +89,7 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         model = build_model(args, config)
         optimizer = build_optimizer(args, model)
         stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
-        stream = [_batches(args)]
+        stream = [_batches(args) for _ in model]
         records = [_step(stepper, number, stream) for number in range(steps)]
         found: dict[str, Any] = {
             name: [record[name] for record in records] for name in ("lm_loss", "indexer_loss", "grad_norm")

@@ -55,7 +55,7 @@ def _run(platform: str, flags: str) -> dict[str, Any]:
         # A rank that failed alone would wait for the others in the next case.
         with contextlib.suppress(Exception):
             traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"}
+        return {"error": f"{type(error).__name__}: {str(error)[:600]} ({where.filename}:{where.lineno})"}
     return {name: found[name] for name in ("lm_loss", "indexer_loss", "grad_norm", "calls")}
 
 

@@ -64,7 +64,7 @@ CASES: dict[int, dict[str, str]] = {
         "pairs": f"--moe-fb-overlap {EP}",
         "halves": f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {EP}",
         "balanced experts": f"--balanced-moe-experts --balanced-moe-hot-expert-num 1 {EP}",
-        "experts of tensor ranks": f"--moe-tp-extend-ep {EP} {TP} {GROUPED}",
+        "experts of tensor ranks": f"--moe-tp-extend-ep {TP}",
         "dense CP2": f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
         "SP-TP-SP": f"--mla-sp-tp-sp {DENSE} {TP}",
         "split backward": f"--split-backward {PP}",

@@ -14,7 +14,8 @@ from tests.npu.device import launch
 def steps(device: str) -> dict[str, list[float]]:
     """What the script printed."""
     script = Path(transformers_steps.__file__)
-    (output,) = launch.run(script, [device], stand_in=device == "npu").require_success().output
+    # transformers imports torch_npu for CPU tensors, too, and its optimizers ask for a device then.
+    (output,) = launch.run(script, [device]).require_success().output
     (line,) = (text for text in output.splitlines() if text.startswith(transformers_steps.MARK))
     found: dict[str, list[float]] = json.loads(line.removeprefix(transformers_steps.MARK))
     return found
@@ -23,6 +24,6 @@ def steps(device: str) -> dict[str, list[float]]:
 def test_losses_and_norms_are_those_of_a_cpu() -> None:
     pytest.importorskip("transformers")
     got, expected = steps("npu"), steps("cpu")
-    assert {"lightning_indexer npu", "sparse_flash_attention npu"} <= set(got["calls"])
+    assert {"lightning_indexer npu", "sparse_flash_attention chunked"} <= set(got["calls"])
     assert got["losses"] == pytest.approx(expected["losses"], rel=2e-3)
     assert got["norms"] == pytest.approx(expected["norms"], rel=2e-2)

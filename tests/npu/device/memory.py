@@ -19,7 +19,7 @@ def is_npu(value: object) -> bool:
 def on_host(tensor: Tensor) -> Tensor:
     """Return a CPU tensor with the same shape, strides and memory as an NPU tensor's."""
     address = tensor.data_ptr()
-    if not address:
+    if not tensor.numel() or not tensor.untyped_storage().nbytes():  # nothing, or freed by FSDP2
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory, start = _memory(tensor.dtype)
     place = address - start

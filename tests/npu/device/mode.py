@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -36,6 +37,7 @@ _SIZED = frozenset(
     "nonzero masked_select unique_consecutive _unique _unique2 unique_dim bincount repeat_interleave".split()
 )
 _EMPTY = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
+_PLAIN = (Tensor, torch.nn.Parameter)
 _COLLECTIVES = ("c10d", "_c10d_functional", "npu_custom_dist")
 
 
@@ -44,6 +46,10 @@ class StandIn(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # DTensor and its like call operators on the tensors that they hold
         leaves = tree_leaves((args, kwargs))
         device = kwargs.get("device")
         made = device is not None and torch.device(device).type == "npu"
@@ -76,7 +82,13 @@ def _run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
     # A fallback of torch_npu's has computed already, on copies that it has brought back.
     if name in _NATIVE or func.is_view or func.namespace in _COLLECTIVES or _falls_back(func):
         out = _native(func, args, kwargs, quiet=False)
-        if name in _EMPTY and is_npu(out) and out.is_floating_point() and out.dtype.itemsize > 1:
+        if (
+            name in _EMPTY
+            and is_npu(out)
+            and type(out) in _PLAIN
+            and out.is_floating_point()
+            and out.dtype.itemsize > 1
+        ):
             with _disable_current_modes():
                 on_host(out).fill_(float("nan"))  # so that what reads it before it is written is seen
         return out
@@ -90,6 +102,8 @@ def _run(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
                 lambda x: to_npu(x) if isinstance(x, Tensor) else x, _on_host(func, name, args, kwargs)
             )
         native = _native(func, args, kwargs, quiet=True)
+        if isinstance(native, FakeTensor):
+            return native
         host = _on_host(func, name, args, kwargs)
     with _disable_current_modes():
         _take_values(func, native, host, {id(x) for x in leaves})

@@ -30,6 +30,7 @@ from mindspeed_dsa.features.attention.context_parallel.ring import (
     ring_attention,
 )
 from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection
+from mindspeed_dsa.parallel.groups import subgroup
 from mindspeed_dsa.patches.errors import SettingsError
 
 _WHO = "dense-context-parallel"
@@ -358,13 +359,8 @@ def _neighbours_and_ring(
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
         first = rank - rank % degree
         # Only members call: every context parallel rank builds the same layers in the same order.
-        _built[group] = (
-            degree,
-            *(
-                dist.new_group(members, use_local_synchronization=True)
-                for members in (ranks[first : first + degree], ranks[rank % degree :: degree])
-            ),
-        )
+        neighbours = subgroup(group, ranks[first : first + degree])
+        _built[group] = degree, neighbours, subgroup(group, ranks[rank % degree :: degree])
     return _built[group][1:]
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
 from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Reductions
 from mindspeed_dsa.megatron.gathered_weights import runs_apart
+from mindspeed_dsa.parallel.groups import subgroup
 from mindspeed_dsa.parallel.local_shards import like, local_of
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
@@ -43,7 +44,7 @@ def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
     row, column = divmod(ranks.index(dist.get_rank()), sharding_size)
     groups = [
         # Other ranks make groups of their own, and none of them knows all.
-        dist.new_group(members.tolist(), use_local_synchronization=True)
+        subgroup(group, members.tolist())
         for members in (grid[:, column], grid[row])
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))

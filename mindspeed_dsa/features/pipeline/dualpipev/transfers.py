@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.parallel import names
+from mindspeed_dsa.parallel.groups import subgroup
 from mindspeed_dsa.parallel.names import Name, Pass
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule, Unit
@@ -47,7 +48,7 @@ class Groups:
             return pipeline, pipeline
         if pipeline not in self._downward:
             ranks = dist.get_process_group_ranks(pipeline)
-            self._downward[pipeline] = dist.new_group(ranks, use_local_synchronization=True)
+            self._downward[pipeline] = subgroup(pipeline, ranks)
         return pipeline, self._downward[pipeline]
 
 
