@@ -12,7 +12,9 @@ import pytest
 
 from benchmarks.npu import operators
 from benchmarks.parts import ROOT
-from tests.npu import dense_kernels, grouped_kernels
+from mindspeed_dsa.tools.cli import doctor_device
+from tests.npu import dense_kernels, grouped_kernels, trial
+from tests.npu.device import launch
 
 
 @pytest.mark.parametrize("part", operators.PROBLEMS)
@@ -69,3 +71,22 @@ def test_a_layer_trains_by_the_operators(tmp_path):
     fused = metrics["layer"]["tiny"]["fused"]["calls"]
     assert {"lightning_indexer npu", "sparse_flash_attention npu"} <= set(fused)
     assert metrics["memory"]["full recompute"]["apart"]["lm_loss"] == 0
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed; make test-npu")
+def test_doctor_trains_on_the_device(monkeypatch):
+    command = (sys.executable, "-W", "ignore", "-m", "tests.npu.device", trial.__file__)
+    monkeypatch.setattr(doctor_device, "_COMMAND", command)
+    for name, value in launch.environment(devices=1).items():
+        monkeypatch.setenv(name, value)
+    found = {each.pop("stage"): each for each in doctor_device.examine("npu")}
+    assert not [each for each in found.values() if "error" in each], found
+    assert found.keys() == {
+        "fp32: 2 steps",
+        "bf16: 2 steps",
+        "bf16 with --use-fused-dsa: 2 steps",
+        "bf16 with --use-fused-dsa: save",
+        "bf16 with --use-fused-dsa: resume",
+    }
+    fused = found["bf16 with --use-fused-dsa: 2 steps"]["operators"]
+    assert fused == ["indexer_kl_loss npu", "lightning_indexer npu", "sparse_flash_attention npu"]

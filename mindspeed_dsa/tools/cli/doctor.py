@@ -20,7 +20,7 @@ from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, ver
 from mindspeed_dsa.session import beside, checks, environment, start_report
 from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
-from mindspeed_dsa.tools.cli import doctor_job
+from mindspeed_dsa.tools.cli import doctor_device, doctor_job
 from mindspeed_dsa.tools.cli.doctor_job import Command
 from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.migrate.accept import accept
@@ -54,6 +54,12 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     parser.add_argument("--job", action="store_true", help="examine the surroundings that the job will meet")
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="train a small model on the device as well: two steps in fp32, bf16 and on fused operators, "
+        "a checkpoint, and a step from it; about a minute",
+    )
     parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
     options, flags = parser.parse_known_args(list(argv))
     command = None
@@ -64,9 +70,15 @@ def run(argv: Sequence[str]) -> int:
     # Megatron and torch print while they are imported; stdout is reserved for the result.
     with contextlib.redirect_stdout(sys.stderr):
         findings = examine(flags, command)
+        if options.device:
+            findings["device"] = doctor_device.examine(findings["platform"]["name"])
     print(json.dumps(findings, indent=1) if options.json else as_text(findings, options.all))
-    fails = findings["problems"] or any(each["level"] == "error" for each in findings["environment"])
-    return 1 if fails else 0
+    return 1 if _fails(findings) else 0
+
+
+def _fails(findings: dict[str, Any]) -> bool:
+    wrong = any(each["level"] == "error" for each in findings["environment"])
+    return bool(findings["problems"]) or wrong or any("error" in each for each in findings.get("device", ()))
 
 
 def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, Any]:
@@ -362,8 +374,11 @@ def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
         lines += ["", *start_report.aligned(rows)]
     if findings["environment"]:
         lines += ["", "environment:", *map(_finding, findings["environment"])]
+    if "device" in findings:
+        title = "device, a model of two layers trained on it:"
+        lines += ["", title, *doctor_device.lines(findings["device"])]
     lines += ["", *(f"PROBLEM: {text}" for text in findings["problems"])]
-    if not findings["problems"] and not any(each["level"] == "error" for each in findings["environment"]):
+    if not _fails(findings):
         lines.append("no problems found")
     return "\n".join(lines)
 

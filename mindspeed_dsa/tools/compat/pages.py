@@ -259,7 +259,7 @@ def npu_releases(word: Word = str) -> str:
     rows = [
         [each.cann, ", ".join(each.torch_npu), ", ".join(compatible(each))] for each in reversed(RELEASES)
     ]
-    return _table([word("CANN"), "torch_npu", word("also compatible with CANN")], rows)
+    return _table([word("CANN"), "torch_npu", word("compatible with CANN")], rows)
 
 
 def npu_products(word: Word = str) -> str:

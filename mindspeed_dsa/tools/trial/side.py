@@ -139,7 +139,7 @@ def fill(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _answers() -> Iterator[TextIO]:
+def answers() -> Iterator[TextIO]:
     """Take standard output for answers, and send what others print to standard error."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as own:
         os.dup2(2, 1)
@@ -150,17 +150,17 @@ def main(side: str, length: int) -> None:
     """Train a side, ``stock`` or ``fused``, for as long as there are lines to read."""
     switches = {"experimental_attention_variant": "dsa", "transformer_impl": "local"}
     with (
-        _answers() as answers,
+        answers() as out,
         session.enabled(**switches, use_fused_dsa=side == "fused"),
         one_rank_for_all(Megatron()),
     ):
         trainer = Trainer(length)
-        print(json.dumps(trainer.about()), file=answers, flush=True)
+        print(json.dumps(trainer.about()), file=out, flush=True)
         for number, _ in enumerate(sys.stdin):
             found = trainer.step(number)
             if not math.isfinite(found["lm_loss"]):
                 raise SystemExit(f"the loss of step {number + 1} is {found['lm_loss']}")
-            print(json.dumps(found), file=answers, flush=True)
+            print(json.dumps(found), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -180,15 +180,20 @@ def _block_spec(config: Any, virtual: Mapping[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def one_rank_for_all(megatron: Megatron) -> Iterator[None]:
-    """Provide groups in which every process has the whole model; all processes are in one that exists."""
+def one_rank_for_all(megatron: Megatron, backend: str = "gloo") -> Iterator[None]:
+    """Provide groups in which every process has the whole model; all processes are in one that exists.
+
+    Args:
+        megatron: whose groups are made.
+        backend: of the group that is made where there is none.
+    """
     state, random = megatron("core.parallel_state"), megatron("core.tensor_parallel.random")
     alone = not dist.is_initialized()
     if alone:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+        dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
     try:
         state.initialize_model_parallel()
         random.model_parallel_cuda_manual_seed(0)
