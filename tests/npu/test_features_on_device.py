@@ -36,6 +36,12 @@ CASES: dict[int, dict[str, str]] = {
         "grouped experts": GROUPED,
         "linear cross entropy": "--fused-linear-cross-entropy",
         "prediction": "--mtp-num-layers 1",
+        "prediction recomputed": "--mtp-num-layers 1 --mtp-recompute",
+        "indexers' warm-up": "--dsa-stage warmup",
+        "two streams": "--two-streams",
+        "host profile": "--host-profile {folder}/profile.json --host-profile-step 2",
+        "schedule trace": "--trace-schedule {folder}/trace --trace-schedule-step 2",
+        "calls recorded": "--record-collectives {folder}/calls",
         "packs": "--pack-documents",
         "full recompute": RECOMPUTED,
         "recompute modules": f"{SELECTIVE} --recompute-modules moe_act --moe-grouped-gemm",
@@ -60,6 +66,8 @@ CASES: dict[int, dict[str, str]] = {
         "DP2": SHARDED,
         "FSDP2": "--use-torch-fsdp2 --fsdp2-shard-experts",
         "CoC": f"--use-ascend-coc --coc-parallel-num 2 {TP}",
+        "MC2": f"--use-ascend-mc2 --hidden-size 256 {TP}",
+        "blocks of rows": f"--cp-block-rows 4 {CP}",
         "transfers of experts behind products": f"--moe-alltoall-overlap-comm {EP}",
         "pairs": f"--moe-fb-overlap {EP}",
         "halves": f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {EP}",
@@ -84,6 +92,8 @@ def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dic
     cases = []
     for name, flags in CASES[ranks].items():
         given = flags.replace("{folder}", str(folder / f"{platform}-{precision}"))
+        if platform == "cpu":  # where the same products have no operator that communicates
+            given = given.replace("--use-ascend-mc2", "")
         absorbed = "" if "--use-dsa-absorb" in flags or DENSE in flags else "--use-dsa-absorb on"
         fused = "" if DENSE in flags else "--use-fused-dsa"
         if precision == "fp32" and "--reuse-fp32-param" in flags:

@@ -9,6 +9,9 @@ typedef int (*stand_in_attempt)(void *work);
 /* Appends work to a stream; work that is done at once never enters the queue. */
 void stand_in_queue(void *stream, stand_in_attempt attempt, void *work);
 
+/* Waits until a stream (NULL: the default one) has nothing open. */
+void stand_in_settle(void *stream);
+
 /* How many threads wait for a stream or an event just now. */
 extern volatile int stand_in_waiting;
 

@@ -22,6 +22,7 @@ typedef struct communicator {
     char name[64];
     uint32_t size, rank;
     uint64_t collectives, sent[64], received[64];
+    struct communicator *before; /* the one that this process made before it */
 } *Comm;
 
 struct counter stand_in_hccl[] = {{"all_reduce", 0}, {"broadcast", 0}, {"reduce_scatter", 0}, {"all_gather", 0},
@@ -269,9 +270,12 @@ int HcclGetRootInfo(void *info) {
     snprintf(info, 64, "comm%d-%u-%lx", (int)getpid(), __sync_fetch_and_add(&number, 1), now.tv_nsec + now.tv_sec);
     return OK;
 }
+static Comm made;
 static int make(const char *name, uint32_t size, uint32_t rank, void **comm) {
     Comm c = calloc(1, sizeof *c);
     if (size > 64) return NOT_SUPPORTED;
+    c->before = made;
+    made = c;
     snprintf(c->name, sizeof c->name, "%s", name);
     c->size = size;
     c->rank = rank;
@@ -463,4 +467,22 @@ int HcclBatchSendRecv(struct item *items, uint32_t n, void *comm, void *stream) 
                 HcclSend(m->buffer, m->n, m->type, m->remote, comm, stream);
         }
     return OK;
+}
+
+/* Operators that communicate by themselves, by the name of their communicator: values.py calls these, and they return
+ * with the result. */
+
+static void *named(const char *name) {
+    for (Comm c = made; c; c = c->before)
+        if (!strcmp(c->name, name)) return c;
+    fprintf(stderr, "stand-in HCCL: no communicator %s\n", name);
+    abort();
+}
+void stand_in_all_gather(const char *name, void *in, void *out, uint64_t bytes) {
+    HcclAllGather(in, out, bytes, INT8, named(name), NULL);
+    stand_in_settle(NULL);
+}
+void stand_in_sum_scatter(const char *name, void *in, void *out, uint64_t n, int type) {
+    HcclReduceScatter(in, out, n, type, SUM, named(name), NULL);
+    stand_in_settle(NULL);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.npu import small_kernels
+
+_runtime = ctypes.CDLL("libascendcl.so")
 
 
 def _matmul_backward(grad: Tensor, a: Tensor, b: Tensor, mask: Sequence[bool]) -> tuple[Any, Any]:
@@ -89,6 +92,31 @@ def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
     return torch.histc(x.float(), bins, min, max).to(x.dtype)
 
 
+# HCCL's numbers of dtypes.
+_HCCL = {torch.float16: 3, torch.float32: 4, torch.bfloat16: 11}
+
+
+def _all_gather_mm(
+    rows: Tensor, other: Tensor, hcom: str, ranks: int, *, gather_output: bool = True, **unused: Any
+) -> tuple[Tensor, Tensor]:
+    own = rows.contiguous()
+    whole = rows.new_empty((ranks * own.shape[0], own.shape[1]))
+    _runtime.stand_in_all_gather(hcom.encode(), *_pointers(own, whole), ctypes.c_uint64(own.nbytes))
+    return (whole.float() @ other.float()).to(rows.dtype), whole if gather_output else rows.new_empty(0)
+
+
+def _mm_reduce_scatter(rows: Tensor, other: Tensor, hcom: str, ranks: int, **unused: Any) -> Tensor:
+    product = (rows.float() @ other.float()).to(rows.dtype).contiguous()
+    own = product.new_empty((product.shape[0] // ranks, product.shape[1]))
+    count = ctypes.c_uint64(own.numel())
+    _runtime.stand_in_sum_scatter(hcom.encode(), *_pointers(product, own), count, _HCCL[own.dtype])
+    return own
+
+
+def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+
 BY_NAME: dict[str, Callable[..., Any]] = {
     "matmul_backward": _matmul_backward,
     "linear_backward": _linear_backward,
@@ -104,5 +132,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "native_dropout_backward": _native_dropout_backward,
     "npu_dropout_backward": _dropout_backward,
     "histc": _histc,
+    "npu_all_gather_base_mm": _all_gather_mm,
+    "npu_mm_reduce_scatter_base": _mm_reduce_scatter,
     "npu_apply_adam_w": small_kernels.npu_apply_adam_w,
 }
