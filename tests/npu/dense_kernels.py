@@ -91,6 +91,69 @@ def npu_fusion_attention_grad(
     return found[0], found[1], found[2], None, torch.empty(0)
 
 
+def npu_fusion_attention_v3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: None = None,
+    padding_mask: None = None,
+    atten_mask: Tensor | None = None,
+    scale: float = 1.0,
+    *more: Any,
+    sparse_mode: int = 0,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    """What torch's scaled_dot_product_attention calls on an NPU: heads before rows, any mask."""
+    assert input_layout == "BNSD"
+    scores = _masked(query, key, atten_mask, scale, more[7] if len(more) > 7 else sparse_mode)
+    maximum = scores.amax(dim=-1, keepdim=True)
+    weights = (scores - maximum).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = ((weights / total) @ value.float()).to(query.dtype)
+    statistics = [each.expand(*scores.shape[:3], 8).contiguous() for each in (maximum, total)]
+    state = torch.zeros(1, dtype=torch.int64)
+    return out, *statistics, query.new_empty(0), state, state.clone()
+
+
+def npu_fusion_attention_grad_v3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    attention_in: Tensor,
+    scale_value: float = 1.0,
+    sparse_mode: int = 0,
+    **more: Any,
+) -> tuple[Tensor | None, ...]:
+    assert input_layout == "BNSD"
+    scores = _masked(query, key, atten_mask, scale_value, sparse_mode)
+    probabilities = (scores - softmax_max[..., :1]).exp() / softmax_sum[..., :1]
+    grad = dy.float()
+    delta = (grad * attention_in.float()).sum(-1, keepdim=True)
+    grad_scores = probabilities * (grad @ value.float().mT - delta) * scale_value
+    gradients = (grad_scores @ key.float(), grad_scores.mT @ query.float(), probabilities.mT @ grad)
+    return *(each.to(query.dtype) for each in gradients), None, torch.empty(0)
+
+
+def _masked(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, sparse_mode: int) -> Tensor:
+    """``[batch, heads, rows, keys]`` fp32, -inf where masked."""
+    scores = scale * (query.float() @ key.float().mT)
+    if mask is None:
+        return scores
+    rows, keys = scores.shape[-2:]
+    if sparse_mode in (2, 3):  # compressed masks: causal from the upper left, or from the lower right
+        mask = torch.ones(rows, keys, dtype=torch.bool).triu(1 + (keys - rows if sparse_mode == 3 else 0))
+    return scores.masked_fill(mask.bool(), -torch.inf)
+
+
 def _scores(
     name: str,
     query: Tensor,

@@ -88,6 +88,8 @@ BOUNDS = {"bf16": (2e-3, 2e-2), "fp32": (2e-5, 5e-4)}
 @functools.cache
 def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dict[str, dict[str, Any]]]:
     """What each rank says of each case."""
+    for platform_of in ("npu", "cpu"):
+        (folder / f"{platform_of}-{precision}").mkdir(exist_ok=True)
     precisions = {"bf16": "--bf16", "fp32": ""}
     cases = []
     for name, flags in CASES[ranks].items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.npu import small_kernels
+from tests.npu import dense_kernels, small_kernels
 
 _runtime = ctypes.CDLL("libascendcl.so")
 
@@ -134,5 +134,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "histc": _histc,
     "npu_all_gather_base_mm": _all_gather_mm,
     "npu_mm_reduce_scatter_base": _mm_reduce_scatter,
+    "npu_fusion_attention_v3": dense_kernels.npu_fusion_attention_v3,
+    "npu_fusion_attention_grad_v3": dense_kernels.npu_fusion_attention_grad_v3,
     "npu_apply_adam_w": small_kernels.npu_apply_adam_w,
 }

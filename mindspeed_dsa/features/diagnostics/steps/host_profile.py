@@ -56,6 +56,8 @@ class Recorder(pipeline_steps.Follower):
                 torch_modules.register_module_forward_hook(self._leave, always_call=True),
             ]
             self._profile = torch.autograd.profiler.profile()
+            # torch_npu puts a name of its own profiler in the place of ProfilerActivity.CPU.
+            self._profile.kineto_activities = {torch.profiler.ProfilerActivity.__members__["CPU"]}
             self._profile.__enter__()
         else:
             self._functions = cProfile.Profile()
