@@ -177,14 +177,6 @@ _PATCHES = (
         required=False,
     ),
     Patch(
-        "megatron.core.parallel_state:get_nccl_options",
-        "replace",
-        f"{_GLOO}:no_nccl_options",
-        "options of NCCL's streams are not for gloo, and a torch without NCCL has no class for them",
-        params=("pg_name", "nccl_comm_cfgs"),
-        required=False,
-    ),
-    Patch(
         "megatron.core.parallel_state:initialize_model_parallel",
         "wrap",
         f"{_GLOO}:set_up_together",

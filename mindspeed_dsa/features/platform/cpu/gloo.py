@@ -1,6 +1,6 @@
 """Process groups and pipeline messages over gloo.
 
-Groups are made without NCCL's options, and destroyed with Megatron's parallel state.
+Groups are destroyed with Megatron's parallel state.
 
 Transfers of interleaved pipelines over gloo, which otherwise compute wrong gradients.
 
@@ -66,14 +66,6 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
         return group
 
     return create_group
-
-
-def no_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> None:
-    """Replace ``get_nccl_options``: groups are gloo's, whatever is asked of NCCL.
-
-    Megatron asks for a stream of high priority with ``--use-torch-fsdp2``, ``--high-priority-stream-groups``
-    and ``--nccl-communicator-config-path``.
-    """
 
 
 def set_up_together(original: _Function) -> _Function:

@@ -28,14 +28,6 @@ NPU = Feature(
             stale="report",
         ),
         Patch(
-            "megatron.core.parallel_state:get_nccl_options",
-            "replace",
-            f"{_HERE}:hccl_options",
-            "HCCL's options have no arguments and no settings of NCCL's communicators",
-            params=("pg_name", "nccl_comm_cfgs"),
-            required=False,
-        ),
-        Patch(
             "megatron.training.dist_signal_handler:get_device",
             "wrap",
             f"{_HERE}:device_of_hccl",

@@ -1,11 +1,11 @@
-"""Process groups over HCCL where Megatron expects NCCL: reductions of fp64, options, the device of a backend.
+"""Process groups over HCCL where Megatron expects NCCL: reductions of fp64, the device of a backend.
 
 Imports nothing of Megatron: fetched while Megatron is being imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,15 +49,6 @@ def reduce_doubles(original: _Function) -> _Function:
         return work
 
     return all_reduce
-
-
-def hccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Replace ``get_nccl_options``: the stream's priority is HCCL's too, the rest of NCCL's is left out."""
-    if pg_name not in nccl_comm_cfgs:
-        return None
-    options = dist.ProcessGroupNCCL.Options()  # HCCL's, by torch_npu's redirection
-    options.is_high_priority_stream = bool(nccl_comm_cfgs[pg_name].get("is_high_priority_stream", False))
-    return options
 
 
 def device_of_hccl(original: _Function) -> _Function:

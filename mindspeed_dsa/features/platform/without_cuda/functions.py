@@ -107,6 +107,15 @@ def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -
     return False
 
 
+def no_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> None:
+    """Replace ``get_nccl_options``: a group has none, whatever is asked of NCCL.
+
+    Megatron asks for a stream of high priority with ``--use-torch-fsdp2``, ``--high-priority-stream-groups``
+    and ``--nccl-communicator-config-path``. torch_npu gives no group of HCCL such a stream, also where its
+    options say so.
+    """
+
+
 def no_device_arch() -> int:
     """Replace ``get_device_arch_version``: no CUDA architecture."""
     return 0

@@ -50,6 +50,14 @@ ROWS = (
         "the fused softmax kernels are CUDA extensions; Megatron's own torch path computes the same",
     ),
     Patch(
+        "megatron.core.parallel_state:get_nccl_options",
+        "replace",
+        f"{_HERE}:no_nccl_options",
+        "options of NCCL's streams are neither gloo's nor HCCL's",
+        params=("pg_name", "nccl_comm_cfgs"),
+        required=False,
+    ),
+    Patch(
         "megatron.training.utils:get_device_arch_version",
         "replace",
         f"{_HERE}:no_device_arch",

@@ -93,23 +93,6 @@ def test_hccl_keeps_what_it_takes(pool):
     assert pool.run(f"{CASES}:leave_others", 2) == [expected, expected]
 
 
-class Options:
-    """HCCL's options: no arguments, and no ``config``."""
-
-    __slots__ = ("is_high_priority_stream",)
-
-    def __init__(self) -> None:
-        self.is_high_priority_stream = False
-
-
-def test_a_group_of_high_priority_gets_options_of_hccl(monkeypatch):
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    asked = {"dp_cp": {"is_high_priority_stream": True}, "tp": {"max_ctas": 4}}
-    assert hccl.hccl_options("dp_cp", asked).is_high_priority_stream is True
-    assert hccl.hccl_options("tp", asked).is_high_priority_stream is False
-    assert hccl.hccl_options("pp", asked) is None
-
-
 @pytest.mark.parametrize("backend", ["hccl", "cpu:gloo,npu:hccl"])
 def test_signals_are_gathered_on_the_device_of_the_backend(monkeypatch, backend):
     def theirs(local_rank: Any = None) -> Any:

@@ -16,18 +16,19 @@ from tests.support import third_party
 # -- what runs in the pool's workers ---------------------------------------------------------------
 
 
-def train_and_resume(layout: str) -> dict[str, list[torch.Tensor]]:
+def train_and_resume(layout: str, platform: str = "cpu") -> dict[str, list[torch.Tensor]]:
     """Four steps of the distributed optimizer at one go, and taken over by a new one after the second.
 
     Args:
         layout: how Megatron lays the moments out, ``dp_zero`` or ``dp_reshardable``.
+        platform: of the job; tests of the NPU call this too.
 
     Returns:
         Weights at the end: ``unbroken`` and ``resumed``; ``steps`` counted for each parameter.
     """
     from megatron.core import parallel_state
 
-    with mindspeed_dsa.enabled(mindspeed_platform="cpu"):
+    with mindspeed_dsa.enabled(mindspeed_platform=platform):
         parallel_state.initialize_model_parallel()
         try:
             model, optimizer = _build()
@@ -75,8 +76,8 @@ def _steps(model: Any, optimizer: Any, steps: range) -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(0, 64, (2, 17), generator=generator)
-        positions = torch.arange(16).expand(2, -1)
+        tokens = torch.randint(0, 64, (2, 17), generator=generator).cuda()
+        positions = torch.arange(16).cuda().expand(2, -1)
         model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean().backward()
         model.finish_grad_sync()
         done, _, _ = optimizer.step()
