@@ -35,7 +35,7 @@ def train(
 
     Args:
         flags: of ``pretrain_dsa.py``, those of features included.
-        steps: more than :data:`WARM_UP`.
+        steps: number of steps; times are those behind :data:`WARM_UP`, where there are any.
         trace: file for a trace of one more step, whose kernels are in the result, too.
         deterministic: sums in a fixed order, and a digest of the weights.
     """
@@ -94,7 +94,8 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         found: dict[str, Any] = {
             name: [record[name] for record in records] for name in ("lm_loss", "indexer_loss", "grad_norm")
         }
-        found["step_ms"] = statistics.median(record["seconds"] for record in records[WARM_UP:]) * 1e3
+        timed = records[WARM_UP:] or records
+        found["step_ms"] = statistics.median(record["seconds"] for record in timed) * 1e3
         found["tokens_per_s"] = args.global_batch_size * args.seq_length / found["step_ms"] * 1e3
         found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
         found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}

@@ -19,9 +19,9 @@ MODEL = """
     --kv-lora-rank 512 --qk-head-dim 16 --qk-pos-emb-head-dim 64 --v-head-dim 16 --seq-length 32
     --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 128 --dsa-indexer-topk 32 --num-experts 4
     --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-shared-expert-intermediate-size 32
-    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --min-lr 1e-3 --no-deterministic-mode
+    --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --min-lr 1e-3 --no-deterministic-mode
 """
-STEPS = 3
+STEPS = 2
 MARK = "CASE "
 
 

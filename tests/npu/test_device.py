@@ -34,6 +34,7 @@ assert w.grad.device.type == "npu"
 assert torch.equal(w.grad.cpu(), torch.tensor([3.0, 5, 7]).bfloat16()[:, None].expand(3, 4))
 assert torch.equal(x.t().contiguous().cpu(), torch.arange(6.0).view(2, 3).t())
 assert torch.empty(4, device="npu").isnan().all()
+assert str(x[0]) == "tensor([0., 1., 2.])", str(x[0])
 
 with counts.counted() as found:
     torch.ones(4).pin_memory().to("npu", non_blocking=True)

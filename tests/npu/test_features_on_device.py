@@ -22,6 +22,7 @@ PP = "--pipeline-model-parallel-size 2"
 CP = "--context-parallel-size 2"
 GROUPED = "--moe-grouped-gemm --moe-permute-fusion"
 DENSE = "--experimental-attention-variant none"
+WIDE = "--global-batch-size 4"
 SHARDED = "--use-distributed-optimizer"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
@@ -69,15 +70,15 @@ CASES: dict[int, dict[str, str]] = {
         "MC2": f"--use-ascend-mc2 --hidden-size 256 {TP}",
         "blocks of rows": f"--cp-block-rows 4 {CP}",
         "transfers of experts behind products": f"--moe-alltoall-overlap-comm {EP}",
-        "pairs": f"--moe-fb-overlap {EP}",
-        "halves": f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {EP}",
+        "pairs": f"--moe-fb-overlap {EP} {WIDE}",
+        "halves": f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {EP} {WIDE}",
         "balanced experts": f"--balanced-moe-experts --balanced-moe-hot-expert-num 1 {EP}",
         "experts of tensor ranks": f"--moe-tp-extend-ep {TP}",
         "dense CP2": f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
         "SP-TP-SP": f"--mla-sp-tp-sp {DENSE} {TP}",
         "split backward": f"--split-backward {PP}",
         "recompute in bubbles": f"--recompute-in-bubble {SELECTIVE} --recompute-modules core_attn {PP}",
-        "DualPipeV": f"--schedules-method dualpipev --num-layers 4 {PP}",
+        "DualPipeV": f"--schedules-method dualpipev --num-layers 4 {PP} {WIDE}",
     },
 }
 """Flags by number of ranks and name."""

@@ -32,15 +32,16 @@ MODEL = """
 """
 EXPERTS = """
     --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
-    --moe-grouped-gemm --moe-permute-fusion --expert-model-parallel-size 2
+    --moe-grouped-gemm --moe-permute-fusion
 """
-PP2 = "--pipeline-model-parallel-size 2 --num-layers 2"
+PP2 = "--pipeline-model-parallel-size 2"
+PAIRS = f"{EXPERTS} --num-layers-per-virtual-pipeline-stage 1 --moe-fb-overlap"
 LAYOUTS = {
     "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "PP2": PP2,
-    "PP2 x VPP2 in pairs": f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --moe-fb-overlap",
+    "PP2 x VPP2 in pairs": f"{PP2} --num-layers 4 {PAIRS}",
     "CP2": "--context-parallel-size 2",
-    "EP2": EXPERTS,
+    "EP2": f"{EXPERTS} --expert-model-parallel-size 2",
     "DP2, sharded optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "FSDP2": "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist",
 }
@@ -83,7 +84,9 @@ def train(folder: Path, platform: str, release: str, layout: str, *more: str):
     flags += ["--global-batch-size", "4", "--train-iters", str(STEPS)]
     flags += ["--step-metrics-file", str(metrics_file)]
     script = Path(pretrain_gpt.__file__)
-    done = launch.run(script, [checkouts()[release], *flags], ranks=2, stand_in=platform == "npu")
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in flags else "1"}
+    arguments = [checkouts()[release], *flags]
+    done = launch.run(script, arguments, ranks=2, variables=variables, stand_in=platform == "npu")
     done.require_success()
     told = "".join(done.output)
     return metrics.read(metrics_file), {int(step): float(loss) for step, loss in EVALUATION.findall(told)}

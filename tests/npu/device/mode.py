@@ -196,6 +196,16 @@ def _falls_back(func: Any) -> bool:
     return True
 
 
+def _printed(original: Any) -> Any:
+    """Wrap torch's printing, which switches modes off, to print the values of NPU tensors from the host."""
+
+    @functools.wraps(original)
+    def print_tensor(tensor: Any, **more: Any) -> Any:
+        return original(on_host(tensor) if is_npu(tensor) and type(tensor) in _PLAIN else tensor, **more)
+
+    return print_tensor
+
+
 _mode: StandIn | None = None
 
 
@@ -208,5 +218,6 @@ def start() -> None:
         from tests.npu import kernels
 
         kernels.register()
+        torch._tensor_str._str = _printed(torch._tensor_str._str)
         _mode = StandIn()
         _mode.__enter__()
