@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_dsa.integrations.transformers.checks import Family, check, check_indexer, family_of
+from mindspeed_dsa.integrations.transformers.experts import DEFAULT, run_experts, wants_experts_here
 from mindspeed_dsa.integrations.transformers.layers import (
     ATTRIBUTE,
     NAME,
@@ -44,7 +45,9 @@ def use(
 ) -> InUse:
     """Have a model of transformers select keys, attend and, when it trains, compute its indexers' loss here.
 
-    Weights, configuration, caches and everything outside of the attention layers stay as they are.
+    Weights, configuration, caches and everything outside of the attention layers stay as they are, but for
+    experts on NPUs: those that run by default, on ``grouped_mm``, for which torch_npu has no kernel, run on
+    the grouped products here.
 
     Args:
         model: of transformers, of type ``deepseek_v32`` or ``glm_moe_dsa``; also inside of other modules, as
@@ -83,6 +86,7 @@ class InUse:
 
     def __init__(self, model: Any, family: Family, attentions: list[Any], losses: Losses) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.moe import ExpertsInterface
 
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, ranges_mask)
@@ -116,6 +120,10 @@ class InUse:
         if decoder is not model:
             self._hooks.append(model.register_forward_hook(self._add_loss, with_kwargs=True, prepend=True))
         model.set_attn_implementation(NAME)
+        self._has_experts = wants_experts_here(model)
+        if self._has_experts:
+            ExpertsInterface.register(NAME, run_experts)
+            model.set_experts_implementation(NAME)
 
     @property
     def stage(self) -> Stage:
@@ -162,6 +170,9 @@ class InUse:
             delattr(layer, ATTRIBUTE)
         if self._attentions and self._model.config._attn_implementation == NAME:
             self._model.set_attn_implementation(self._before)
+        if self._has_experts and self._model.config._experts_implementation == NAME:
+            self._model.set_experts_implementation(DEFAULT)
+        self._has_experts = False
         self._hooks, self._attentions, self._layers, self._losses.found = [], [], [], {}
 
     def _indexers(self) -> list[Any]:

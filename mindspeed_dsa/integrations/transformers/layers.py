@@ -272,7 +272,7 @@ def attend(
         up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
         nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         query = torch.cat([torch.einsum("bshd,hdc->bshc", nope, up_key), rope], dim=-1)
-        key = key[:, :, 0]
+        key = key.squeeze(2)
     result = deepseek_sparse_attention(
         query,
         key,
