@@ -12,7 +12,7 @@ import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +29,11 @@ _SHOWN = 25
 
 
 def train(
-    flags: Sequence[str], steps: int, trace: Path | None = None, deterministic: bool = False
+    flags: Sequence[str],
+    steps: int,
+    trace: Path | None = None,
+    deterministic: bool = False,
+    prepare: Callable[[Any], None] = lambda model: None,
 ) -> dict[str, Any]:
     """Losses of each step, milliseconds of the steps behind the warm-up, device memory, operators called.
 
@@ -38,6 +42,7 @@ def train(
         steps: number of steps; times are those behind :data:`WARM_UP`, where there are any.
         trace: file for a trace of one more step, whose kernels are in the result, too.
         deterministic: sums in a fixed order, and a digest of the weights.
+        prepare: called with the model's chunks before they have an optimizer.
     """
     if _EXAMPLES not in sys.path:
         sys.path.insert(0, _EXAMPLES)
@@ -47,7 +52,7 @@ def train(
     argv = [*_TRAINING.split(), *flags]
     session.enable_from_argv(argv)
     try:
-        return _train(argv, steps, trace, deterministic)
+        return _train(argv, steps, trace, deterministic, prepare)
     finally:
         mindspeed_dsa.disable()
         # Megatron sizes it for the process's first model.
@@ -59,7 +64,13 @@ def train(
             torch.cuda.empty_cache()
 
 
-def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool) -> dict[str, Any]:
+def _train(
+    argv: list[str],
+    steps: int,
+    trace: Path | None,
+    deterministic: bool,
+    prepare: Callable[[Any], None],
+) -> dict[str, Any]:
     from dsa_job import app, distributed
     from dsa_job.arguments import parse_args
     from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
@@ -87,6 +98,7 @@ def _train(argv: list[str], steps: int, trace: Path | None, deterministic: bool)
         torch.manual_seed(args.seed)
         config = model_config(args)
         model = build_model(args, config)
+        prepare(model)
         optimizer = build_optimizer(args, model)
         stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
         stream = [_batches(args) for _ in model]

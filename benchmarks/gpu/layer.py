@@ -59,6 +59,7 @@ SHAPES = {
         f"{_DEEPSEEK} --num-attention-heads 128 --seq-length 8192", BF16
     ),
 }
+_LATER = "its time was not reached"
 QUICK = {"tiny, fp32": Shape(TINY, FP32)}
 
 
@@ -80,13 +81,16 @@ def run(
     if shapes is None:
         shapes = QUICK if quick else SHAPES
     found: dict[str, Any] = {}
+    # Fused steps first: they are what is wanted where the time runs out.
     for name, shape in shapes.items():
         last = name == list(shapes)[-1]
         trace = folder / "trace.json" if last and folder is not None else None
-        sides = {
-            "stock": measure(f"--no-use-fused-dsa {shape.flags}"),
-            "fused": measure(f"--use-fused-dsa {shape.flags}", trace),
-        }
+        found[name] = {"stock": _LATER, "fused": measure(f"--use-fused-dsa {shape.flags}", trace)}
+        if isinstance(found[name]["fused"], str):
+            found[name] = compared(found[name], shape)
+        tell(found)
+    for name, shape in shapes.items():
+        sides = {"stock": measure(f"--no-use-fused-dsa {shape.flags}"), "fused": found[name]["fused"]}
         found[name] = compared(sides, shape)
         tell(found)
     return found

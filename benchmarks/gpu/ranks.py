@@ -6,19 +6,16 @@ NCCL may refuse two ranks of a group on one device; then its words are what is r
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from benchmarks import launched
 from benchmarks.gpu import job
 from benchmarks.gpu.features import MODEL
 from benchmarks.gpu.layer import BF16, STEPS, TINY, apart, measure
-from benchmarks.parts import ROOT
 
 RANKS = 2
 _FUSED = "--use-fused-dsa"
@@ -80,43 +77,8 @@ def _compared(whole: dict[str, Any] | str, cut: dict[str, Any] | str) -> dict[st
 
 def _of_ranks(flags: str, seconds: float) -> dict[str, Any] | str:
     """Figures of the first rank, or the last line that a rank has to say."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, *flags.split()],
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    deadline = time.monotonic() + seconds
-    said = []
-    try:
-        for rank in ranks:
-            said.append(rank.communicate(timeout=max(1.0, deadline - time.monotonic())))
-    except subprocess.TimeoutExpired:
-        return f"their time was up after {seconds:.0f} s"
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, complaint) in zip(ranks, said, strict=True):
-        if rank.returncode:
-            lines = [line for line in complaint.splitlines() if line.strip()]
-            of_nccl = [line for line in lines if any(words in line for words in _ON_ONE_DEVICE)]
-            return (of_nccl or lines or ["no message"])[-1][:300]
-    figures: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
-    return figures
+    device = {"LOCAL_RANK": "0"}
+    return launched.figures(__name__, flags.split(), RANKS, seconds, lambda rank: device, _ON_ONE_DEVICE)
 
 
 if __name__ == "__main__":

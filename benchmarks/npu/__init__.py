@@ -1,10 +1,10 @@
-"""The first hour on an Ascend NPU: every operator, a layer, memory features, and one report of what is wrong.
+"""The first hour on an Ascend NPU: operators, layers, ranks, features, and one report of what is wrong.
 
 Each of torch_npu's operators beside the same computation in PyTorch at the sizes of DeepSeek-V3.2 and GLM-5,
-forward and backward; one layer with Megatron's own DSA and with the fused one; features off and on. The
-report says by itself what deviates, what is slower than the reference, and what is refused for which reason.
-Every part is a process of its own: one that fails, or leaves the device in a bad state, costs its own
-figures only.
+forward and backward; one layer with the fused DSA and with Megatron's own; several ranks beside one; features
+off and on. The report says by itself what deviates, what is slower than the reference, and what is refused
+for which reason. Every part is a process of its own: one that fails, or leaves the device in a bad state,
+costs its own figures only.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import parts
-from benchmarks.npu import stand_ins, words
+from benchmarks.npu import ranks, stand_ins, words
 from benchmarks.registry import Metrics
 
 OPERATOR_PARTS = ("indexer", "attention", "loss", "dense_loss", "dense", "experts", "small")
 _STEPS = ("layer", "memory")
 PARTS = {
     "machine": 60,
-    **dict.fromkeys(OPERATOR_PARTS, 240),
-    **dict.fromkeys(_STEPS, 480),
+    **dict.fromkeys(OPERATOR_PARTS, 200),
+    "layer": 480,
+    "ranks": 900,
+    "memory": 480,
     "profile": 240,
 }
 """Seconds that each has for certain. What others leave, or did not ask for, is added."""
@@ -130,6 +132,16 @@ def verdict(found: Mapping[str, Any], fallbacks: Mapping[str, Sequence[str]]) ->
                 failed[f"{part}, {case}"] = row["refused"]
             if row.get("speedup", 1.0) < 1:
                 slower[f"{part}, {case}"] = f"fused DSA takes {1 / row['speedup']:.2f} times as long as stock"
+    for case, row in parts.rows_of(found, "ranks").items():
+        if "refused" in row:
+            failed[f"ranks, {case}"] = row["refused"]
+        if "absent" in row:
+            not_compared[f"ranks, {case}"] = row["absent"]
+        for name, figures in row.get("rows", {}).items():
+            if "error" in figures:
+                failed[f"ranks, {case}, {name}"] = figures["error"]
+        if case.endswith(tuple(ranks.SWITCHES)) and row.get("step_ratio", 0.0) > 1:
+            slower[f"ranks, {case}"] = f"a step takes {row['step_ratio']:.2f} times as long as without it"
     missing = found.get("machine", {}).get("missing", {})
     return {
         "failed": failed,

@@ -41,6 +41,13 @@ def memory(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     return steps.memory(quick, tell)
 
 
+def ranks(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
+    """Collectives, and training steps of several ranks."""
+    from benchmarks.npu import ranks as several
+
+    return several.run(quick, seconds, tell)
+
+
 def profile(folder: Path, quick: bool, seconds: float, tell: Tell) -> Any:
     """Return what a fused step does on the device."""
     from benchmarks.npu import steps
@@ -52,7 +59,7 @@ def by_name() -> dict[str, Part]:
     """All parts."""
     from benchmarks.npu import OPERATOR_PARTS
 
-    others: tuple[Part, ...] = (machine, layer, memory, profile)
+    others: tuple[Part, ...] = (machine, layer, memory, ranks, profile)
     return {f.__name__: f for f in others} | {name: partial(operators, name) for name in OPERATOR_PARTS}
 
 

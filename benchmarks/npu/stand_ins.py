@@ -11,14 +11,14 @@ ASKED_FOR = "NPU_STAND_INS"
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which torch_npu finds one NPU; builds the libraries once.
+    """Return the environment in which torch_npu finds two NPUs; builds the libraries once.
 
     Raises:
         SystemExit: torch_npu is not installed, or ``nm`` or ``gcc`` is missing.
     """
     from tests.npu.device import launch
 
-    return {ASKED_FOR: "1", **launch.environment(devices=1)}
+    return {ASKED_FOR: "1", **launch.environment(devices=2)}
 
 
 def install() -> None:
@@ -26,3 +26,8 @@ def install() -> None:
     from tests.npu.device import mode
 
     mode.start()
+
+
+def messages(folder: str) -> dict[str, str]:
+    """Return the variables with which ranks exchange their messages through a folder."""
+    return {"STAND_IN_HCCL": folder}

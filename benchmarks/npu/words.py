@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.gpu import words as of_gpu
 from benchmarks.parts import rows_of, table
 
+_FIGURES = ("lm_loss", "indexer_loss", "grad_norm")
 _VERDICTS = {
     "failed": "Wrong: failed, or further from the reference than the bound",
     "slower": "Slower than the reference",
@@ -36,6 +37,7 @@ def report(found: Mapping[str, Any], device: str, operator_parts: Sequence[str])
         _operators(operators),
         of_gpu.layers(found),
         _backends(found),
+        _ranks(found),
         of_gpu.features({"features": found.get("memory", {})}),
         _profile(found),
     )
@@ -90,6 +92,47 @@ def _backends(found: Mapping[str, Any]) -> Iterator[str]:
         fused = sides["fused"]
         if not isinstance(fused, str):
             yield f"* {name}, fused: {', '.join(fused['calls'])}"
+
+
+def _ranks(found: Mapping[str, Any]) -> Iterator[str]:
+    """Collectives, layouts and waits, of the part ``ranks``."""
+    rows = rows_of(found, "ranks")
+    links = [
+        (f"{case.partition(',')[0]}, {name}", figures["ms"], figures["gb_s"])
+        for case, row in rows.items()
+        for name, figures in row.get("rows", {}).items()
+        if "gb_s" in figures
+    ]
+    layouts = [(case, *_beside(row)) for case, row in rows.items() if "apart" in row]
+    if not links and not layouts:
+        return
+    yield "## Ranks"
+    yield ""
+    if links:
+        yield "Bandwidth counts the bytes that a rank has to send at least."
+        yield ""
+        yield from table(("", "ms", "GB/s"), iter(links))
+        yield ""
+    if layouts:
+        yield "Steps beside those of one rank with the same weights; MC2 and CoC beside the layout without."
+        yield ""
+        head = ("", "ms", "time / the other's", *(f"{name} apart" for name in _FIGURES))
+        yield from table(head, iter(layouts))
+        yield ""
+    for case, row in rows.items():
+        if "waits" in row:
+            classes = ", ".join(f"{name} {count:.3g}" for name, count in row["by_class"].items())
+            of = f" ({classes})" if classes else ""
+            yield (
+                f"* {case}, {row['layout']}: {row['waits']:.3g} waits of the host and {row['launches']:.0f} "
+                f"launches for one pass of a layer{of}"
+            )
+
+
+def _beside(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    apart = (row["apart"].get(name) for name in _FIGURES)
+    cells = ("-" if each is None else f"{each:.1e}" for each in apart)
+    return (row["step_ms"], f"{row['step_ratio']:.2f}", *cells)
 
 
 def _profile(found: Mapping[str, Any]) -> Iterator[str]:

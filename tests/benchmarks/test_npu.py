@@ -10,7 +10,8 @@ import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import installed, npu, parts
-from benchmarks.npu import operators, steps, words
+from benchmarks.gpu import layer
+from benchmarks.npu import operators, ranks, steps, words
 from benchmarks.npu.operators import Problem
 from benchmarks.parts import ROOT
 from benchmarks.registry import CASES
@@ -142,6 +143,7 @@ FIGURES = {
 }
 SLOW = {**FIGURES, "reference_ms": 4.0, "speedup": 0.8}
 GOOD = {"reference": "chunked", "apart": {"out": 1e-3}, "wrong": {}, "forward": FIGURES, "backward": FIGURES}
+LAYOUT = {"apart": {"lm_loss": 1e-5, "grad_norm": 2e-3}, "step_ms": 8.0, "step_ratio": 0.5}
 FOUND = {
     "machine": {
         "versions": {"torch": "2.13.0", "torch_npu": None},
@@ -160,6 +162,24 @@ FOUND = {
     },
     "layer": {"one": {"stock": "x", "fused": {"calls": {"lightning_indexer npu": 1}}, "speedup": 0.5}},
     "memory": {"swap": {"refused": "it did nothing"}},
+    "ranks": {
+        "2 ranks, collectives": {
+            "rows": {
+                "all-reduce, int8": {"error": "Unsupported"},
+                "all-to-all, int32": {"ms": 2.0, "gb_s": 16.0},
+            }
+        },
+        "2 ranks, CP2": {"refused": "lm_loss is 1.0e-01 from that of one rank"},
+        "2 ranks, PP2": LAYOUT,
+        "2 ranks, TP2, MC2": {**LAYOUT, "step_ratio": 1.25},
+        "2 ranks, TP2, CoC": {"absent": "without it: its time was not reached"},
+        "2 ranks, waits": {
+            "layout": "TP2, SP",
+            "waits": 1.5,
+            "launches": 90.0,
+            "by_class": {"MoE": 1.5},
+        },
+    },
     "profile": {"kernels": {"Sort on AI_CPU": {"ms": 3.0, "launches": 2}}},
 }
 
@@ -172,17 +192,23 @@ def test_the_report_says_by_itself_what_is_wrong_slower_or_refused():
             "far, loss": "far away",
             "broken": "RuntimeError: aclnn",
             "memory, swap": "it did nothing",
+            "ranks, 2 ranks, collectives, all-reduce, int8": "Unsupported",
+            "ranks, 2 ranks, CP2": "lm_loss is 1.0e-01 from that of one rank",
         },
         "slower": {
             "slow, backward": "5 ms, chunked 4 ms",
             "layer, one": "fused DSA takes 2.00 times as long as stock",
+            "ranks, 2 ranks, TP2, MC2": "a step takes 1.25 times as long as without it",
         },
         "refused": {
             "npu_swiglu": "torch_npu 2.6.0 has no npu_swiglu",
             "refused": "heads",
             "layer, 1": "rms_norm: backend 'npu' is skipped for 'reference': fp64",
         },
-        "not_compared": {"large": "chunked does not fit"},
+        "not_compared": {
+            "large": "chunked does not fit",
+            "ranks, 2 ranks, TP2, CoC": "without it: its time was not reached",
+        },
     }
     fused = {"calls": {"lightning_indexer npu": 1}, "tokens_per_s": 9.0}
     found = {**FOUND, **verdict, "layer": {"one": {"stock": "OutOfMemoryError", "fused": fused}}}
@@ -196,6 +222,9 @@ def test_the_report_says_by_itself_what_is_wrong_slower_or_refused():
         "| one | - | 9 | - | - | - | - |",
         "* one, fused: lightning_indexer npu",
         "| `Sort on AI_CPU` | 3 | 2 |",
+        "| 2 ranks, all-to-all, int32 | 2 | 16 |",
+        "| 2 ranks, PP2 | 8 | 0.50 | 1.0e-05 | - | 2.0e-03 |",
+        "* 2 ranks, waits, TP2, SP: 1.5 waits of the host and 90 launches for one pass of a layer (MoE 1.5)",
     ):
         assert line in lines, line
     good = {**FOUND, **npu.verdict({"indexer": {"good": GOOD}}, {})}
@@ -234,3 +263,53 @@ def test_the_makefile_runs_the_case():
     text = (parts.ROOT / "Makefile").read_text()
     assert re.search(r"-m benchmarks npu --report runs/npu \\\n\s+--json runs/npu/report.json", text)
     assert set(CASES["npu"].options) == {"report", "only"}
+
+
+def test_what_several_ranks_are_compared_with(monkeypatch):
+    side = {"lm_loss": [7.0, 6.9], "indexer_loss": [None, None], "grad_norm": [1.0, 1.0], "step_ms": 4.0}
+    told, jobs = [], []
+
+    def launched(words, count, seconds):
+        jobs.append((words[0], count, " ".join(words).partition("--use-fused-dsa ")[2]))
+        if words[0] == "collectives":
+            return {"all-reduce, bfloat16": {"ms": 1.0, "gb_s": 2.0}}
+        if "--use-ascend-coc" in words:
+            return {**side, "lm_loss": [7.0, 7.9]}
+        return "HCCL error" if "--host-profile" in words else {**side, "step_ms": 2.0}
+
+    monkeypatch.setattr(ranks, "_launched", launched)
+    monkeypatch.setattr(platforms.current(), "device_count", lambda: 2, raising=False)
+    found = ranks.run(False, 1000.0, lambda found: told.append(dict(found)))
+    assert told[-1] == found
+    assert jobs[1] == ("train", 1, "")
+    assert found["2 ranks, EP2"] == {
+        "apart": {"lm_loss": 0, "grad_norm": 0},
+        "step_ms": 2.0,
+        "step_ratio": 1.0,
+    }
+    assert found["2 ranks, TP2, CoC"]["refused"] == "lm_loss is 1.4e-01 from that of without it"
+    assert found["2 ranks, waits"] == {"refused": "HCCL error"}
+    assert not any(case.startswith("8") for case in found)
+    assert [job for job in jobs if job[1] > 2] == []
+    monkeypatch.setattr(platforms.current(), "device_count", lambda: 8, raising=False)
+    jobs.clear()
+    assert "8 ranks, EP8" in ranks.run(False, 1000.0, lambda found: None)
+    assert [job for job in jobs if job[:2] == ("train", 1)] == [("train", 1, "")], "one rank trains once"
+    late = ranks.run(False, 0.0, lambda found: None)
+    assert late["2 ranks, PP2"] == {"absent": "one rank: its time was not reached"}
+    monkeypatch.setattr(platforms.current(), "device_count", lambda: 1, raising=False)
+    assert ranks.run(False, 1.0, lambda found: None) == {"several ranks": {"absent": "1 device is visible"}}
+
+
+def test_fused_steps_come_before_stock_ones(monkeypatch):
+    order, told = [], []
+
+    def measure(flags, trace=None):
+        order.append(flags.split()[0])
+        return "no memory"
+
+    monkeypatch.setattr(layer, "measure", measure)
+    shapes = {name: layer.Shape("", layer.BF16) for name in ("one", "two")}
+    layer.run(None, tell=lambda found: told.append(dict(found)), shapes=shapes)
+    assert order == ["--use-fused-dsa"] * 2 + ["--no-use-fused-dsa"] * 2
+    assert told[0].keys() == {"one"}

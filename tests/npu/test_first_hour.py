@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.npu import operators
+from benchmarks.npu import collectives, operators, ranks, stand_ins
 from benchmarks.parts import ROOT
 from mindspeed_dsa.tools.cli import doctor_device
 from tests.npu import dense_kernels, grouped_kernels, trial
@@ -71,6 +71,26 @@ def test_a_layer_trains_by_the_operators(tmp_path):
     fused = metrics["layer"]["tiny"]["fused"]["calls"]
     assert {"lightning_indexer npu", "sparse_flash_attention npu"} <= set(fused)
     assert metrics["memory"]["full recompute"]["apart"]["lm_loss"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed; make test-npu")
+def test_two_ranks_beside_one(tmp_path):
+    metrics, report = run(tmp_path, "ranks")
+    rows = metrics["ranks"]
+    for layout in ("TP2, SP", "EP2"):
+        assert rows[f"2 ranks, {layout}"]["apart"].keys() == {"lm_loss", "indexer_loss", "grad_norm"}
+    assert rows["2 ranks, waits"]["launches"] > 0
+    assert "| 2 ranks, TP2, SP |" in report
+    assert metrics["failed"] == {}
+
+
+def test_collectives_return_what_they_should(monkeypatch):
+    for name, value in stand_ins.environment().items():
+        monkeypatch.setenv(name, value)
+    rows = ranks._launched(["collectives", "1"], 2, 300)
+    assert len(rows) == len(collectives.DTYPES) * len(collectives.COLLECTIVES)
+    assert not [name for name, row in rows.items() if "error" in row]
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed; make test-npu")
