@@ -20,8 +20,9 @@ from tests.npu import pretrain_gpt
 from tests.npu.device import launch
 
 MODEL = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --hidden-size 64 --num-attention-heads 4
-    --ffn-hidden-size 96 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --bf16
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 4351
+    --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 1 --bf16
     --transformer-impl local --no-persist-layer-norm --no-rope-fusion --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --multi-latent-attention --experimental-attention-variant dsa --q-lora-rank 32 --kv-lora-rank 512
