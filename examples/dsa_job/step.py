@@ -23,8 +23,10 @@ from dsa_job.data import Batch
 from dsa_job.distributed import any_rank, max_over_ranks
 from dsa_job.errors import NonFiniteLossError
 from dsa_job.model import accepted
+from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.indexer_loss import indexer_loss
+from mindspeed_dsa.platforms.host_pool import upload
 
 _COUNTS_SEQUENCES = Version(megatron.core.__version__) < Version("0.13")
 """Whether Megatron divides by the tokens of whole sequences, not by those of a context parallel rank."""
@@ -50,7 +52,8 @@ def forward_step(
     data: Iterator[Batch], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], LossAndCount]]:
     """Forward pass of one microbatch, or its plan, in the form that Megatron's schedules call."""
-    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data).items()}
+    device = platforms.current().device
+    batch = {name: upload(tensor, device) for name, tensor in next(data).items()}
     # Without a group 0.19.2 counts all ranks as context parallel; since 0.18 it is told whether sequences
     # have groups of their own.
     known = accepted(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.context_parallel.padding import Padding
+from mindspeed_dsa.platforms.host_pool import upload
 
 
 class Layout(Protocol):
@@ -78,14 +79,14 @@ def rows_of_all(layout: Layout, length: int) -> Tensor:
 
 def split(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     """Return a rank's rows of a tensor that has those of the whole sequence along ``dim``."""
-    return whole.index_select(dim, layout.rows_of_rank(rank, whole.size(dim)).to(whole.device))
+    return whole.index_select(dim, upload(layout.rows_of_rank(rank, whole.size(dim)), whole.device))
 
 
 def join(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
     """Join every rank's rows to the whole sequence, in its own order; :func:`split` undoes it."""
     together = torch.cat(parts, dim=dim)
     order = rows_of_all(layout, together.size(dim)).flatten().argsort()
-    return together.index_select(dim, order.to(together.device))
+    return together.index_select(dim, upload(order, together.device))
 
 
 # -- rows of padding ---------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def data_rows(padding: Padding, states: Tensor, sequence_parallel: bool, state: 
         return None
     if sequence_parallel:
         counted = counted.chunk(parts)[state.get_tensor_model_parallel_rank()]
-    return counted[:, None].expand(states.shape[:2]).to(states.device)
+    return upload(counted, states.device)[:, None].expand(states.shape[:2])
 
 
 @lru_cache(maxsize=32)
@@ -170,7 +171,9 @@ def rolled(tensor: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Ten
         layout: who has which rows.
     """
     length = tensor.size(dim) * layout.ranks
-    sent, ends, following = (index.to(tensor.device) for index in _plan_of_roll(layout, length, group.rank()))
+    sent, ends, following = (
+        upload(index, tensor.device) for index in _plan_of_roll(layout, length, group.rank())
+    )
     mine = tensor.index_select(dim, sent).movedim(dim, 0).contiguous()
     all_ranks = [torch.empty_like(mine) for _ in range(layout.ranks)]
     dist.all_gather(all_ranks, mine, group=group)

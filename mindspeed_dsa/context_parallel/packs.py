@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mindspeed_dsa.context_parallel.layout import Layout, rolled
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.platforms.host_pool import upload
 
 # -- where documents lie -----------------------------------------------------------------------
 
@@ -121,11 +122,12 @@ class Pack:
             sums["cu_seqlens_padded"] = torch.tensor(bounds)
             # Megatron's own rotary embedding makes as many angles.
             longest = max(after - before for before, after in pairwise(bounds))
-        fields = {
-            name.replace("seqlens", f"seqlens_{kind}"): tensor.to(device=device, dtype=torch.int32)
-            for name, tensor in sums.items()
-            for kind in ("q", "kv")
-        }
+        fields = {}
+        for name, tensor in sums.items():
+            listed, on_device = tensor.tolist(), upload(tensor.to(torch.int32), device)
+            if _host_waits_for(on_device):
+                _read[on_device] = on_device._version, listed
+            fields.update({name.replace("seqlens", f"seqlens_{kind}"): on_device for kind in ("q", "kv")})
         make = _with_block_rows(megatron("core.packed_seq_params").PackedSeqParams)
         return make(
             qkv_format="thd",
@@ -388,7 +390,7 @@ class PackRows:
             group: context parallel ranks.
         """
         moved = tensor.roll(-1, dim) if self.layout is None else rolled(tensor, dim, group, self.layout)
-        last = ~self._own(self.pack.followed).to(tensor.device)
+        last = upload(~self._own(self.pack.followed), tensor.device)
         return moved.movedim(dim, -1).masked_fill_(last, 0).movedim(-1, dim)
 
     @property
@@ -425,7 +427,7 @@ class PackRows:
         """
         made = embedding(self.pack.length, packed_seq=True)
         angles, mscale = made if isinstance(made, tuple) else (made, 1.0)
-        return angles.index_select(0, self._own(self.pack.positions).to(angles.device)), mscale
+        return angles.index_select(0, upload(self._own(self.pack.positions), angles.device)), mscale
 
     def _own(self, of_pack: Tensor) -> Tensor:
         return of_pack if self._rows is None else of_pack.index_select(0, self._rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.checks import require
+from mindspeed_dsa.platforms.host_pool import upload
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class RowForm:
         if self.sequences is None:
             ends = torch.arange(key_length - query_length + 1, key_length + 1, dtype=torch.int32)
             starts = torch.zeros_like(ends)
-            return torch.stack([starts, ends]).to(device)[:, None].expand(-1, batch, -1)
+            return upload(torch.stack([starts, ends]), device)[:, None].expand(-1, batch, -1)
         lengths = torch.tensor(self.sequences)
         starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).view(batch, query_length)
         starts = starts % query_length
         ends = torch.arange(1, query_length + 1).expand(batch, -1)
-        return torch.stack([starts, ends]).to(device, torch.int32)
+        return upload(torch.stack([starts, ends]).to(torch.int32), device)
 
 
 TO_LAST_KEY = RowForm()

@@ -248,6 +248,47 @@ class HostPool:
         self._in_use -= _pinned(whole)
 
 
+def upload(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a few numbers of the host on a device, in the order of its current stream; nobody waits.
+
+    What is not pinned NPUs copy only when all work on the stream is done, and CUDA by way of a buffer.
+
+    Args:
+        numbers: on the host, or on the device already.
+        device: any; a CPU gets the tensor itself.
+
+    Returns:
+        A tensor like ``numbers``.
+    """
+    if numbers.device.type == "cpu" and device.type not in ("cpu", "meta"):
+        # Torch's own pinned memory: it is handed out again once the copy is done.
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
+def download(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to copy a few numbers of a device to the host.
+
+    Args:
+        numbers: not to be changed by another stream before the result is called.
+
+    Returns:
+        A function that waits for the copy, but not for work that came after it, and returns the numbers.
+    """
+    import torch
+
+    if numbers.device.type == "cpu":
+        return lambda: numbers
+    on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    done = _platform().copy_async(on_host, numbers)
+
+    def arrived() -> torch.Tensor:
+        done.synchronize()
+        return on_host
+
+    return arrived
+
+
 def tensor_on(pages: mmap.mmap) -> torch.Tensor:
     """Return uint8 ``[len(pages)]`` on pages of the system; they live as long as the tensor's storage."""
     import torch

@@ -47,6 +47,15 @@ with counts.counted() as found:
 assert found.of("wait") == 3 and found.of("pageable") == 1, found.table()
 assert found.of("wait", "script.py") == 3, found.table()
 with counts.counted() as found:
+    torch.tensor([1.0, 2.0], device="npu")
+    event = torch.npu.Event()
+    event.record()
+    event.synchronize()
+    x.sum()
+    torch.npu.synchronize()
+assert found.of("wait", "script.py") == 3 and found.of("pageable") == 1, found.table()
+assert [name for what, name, _ in found.events if what == "wait"][1] == "Event.synchronize"
+with counts.counted() as found:
     torch.special.i1(x)
     torch.cumsum(torch.ones(3, dtype=torch.int64, device="npu"), 0)
     torch.cumsum(torch.ones(3, dtype=torch.int32, device="npu"), 0, dtype=torch.int32)

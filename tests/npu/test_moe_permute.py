@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.moe_permute import backends, permute, sort_chunks, unpermute
+from mindspeed_dsa.ops.moe_permute.row_map import of_counted_routing
 from tests.npu.counting import counted
 from tests.npu.kernel_parts import Call
 from tests.ops import permutation_cases as cases
@@ -98,6 +99,15 @@ def test_nothing_is_searched_summed_or_divided_in_int64(npu_kernels, probs_dtype
         )
         torch.autograd.grad(total, (tokens, probs))
     assert {call.name for call in npu_kernels} == {PERMUTE, FINALIZE, f"{PERMUTE}_grad"}
+    assert not counts.ai_cpu, counts.told("ai_cpu")
+    assert not counts.host_reads, counts.told("host_reads")
+
+
+def test_uneven_routings_of_known_size_are_not_searched_either(npu_kernels):
+    chosen = cases.routing_of(19, 5, "ragged")
+    rows = int(chosen.sum())
+    with counted() as counts:
+        of_counted_routing(chosen, rows).pack()
     assert not counts.ai_cpu, counts.told("ai_cpu")
     assert not counts.host_reads, counts.told("host_reads")
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_dsa.ops import checks
-from mindspeed_dsa.ops.grouped_matmul import Groups, grouped_matmul
+from mindspeed_dsa.ops.grouped_matmul import Groups, grouped_matmul, reads_sizes
 from tests.ops.grouped_cases import LAYOUTS, SIZES, TOLERANCES, assert_close, check, expected, problem
 
 BACKENDS = ("reference", "cpu")
@@ -142,3 +142,19 @@ def test_bf16_products_into_fp32_are_those_of_a_linear_layer():
     for matrix, part, one in zip(buffer, rows.split(sizes), grad.split(sizes), strict=True):
         assert torch.equal(matrix, (one.T @ part.detach()).float())
     assert TOLERANCES[torch.bfloat16] < 1e-2
+
+
+def test_numbers_of_no_rows_are_not_read(monkeypatch):
+    """Those of a rank without tokens may lie on a device; here on one that cannot be read."""
+    monkeypatch.setattr(checks, "enabled", lambda: False)
+    rows, weight = torch.randn(0, 8, requires_grad=True), torch.randn(3, 8, 4, requires_grad=True)
+    out = grouped_matmul(rows, weight, torch.zeros(3, dtype=torch.int64, device="meta"))
+    out.sum().backward()
+    assert out.shape == (0, 4)
+    assert not weight.grad.count_nonzero()
+
+
+def test_the_host_reads_sizes_for_a_cpu():
+    weight = torch.randn(3, 8, 4)
+    assert reads_sizes(weight, "kn")
+    assert reads_sizes(weight.transpose(1, 2), "nk")

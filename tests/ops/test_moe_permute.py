@@ -7,9 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
-from mindspeed_dsa.ops.moe_permute.row_map import chunk_rows, unpack
+from mindspeed_dsa.ops.moe_permute.row_map import chunk_rows, of_counted_routing, of_routing, unpack
 from tests.ops import permutation_cases as cases
 
 BACKENDS = ("reference", "cpu")
@@ -56,6 +57,29 @@ def test_rows_before_of_chunks():
     sizes, order = torch.tensor([3, 0, 5, 1, 0, 4]), torch.tensor([4, 2, 0, 5, 1, 3])
     expected = torch.cat([torch.arange(13).split(sizes.tolist())[chunk] for chunk in order.tolist()])
     assert torch.equal(chunk_rows(sizes, order, 13), expected)
+
+
+@pytest.mark.parametrize("routing", cases.ROUTINGS, ids=cases.NAMES)
+def test_a_map_without_a_search(routing):
+    """What accelerators have where the number of rows is known."""
+    chosen = cases.routing_of(*routing)
+    found, expected = of_counted_routing(chosen, int(chosen.sum())), of_routing(chosen, None)
+    for part, wanted in zip(found, expected, strict=True):
+        assert part.dtype == torch.int32
+        assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("wrong", [-3, 5])
+def test_a_wrong_number_of_rows_stays_in_the_tokens(wrong):
+    chosen = cases.routing_of(19, 5, "ragged")
+    rows = int(chosen.sum()) + wrong
+    found = of_counted_routing(chosen, rows)
+    for part, most in ((found.tokens, 19), (found.experts, 5), (found.slots(5), 95)):
+        assert part.shape == (rows,)
+        assert 0 <= int(part.min()) <= int(part.max()) < most
+    assert checks.enabled()
+    with pytest.raises(ValueError, match=f"and the caller says {rows}"):
+        permute(torch.randn(19, 2), chosen, rows=rows)
 
 
 class Written(TorchDispatchMode):

@@ -132,3 +132,10 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path):
     assert host_pool.host_memory_free() == pytest.approx(system, rel=0.2)
     (tmp_path / "memory.max").write_text("1000\n")
     assert host_pool.host_memory_free() == 530
+
+
+def test_a_cpu_has_what_is_sent_to_it():
+    numbers = torch.arange(3)
+    assert host_pool.upload(numbers, torch.device("cpu")) is numbers
+    assert host_pool.upload(numbers, torch.device("meta")).device.type == "meta"
+    assert host_pool.download(numbers)() is numbers

@@ -230,7 +230,7 @@ class LossTracker:
         pipeline = state.get_pipeline_model_parallel_group()
         size = len(tracker.get("values", ()))
         if pipeline.size() > 1:
-            longest = torch.tensor(size, device=_device_of(pipeline))
+            longest = torch.full((), size, device=_device_of(pipeline))
             all_reduce(longest, op=ReduceOp.MAX, group=pipeline)
             size = int(longest)
         if size == 0:

@@ -15,6 +15,7 @@ from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.megatron.replayed_selections import Replayed
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
+from mindspeed_dsa.platforms.host_pool import upload
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,9 @@ class Rows:
         """Build of documents in one row of tokens; padding sees no key and does not count."""
         counted = rows.counted
         return cls(
-            rows.starts.to(device),
-            rows.ends.to(device),
-            None if counted is None else counted[None].to(device),
+            upload(rows.starts, device),
+            upload(rows.ends, device),
+            None if counted is None else upload(counted[None], device),
             rows.pack.tokens,
             rows.pack.longest,
             rows.end,
@@ -259,7 +260,9 @@ class Rows:
         counted = counted_rows(padding, shape[0], rank)
         if counted is None:
             return self
-        return replace(self, counted=counted.to(device).expand(shape[1], -1), count=padding.tokens * shape[1])
+        return replace(
+            self, counted=upload(counted, device).expand(shape[1], -1), count=padding.tokens * shape[1]
+        )
 
     @classmethod
     def to_last_key(cls, rows: int, keys: int, device: torch.device) -> Rows:

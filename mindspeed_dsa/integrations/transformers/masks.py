@@ -54,16 +54,18 @@ def rows_of(mask: Tensor) -> Rows:
             "heads attend to the keys that the indexer selects; give [batch, 1, rows, keys]"
         )
     if mask.dtype == torch.bool:
-        mask = _ranges(mask[:, 0])
+        mask = _checked(_Found.of(mask[:, 0]))
     elif mask.is_floating_point():
         hidden = mask[:, 0] <= _HIDDEN
-        if ((mask[:, 0] != 0) & ~hidden).any():
+        found = _Found.of(~hidden)
+        adds, gaps = _told(((mask[:, 0] != 0) & ~hidden).any(), found.gaps.any())
+        if adds:
             raise ValueError(
                 "mindspeed_dsa: the attention mask adds to the scores of keys that it does not hide; the "
                 "operators add nothing: give 0 for visible keys and -10000 or less for others, or "
                 "undo() what use() did"
             )
-        mask = _ranges(~hidden)
+        mask = _checked(found, gaps)
     elif mask.dtype != torch.int32 or mask.shape[-1] not in (0, _WIDTH):
         raise ValueError(
             f"mindspeed_dsa: the attention mask of four axes is of {mask.dtype}; give bool, true for visible "
@@ -104,21 +106,28 @@ def ranges_mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    tokens = attention_mask
-    if tokens is not None and bool(tokens.all()):
-        tokens = None
-    if mask_function in (None, causal_mask_function):
+    is_causal = mask_function in (None, causal_mask_function)
+    tokens, padded = attention_mask, None
+    if tokens is not None:
+        # One wait for the device, whatever is asked of it.
+        padded = _Found.of(tokens[:, None, :kv_length])
+        all_tokens, gaps = _told(tokens.all(), padded.gaps.any())
+        if all_tokens:
+            tokens = None
+        elif is_causal:
+            _checked(padded, gaps)
+    if is_causal:
         if tokens is None and isinstance(q_offset, int) and kv_length - kv_offset == q_offset + q_length:
             return torch.empty(batch_size, 1, q_length, 0, dtype=torch.int32, device=device)
         ends = torch.arange(q_length, device=device) + (q_offset - kv_offset + 1)
         found = torch.stack([torch.zeros_like(ends), ends.clamp(0, kv_length), torch.ones_like(ends)], dim=-1)
         found = found.to(torch.int32).expand(batch_size, -1, -1)
-        if tokens is None:
+        if tokens is None or padded is None:
             return found[:, None]
-        padded = _ranges(tokens[:, None, :kv_length])[:, 0]  # [batch, 1, 3]
-        starts = torch.maximum(found[..., 0], padded[..., 0])
-        ends = torch.minimum(found[..., 1], padded[..., 1])
+        starts = torch.maximum(found[..., 0], padded.ranges[..., 0])
+        ends = torch.minimum(found[..., 1], padded.ranges[..., 1])
         return torch.stack([starts, ends, _are_tokens(tokens, q_length, q_offset)], dim=-1)[:, None]
+    assert mask_function is not None
     rows = max(_CHUNK // max(batch_size * kv_length, 1), 1)
     parts = []
     for at in range(0, q_length, rows):
@@ -135,8 +144,9 @@ def ranges_mask(
             device=device,
         )
         assert visible is not None, "it skips causal masks alone, when allowed to"
-        parts.append(_ranges(visible[:, 0]))
-    found = torch.cat(parts, dim=2)
+        parts.append(_Found.of(visible[:, 0]))
+    whole = _Found(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
+    found = _checked(whole)
     if tokens is not None:
         found[:, 0, :, 2] = _are_tokens(tokens, q_length, q_offset)
     return found
@@ -148,21 +158,46 @@ def _are_tokens(tokens: Tensor, rows: int, first: Any) -> Tensor:
     return tokens.index_select(1, position.clamp_max(tokens.shape[1] - 1)).to(torch.int32)
 
 
-def _ranges(visible: Tensor) -> Tensor:
-    """Return ``[batch, 1, rows, 3]`` int32 of ``[batch, rows, keys]`` bool; every row counts.
+class _Found(NamedTuple):
+    """Ranges of keys that rows see, every row a token, and whether they are all that the rows see."""
+
+    ranges: Tensor
+    """``[batch, rows, 3]`` int32."""
+    counts: Tensor
+    """``[batch, rows]`` int64, keys that the row sees."""
+    gaps: Tensor
+    """``[batch, rows]`` bool, true where they are not one behind the other."""
+
+    @classmethod
+    def of(cls, visible: Tensor) -> _Found:
+        """Find them in ``[batch, rows, keys]`` bool."""
+        counts = visible.sum(-1)
+        starts = visible.int().argmax(-1)
+        last = visible.shape[-1] - 1 - visible.flip(-1).int().argmax(-1)
+        ranges = torch.stack([starts, starts + counts, torch.ones_like(counts)], dim=-1).to(torch.int32)
+        return cls(ranges, counts, (counts > 0) & (last - starts + 1 != counts))
+
+
+def _told(*facts: Tensor) -> list[bool]:
+    """Return what tensors ``[]`` of bool say; the host waits once."""
+    return [bool(fact) for fact in torch.stack(facts).tolist()]
+
+
+def _checked(found: _Found, has_gaps: bool | None = None) -> Tensor:
+    """Return ranges ``[batch, 1, rows, 3]`` int32.
+
+    Args:
+        found: of a mask.
+        has_gaps: what its gaps say, if it is known already.
 
     Raises:
         ValueError: a row sees keys that are not one behind the other.
     """
-    counts = visible.sum(-1)
-    starts = visible.int().argmax(-1)
-    last = visible.shape[-1] - 1 - visible.flip(-1).int().argmax(-1)
-    gaps = (counts > 0) & (last - starts + 1 != counts)
-    if gaps.any():
-        batch, row = gaps.nonzero()[0].tolist()
+    if bool(found.gaps.any()) if has_gaps is None else has_gaps:
+        batch, row = found.gaps.nonzero()[0].tolist()
         raise ValueError(
-            f"mindspeed_dsa: row {row} of sequence {batch} sees {int(counts[batch, row])} keys that are not "
-            "one behind the other; the operators take one range for each row, such as causal rows, padding "
-            "at either end and packed documents. Put padding at an end, or undo() what use() did"
+            f"mindspeed_dsa: row {row} of sequence {batch} sees {int(found.counts[batch, row])} keys that "
+            "are not one behind the other; the operators take one range for each row, such as causal rows, "
+            "padding at either end and packed documents. Put padding at an end, or undo() what use() did"
         )
-    return torch.stack([starts, starts + counts, torch.ones_like(counts)], dim=-1).to(torch.int32)[:, None]
+    return found.ranges[:, None]

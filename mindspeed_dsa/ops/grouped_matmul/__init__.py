@@ -18,7 +18,15 @@ from mindspeed_dsa.ops.checks import check_float, check_shape, require
 from mindspeed_dsa.ops.grouped_matmul.backends import GroupedMatmul, Groups
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
 
-__all__ = ["OPERATOR", "Groups", "Layout", "WeightGradient", "grouped_matmul", "multiply_apart"]
+__all__ = [
+    "OPERATOR",
+    "Groups",
+    "Layout",
+    "WeightGradient",
+    "grouped_matmul",
+    "multiply_apart",
+    "reads_sizes",
+]
 
 OPERATOR = "grouped_matmul"
 
@@ -116,13 +124,30 @@ def grouped_matmul(
     check_float(OPERATOR, rows=rows, weight=weight)
     groups = tokens_per_expert if isinstance(tokens_per_expert, Groups) else Groups(tokens_per_expert)
     groups.check(OPERATOR, len(weight), len(rows))
-    sizes = (("groups", len(weight)), ("in", width), ("out", weight.shape[2 if layout == "kn" else 1]))
-    chosen: GroupedMatmul = choose(OPERATOR, backend, ShapeClass.of(rows, *sizes))
+    chosen: GroupedMatmul = choose(OPERATOR, backend, _shape_class(rows, weight, layout))
     implementation = unless_empty(OPERATOR, chosen, rows)
+    if not len(rows):
+        groups = Groups([0] * len(weight))  # the reference reads them
     if edge is not None:
         weight = weight.detach()
     result: Tensor = _Multiply.apply(implementation, rows, weight, edge, groups, layout, take_gradient)
     return result
+
+
+def reads_sizes(weight: Tensor, layout: Layout) -> bool:
+    """Return whether the host reads numbers of rows in products with a weight, by the backend of ``auto``.
+
+    Args:
+        weight: as :func:`grouped_matmul` takes it, for rows of the same dtype.
+        layout: its own.
+    """
+    chosen: GroupedMatmul = choose(OPERATOR, "auto", _shape_class(weight, weight, layout))
+    return chosen.READS_SIZES
+
+
+def _shape_class(rows: Tensor, weight: Tensor, layout: Layout) -> ShapeClass:
+    width_in, width_out = weight.shape[1:] if layout == "kn" else reversed(weight.shape[1:])
+    return ShapeClass.of(rows, ("groups", len(weight)), ("in", width_in), ("out", width_out))
 
 
 def _canonical(weight: Tensor, layout: Layout) -> Tensor:

@@ -18,6 +18,7 @@ from mindspeed_dsa.ops.backend import Backend, ShapeClass
 from mindspeed_dsa.ops.checks import require
 from mindspeed_dsa.ops.npu.device import DTYPES, npu_op, unavailable
 from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.platforms.host_pool import upload
 
 _ADD = "npu_grouped_matmul_add_"
 # What the operator cuts by groups: rows of the product's left side, or what both sides are summed over.
@@ -56,9 +57,9 @@ class Groups:
     def ends(self, device: torch.device) -> Tensor:
         """Return one past the last row of each group, ``[groups]`` int32; nothing waits for it."""
         if device not in self._ends:
-            numbers = torch.as_tensor(self._numbers)
-            ends = numbers.cumsum(0, dtype=torch.int32)
-            self._ends[device] = ends.to(device, non_blocking=True)
+            # Ascend's devices leave sums of int64 to their few processor cores.
+            numbers = torch.as_tensor(self._numbers).to(torch.int32)
+            self._ends[device] = upload(numbers.cumsum(0, dtype=torch.int32), device)
         return self._ends[device]
 
     def check(self, operator: str, groups: int, rows: int) -> None:
@@ -91,6 +92,9 @@ class GroupedMatmul(Backend, Protocol):
     least one row, but in the reference.
     """
 
+    READS_SIZES: bool
+    """Whether the host reads the rows of each group; it waits for them where they are on a device."""
+
     @abstractmethod
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups, /) -> Tensor:
         """Multiply ``[rows, in]`` and ``[groups, in, out]`` to ``[rows, out]`` in the dtype of ``rows``."""
@@ -112,6 +116,8 @@ class GroupedMatmul(Backend, Protocol):
 
 class Reference(GroupedMatmul):
     """Plain PyTorch: one product after another, in fp32 or wider."""
+
+    READS_SIZES = True
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         dtype = wide(rows.dtype)
@@ -136,6 +142,8 @@ class Cpu(GroupedMatmul):
     to a gradient that is there already; adding the gradient inside of the product is what makes this loop
     faster than one linear layer for each group.
     """
+
+    READS_SIZES = True
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         return None if shape.device == "cpu" else "it runs on CPU tensors only"
@@ -170,6 +178,8 @@ class Cpu(GroupedMatmul):
 
 class Npu(GroupedMatmul):
     """torch_npu's operators."""
+
+    READS_SIZES = False
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         reason = unavailable(shape.device, "npu_grouped_matmul")

@@ -18,6 +18,7 @@ from mindspeed_dsa.ops.grouped_matmul.triton_kernels import multiply_kernel, wei
 from mindspeed_dsa.ops.triton.common import aligned, block, dense_rows, unsupported_here, widen
 from mindspeed_dsa.ops.triton.launch import on_grid
 
+READS_SIZES = False
 # Every program holds the ends of all groups.
 _MOST_GROUPS = 1024
 

@@ -24,6 +24,7 @@ from mindspeed_dsa.ops.linear_cross_entropy.backends import (
     raised,
 )
 from mindspeed_dsa.ops.precision import outside_autocast, wide
+from mindspeed_dsa.platforms.host_pool import download
 
 OPERATOR = "linear_cross_entropy"
 
@@ -186,16 +187,18 @@ def _finish(
     """Turn the gradient of the weighted sum of losses into that of the sum by ``factors``, in place.
 
     All factors are in one proportion to the tokens' weights, but those of tokens that the caller weighted
-    otherwise than expected: for these the difference is added. How many there are the host has to know.
+    otherwise than expected: for these the difference is added. Whether there are any the host has to know;
+    the device scales the gradient meanwhile.
     """
     weights = call.token_weights
     proportions = (factors / weights).masked_fill(weights == 0, torch.nan)
     common = torch.nan_to_num(proportions.nanmedian(), nan=0.0)
     expected = common * weights
     agrees = (factors - expected).abs() <= 4 * torch.finfo(factors.dtype).eps * expected.abs()
+    all_agree = download(agrees.all())
     formed.mul_(common)
-    others = (~agrees).nonzero()[:, 0]
-    if others.numel():
+    if not all_agree():
+        others = (~agrees).nonzero()[:, 0]
         some = replace(call, hidden=call.hidden[others], labels=call.labels[others])
         difference = (factors - expected)[others]
         implementation.add_gradients(some, [each[others] for each in sums], difference, None, formed)

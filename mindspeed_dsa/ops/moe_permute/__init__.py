@@ -57,7 +57,8 @@ def permute(
         probs: ``[tokens, experts]`` of any floating dtype, or None.
         rows: entries of the map, where the caller knows them; otherwise they are counted, for which an
             accelerator has to be waited for. Where the map is read on the host anyway a wrong number is an
-            error; elsewhere rows that the map does not fill are zero, and those beyond are lost.
+            error; elsewhere rows that the map does not fill are zero, or those of any token where plain
+            PyTorch permutes, and those beyond are lost.
         topk: the caller's word that every token goes to exactly so many experts; what needs it runs only
             with it.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
@@ -82,6 +83,14 @@ def permute(
     )
     if probs is not None:
         _check_probs(probs, tokens, tuple(routing_map.shape))
+    if rows is not None and checks.enabled():
+        found = int(routing_map.sum())
+        require(
+            rows == found,
+            OPERATOR,
+            f"the routing map sends its {count} tokens to {found} rows in all, and the caller says {rows}; "
+            "num_out_tokens must count the entries of the map",
+        )
     if topk is not None and checks.enabled():
         require(
             bool((routing_map.sum(1) == topk).all()),

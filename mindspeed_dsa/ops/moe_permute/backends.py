@@ -24,6 +24,7 @@ from mindspeed_dsa.ops.moe_permute.row_map import (
 )
 from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 from mindspeed_dsa.ops.precision import wide
+from mindspeed_dsa.platforms.host_pool import upload
 
 # Sums of a block of tokens on a CPU stay in the cache until the addend meets them.
 _BLOCK_BYTES = 256 << 10
@@ -352,7 +353,7 @@ class Npu(GradientPermuter):
         self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor
     ) -> tuple[Tensor, ...]:
         device = tensors[0].device
-        before = chunk_rows(split_sizes.to(device), order.to(device), len(tensors[0]))
+        before = chunk_rows(upload(split_sizes, device), upload(order, device), len(tensors[0]))
         return tuple(tensor.index_select(0, before) for tensor in tensors)
 
 

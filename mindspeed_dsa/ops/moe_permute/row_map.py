@@ -75,15 +75,17 @@ def unpack_for(
 
 
 def of_routing(routing_map: Tensor, rows: int | None) -> RowMap:
-    """The map of a routing, in plain PyTorch; waits for the device to learn how many entries there are.
+    """The map of a routing, in plain PyTorch; waits for a device if nobody says how many entries there are.
 
     Args:
         routing_map: ``[tokens, experts]`` bool.
         rows: how many entries the caller counts in it, or None.
 
     Raises:
-        ValueError: the caller's count is wrong.
+        ValueError: the map is on a CPU, and the caller's count is wrong.
     """
+    if rows is not None and routing_map.device.type != "cpu":
+        return of_counted_routing(routing_map, rows)
     tokens, experts = routing_map.shape
     slots = routing_map.reshape(-1).nonzero().view(-1)  # token by token
     if rows is not None and rows != len(slots):
@@ -102,6 +104,38 @@ def of_routing(routing_map: Tensor, rows: int | None) -> RowMap:
         torch.empty_like(place).index_copy_(0, order, place),
         by_token.index_select(0, order).int(),
         expert.index_select(0, order).int(),
+    )
+
+
+def of_counted_routing(routing_map: Tensor, rows: int) -> RowMap:
+    """The map of a routing, by sums and scatters of int32; does not wait for the device.
+
+    Args:
+        routing_map: ``[tokens, experts]`` bool.
+        rows: how many entries it has. With another number rows are missing, or have any token and expert.
+    """
+    (tokens, experts), device = routing_map.shape, routing_map.device
+    entries = routing_map.int()
+    of_expert, of_token = (entries.sum(dim, dtype=torch.int32) for dim in (0, 1))
+    # How many entries there are up to each position, itself included: expert by expert, and token by token.
+    by_expert = entries.cumsum(0, dtype=torch.int32) + _begins(of_expert)
+    by_token = entries.cumsum(1, dtype=torch.int32) + _begins(of_token)[:, None]
+    token = torch.arange(tokens, dtype=torch.int32, device=device)[:, None]
+    expert = torch.arange(experts, dtype=torch.int32, device=device)
+
+    def of_entries(values: Tensor, up_to: Tensor, position: Tensor) -> Tensor:
+        # Whatever is no entry goes behind, each to a place of its own: no size depends on the map.
+        place = torch.where(routing_map, up_to - 1, rows + position - up_to)
+        found = torch.zeros(rows + routing_map.numel(), dtype=torch.int32, device=device)
+        return found.index_copy_(0, place.reshape(-1).long(), values.reshape(-1))[:rows]
+
+    offsets = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
+    offsets[1:] = of_token.cumsum(0, dtype=torch.int32)
+    return RowMap(
+        offsets,
+        of_entries(by_expert - 1, by_token, token * experts + expert),
+        of_entries(token.expand(-1, experts), by_expert, expert * tokens + token),
+        group_of_rows(of_expert, rows).clamp_(max=max(experts - 1, 0)),
     )
 
 
@@ -140,7 +174,7 @@ def group_of_rows(sizes: Tensor, rows: int) -> Tensor:
     ends = sizes.cumsum(0, dtype=torch.int32)
     # How many groups end before each row.
     ended = torch.zeros(rows + 1, dtype=torch.int32, device=sizes.device)
-    ended.scatter_add_(0, ends.long(), torch.ones_like(ends))
+    ended.scatter_add_(0, ends.clamp(max=rows).long(), torch.ones_like(ends))
     return ended[:rows].cumsum(0, dtype=torch.int32)
 
 

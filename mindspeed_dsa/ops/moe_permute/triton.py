@@ -20,6 +20,7 @@ from mindspeed_dsa.ops.moe_permute.triton_kernels import (
 )
 from mindspeed_dsa.ops.triton.common import unsupported_here
 from mindspeed_dsa.ops.triton.launch import on_grid
+from mindspeed_dsa.platforms.host_pool import upload
 
 KIND: Literal["gradients"] = "gradients"
 # Columns that a program works on at a time.
@@ -105,9 +106,7 @@ def unpermute_gradients(
 def sort_chunks(tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor) -> tuple[Tensor, ...]:
     """Chunks of rows in another order, the same for each tensor."""
     device, rows = tensors[0].device, len(tensors[0])
-    before = chunk_rows(
-        split_sizes.to(device, non_blocking=True), order.to(device, non_blocking=True), rows
-    ).int()
+    before = chunk_rows(upload(split_sizes, device), upload(order, device), rows).int()
     moved = []
     for tensor in tensors:
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -28,6 +28,7 @@ from torch import Tensor
 from mindspeed_dsa.ops import checks
 from mindspeed_dsa.ops.checks import names_key, require
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
+from mindspeed_dsa.platforms.host_pool import upload
 
 _BEHIND_ALL = 2**31 - 1
 
@@ -76,12 +77,12 @@ class Layout:
         assert self.sequences is not None
         lengths = torch.tensor(self.sequences)
         begins = (lengths.cumsum(0) - lengths) % self.query_length
-        return begins.repeat_interleave(lengths).to(device=self.device, dtype=torch.int32)[:, None]
+        return upload(begins.repeat_interleave(lengths).to(torch.int32), self.device)[:, None]
 
     def _lengths(self, length: int) -> Tensor:
         if self.prefix_sums is None:
             return torch.full((self.batch,), length, dtype=torch.int32, device=self.device)
-        return torch.tensor(self.prefix_sums, dtype=torch.int32, device=self.device)
+        return upload(torch.tensor(self.prefix_sums, dtype=torch.int32), self.device)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """``[batch, length, ...]`` as the operators want it, contiguous."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 
-from mindspeed_dsa.integrations.transformers import NAME, use
+from mindspeed_dsa.integrations.transformers import NAME, masks, use
 from tests.hosts.transformers.models import INPUTS, KINDS, build, close, tokens
+from tests.npu.counting import counted
 
 pytestmark = pytest.mark.full
 
@@ -78,14 +80,32 @@ def test_masks_of_the_user_are_read():
     ids = tokens(1, 24)
     window = (torch.arange(24)[:, None] - torch.arange(24)).clamp(-1, 15)
     visible = ((window >= 0) & (window < 15))[None, None]
-    masks = {"bool": visible, "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)}
+    given = {"bool": visible, "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)}
     with torch.no_grad():
-        expected = model(ids, attention_mask=masks["float"]).logits
+        expected = model(ids, attention_mask=given["float"]).logits
         use(model)
-        for mask in masks.values():
+        for mask in given.values():
             assert close(model(ids, attention_mask=mask).logits, expected)
         with pytest.raises(ValueError, match="not one behind the other"):
             model(ids, attention_mask=visible & (torch.arange(24) != 3))
+
+
+def test_a_mask_is_waited_for_once():
+    """Whatever is asked of it; a row of padding has two questions, and a float mask of the user has, too."""
+    chunked = {"mask_function": lambda batch, head, row, key: (key <= row) & (row - key < 15)}
+    tokens = torch.ones(2, 24, dtype=torch.bool)
+    padded = tokens.clone()
+    padded[0, :5] = False
+    user = torch.zeros(1, 1, 24, 24).masked_fill(~torch.ones(24, 24, dtype=torch.bool).tril(), -1e9)
+    for ask in (
+        lambda: masks.ranges_mask(2, 24, 24, attention_mask=tokens),
+        lambda: masks.ranges_mask(2, 24, 24, attention_mask=padded),
+        lambda: masks.ranges_mask(2, 24, 24, **chunked),
+        lambda: masks.rows_of(user),
+    ):
+        with mock.patch.object(masks, "_CHUNK", 10 * 24 * 2), counted() as counts:
+            ask()
+        assert len(counts.host_reads) == 1, counts.told("host_reads")
 
 
 @pytest.mark.parametrize("hidden", [-9984.0, -1e9, float("-inf")])

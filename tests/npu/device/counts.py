@@ -8,11 +8,13 @@ has the operator for the AI CPU alone in this dtype on Atlas A2 and A3), ``launc
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,9 +101,12 @@ _open: list[Counts] = []
 def counted() -> Iterator[Counts]:
     """Count what happens in this process, in all threads that the mode reaches."""
     found = Counts()
+    if not _open:
+        take_stock()
     _open.append(found)
     try:
         yield found
+        note_between("the end")
     finally:
         _open.remove(found)
 
@@ -109,6 +114,44 @@ def counted() -> Iterator[Counts]:
 def counting() -> bool:
     """Return whether anybody counts."""
     return bool(_open)
+
+
+_seen = {"wait": 0, "pageable": 0}
+
+
+def take_stock() -> None:
+    """Know of all that has happened so far."""
+    _seen.update(wait=waits(), pageable=pageable_copies())
+
+
+def note_between(operator: str) -> None:
+    """Count waits since the operator before, such as those inside of ``torch.tensor``.
+
+    Args:
+        operator: the one that is going to be called, or what else comes next.
+    """
+    if waits() > _seen["wait"]:
+        note("wait", f"before {operator}")
+    if pageable_copies() > _seen["pageable"]:
+        note("pageable", f"before {operator}")
+    take_stock()
+
+
+def watch(kind: Any) -> None:
+    """Note the place of each call of ``synchronize`` of a class, ``torch.npu.Event`` or ``Stream``."""
+    wait = kind.synchronize
+
+    @functools.wraps(wait)
+    def synchronize(self: Any) -> None:
+        if not counting():
+            return wait(self)
+        name = f"{kind.__name__}.synchronize"
+        note_between(name)
+        wait(self)
+        note("wait", name)
+        return take_stock()
+
+    kind.synchronize = synchronize
 
 
 def note(kind: str, operator: str) -> None:

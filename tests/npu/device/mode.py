@@ -62,6 +62,7 @@ class StandIn(TorchDispatchMode):
 
 def _counted(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
     name = func.overloadpacket.__name__
+    counts.note_between(name)
     waits, pageable = counts.waits(), counts.pageable_copies()
     out = _run(func, args, kwargs, leaves)
     if name not in _NATIVE and not func.is_view:
@@ -74,6 +75,7 @@ def _counted(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         counts.note("aicpu", name)
     if _falls_back(func):
         counts.note("fallback", name)
+    counts.take_stock()
     return out
 
 
@@ -175,7 +177,7 @@ def _native(func: Any, args: Any, kwargs: Any, quiet: bool) -> Any:
 
 def _is_sized(name: str, leaves: list[Any]) -> bool:
     if name in ("index", "index_put_", "_index_put_impl_"):
-        return name == "index" and any(is_npu(x) and x.dtype == torch.bool for x in leaves)
+        return name == "index" and any(is_npu(x) and x.dtype == torch.bool for x in leaves[1:])
     return name in _SIZED
 
 
@@ -192,7 +194,10 @@ def _falls_back(func: Any) -> bool:
         # A structured operator calls its form with an ``out`` argument.
         packet = getattr(getattr(torch.ops, func.namespace), func.overloadpacket.__name__.rstrip("_"))
         outs = [getattr(packet, overload).name() for overload in packet.overloads() if "out" in overload]
-        return not any(has(name, "PrivateUse1") for name in outs)
+        # That of others, gradients of views among them, is made of the operator itself.
+        return not any(
+            has(name, key) for name in outs for key in ("PrivateUse1", "CompositeExplicitAutograd")
+        )
     return True
 
 
@@ -219,5 +224,7 @@ def start() -> None:
 
         kernels.register()
         torch._tensor_str._str = _printed(torch._tensor_str._str)
+        counts.watch(torch.npu.Event)
+        counts.watch(torch.npu.Stream)
         _mode = StandIn()
         _mode.__enter__()

@@ -25,6 +25,7 @@ from mindspeed_dsa.features.attention.context_parallel.ring import (
 )
 from mindspeed_dsa.parallel.all_to_all import InFlight, start
 from mindspeed_dsa.parallel.names import named
+from mindspeed_dsa.platforms.host_pool import upload
 
 
 class HeadExchange(PayloadStrategy):
@@ -143,7 +144,7 @@ def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
         order: ``[ranks * rows]`` int64, of the pack's rows where these are not a zigzag.
     """
     if order is not None:
-        return arrived.index_select(0, order.to(arrived.device))
+        return arrived.index_select(0, upload(order, arrived.device))
     if ranks == 1:
         return arrived
     halves = arrived.unflatten(0, (ranks, 2, -1))
@@ -153,7 +154,7 @@ def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
 def by_rank(rows: Tensor, ranks: int, order: Tensor | None) -> Tensor:
     """Undo :func:`in_order`."""
     if order is not None:
-        return rows.index_select(0, order.argsort().to(rows.device))
+        return rows.index_select(0, upload(order.argsort(), rows.device))
     if ranks == 1:
         return rows
     first, second = (half.unflatten(0, (ranks, -1)) for half in rows.chunk(2))

@@ -16,10 +16,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.context_parallel.layout import split
 from mindspeed_dsa.context_parallel.packs import Pack, PackRows, layout_of
 from mindspeed_dsa.context_parallel.padding import Padding
@@ -259,7 +259,7 @@ def _with_its_pack(
 ) -> Callable[..., Any]:
     """Wrap the script's step for a microbatch; every model chunk takes microbatches in order."""
     taken: Counter[int] = Counter()
-    device: Any = torch.cuda.current_device()
+    device = platforms.current().device
 
     def forward_one(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         pack = packs[taken[id(model)]]

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.padding.routers import weighed
+from mindspeed_dsa.platforms.host_pool import upload
 
 
 def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
@@ -62,7 +63,7 @@ def _masks(
     pack = PackRows.of(params, states.size(0) * parts, state.get_context_parallel_group())
     if pack.counted is None:
         return None, None
-    counted = pack.counted[None].to(states.device)
+    counted = upload(pack.counted[None], states.device)
     own = counted.chunk(parts, dim=1)[state.get_tensor_model_parallel_rank() if parts > 1 else 0]
     return counted, ~own
 

@@ -16,6 +16,7 @@ from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.context_parallel.padding import Padding
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.padding.feature import INSTEAD, Options
+from mindspeed_dsa.platforms.host_pool import upload
 
 FILL: Mapping[str, int] = {"attention_mask": 1}
 """Values of padding by the entry's name, where they are not 0: Megatron masks where it is true."""
@@ -166,7 +167,7 @@ def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callab
             return result, total
         shape = [1] * tensor.dim()
         shape[dims] = -1
-        result = result.masked_fill(~followed.view(shape).to(tensor.device), 0)
+        result = result.masked_fill(upload(~followed.view(shape), tensor.device), 0)
         total = result.sum()
         if padding.ranks > 1:  # of tokens, too: masks may be of integers, and nobody reads the tokens' sum
             total = mean_over(total, group)

@@ -202,5 +202,5 @@ def heads_without_relu(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         fp32 ``[s, b, 2, head_dim]`` and ``[s, b, 2]``.
     """
     together = (query.float() * weights.float().unsqueeze(-1)).sum(dim=2, keepdim=True)
-    sign = torch.tensor([1.0, -1.0], device=query.device)
+    sign = 1 - 2 * torch.arange(2, dtype=torch.float32, device=query.device)
     return together * sign[:, None], sign.expand(*weights.shape[:2], 2)

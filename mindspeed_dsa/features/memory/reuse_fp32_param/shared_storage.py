@@ -114,6 +114,8 @@ class SharedStorage(ABC):
         if where is None or high is None:
             nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
             return Halves(weight, low, nothing, nothing.to(torch.int16))
+        if (first, last) == (number * self.block, min((number + 1) * self.block, self.numel)):
+            return Halves(weight, low, where, high)
         shifted = where - (first - number * self.block)
         inside = (shifted >= 0) & (shifted < last - first)
         return Halves(weight, low, shifted[inside], high[inside])

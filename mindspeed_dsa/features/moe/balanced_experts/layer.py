@@ -29,7 +29,9 @@ from mindspeed_dsa.features.moe.balanced_experts.weight_transfer import MovedExp
 from mindspeed_dsa.features.moe.experts import SingleExperts, single_experts
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.split_layers import Companion, Cut, accompany, companion_of, in_pieces
+from mindspeed_dsa.ops.moe_permute.row_map import of_routing
 from mindspeed_dsa.parallel.names import named
+from mindspeed_dsa.platforms.host_pool import upload
 
 Call = Callable[..., Any]
 
@@ -61,7 +63,7 @@ class _Layer:
             counts: ``[experts]``, this rank's rows for each expert.
         """
         learning = torch.tensor([self._learns(expert) for expert in range(self.count)], dtype=counts.dtype)
-        mine = torch.cat((counts, learning.to(counts.device, non_blocking=True)))
+        mine = torch.cat((counts, upload(learning, counts.device)))
         all_ranks = mine.new_empty(self.ranks * mine.numel())
         with named("tokens of experts"):
             dist.all_gather_into_tensor(all_ranks, mine, group=self.group)
@@ -252,24 +254,22 @@ def _split(
             received.append(expert)
     rows = [int(counts[layer.rank, expert]) for expert in received]
     cold_map = routing_map
-    indices = torch.zeros(0, dtype=torch.long, device=routing_map.device)
-    experts = indices
+    indices = torch.zeros(0, dtype=torch.int32, device=routing_map.device)
+    places = indices
     if received:
-        columns = torch.tensor(received, device=routing_map.device)
+        columns = upload(torch.tensor(received), routing_map.device)
         cold_map = routing_map.index_fill(1, columns, False)
-        # Tokens of each expert first, in their order: the numbers of them are known, so no synchronisation.
-        order = routing_map[:, columns].T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        indices = torch.cat([tokens[:count] for tokens, count in zip(order, rows, strict=True)])
-        experts = torch.repeat_interleave(
-            columns, torch.tensor(rows, device=columns.device), output_size=sum(rows)
-        )
+        # Expert by expert, tokens in their order; how many there are is known, so that nothing waits.
+        found = of_routing(routing_map.index_select(1, columns), sum(rows))
+        indices = found.tokens
+        places = indices * routing_map.size(1) + columns.index_select(0, found.experts)
     forward = _Forward(
         transfer=WeightTransfer(moved, layer.parameters, layer.shapes, layer.group),
         counts=rows,
         cold=int(counts[layer.rank].sum()) - sum(rows),
         indices=indices,
         rows=hidden_states.view(-1, hidden_states.size(-1)).index_select(0, indices),
-        probs=probs[indices, experts],
+        probs=probs.reshape(-1).index_select(0, places),
     )
     return forward, cold_map
 

@@ -131,6 +131,10 @@ def grouped_experts(context: Context[Options]) -> type:
                 for linear in linears:
                     linear.groups = None
 
+        def reads_counts(self) -> bool:
+            """Return whether the host reads ``tokens_per_expert``; else it may stay on the device."""
+            return any(getattr(self.mlp, name).reads_sizes() for name in LINEARS)
+
         def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
             """Return slices of the stacks, in their layout; see ``SingleExperts``."""
             return tuple(WeightSlice(getattr(self.mlp, name).weight, expert) for name in LINEARS)

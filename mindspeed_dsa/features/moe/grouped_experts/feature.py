@@ -138,6 +138,7 @@ def check_experts(args: Any, options: Options) -> Iterator[str]:
 _IMPL = "mindspeed_dsa.features.moe.grouped_experts.experts"
 _CHECKPOINT = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
 _STATE = "mindspeed_dsa.features.moe.grouped_experts.checkpoint"
+_COUNTS = "mindspeed_dsa.features.moe.grouped_experts.counts"
 _SAVE_BUFFERS = "save_buffers_of_single_experts"
 _OPTIMIZERS = "megatron.core.optimizer"
 _RANGE = ">=0.12.1,<0.21"
@@ -176,6 +177,20 @@ FEATURE = Feature(
             "replaces Megatron's local modules, which need another package and bf16",
             params=("use_te", "num_experts", "moe_grouped_gemm"),
             versions=">=0.12.1,<0.13",
+        ),
+        *(
+            Patch(
+                f"megatron.core.transformer.moe.{target}",
+                "wrap",
+                f"{_COUNTS}:{impl}",
+                "keeps the numbers of the experts' rows on the device, where the products read them",
+                versions=">=0.13,<0.21",
+            )
+            for target, impl in (
+                ("moe_layer:MoELayer.__init__", "know_experts"),
+                ("token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess", "keep_counts"),
+                ("token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess", "give_counts"),
+            )
         ),
         Patch(
             "megatron.training.arguments:validate_args",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, WeightGradient, grouped_matmul
+from mindspeed_dsa.ops.grouped_matmul import Groups, Layout, WeightGradient, grouped_matmul, reads_sizes
 from mindspeed_dsa.parallel.local_shards import cut_of, cut_on, local_of
 from mindspeed_dsa.parallel.weight_gradients import (
     DeferredGradient,
@@ -117,6 +117,10 @@ class GroupedLinear(torch.nn.Module):
             rows, self.weight, self.groups, layout=self.layout, take_gradient=take, edge=edge
         )
         return output, None
+
+    def reads_sizes(self) -> bool:
+        """Return whether the host reads the numbers of rows, so that they are better there than here."""
+        return reads_sizes(self.weight, self.layout)
 
     def matrices(self) -> dict[int, Tensor]:
         """Return what this rank has of the experts' matrices ``[out, in]``, by local expert.

@@ -39,6 +39,7 @@ from mindspeed_dsa.features.pipeline.recomputation import (
 from mindspeed_dsa.megatron.shared_selections import Carrying
 from mindspeed_dsa.megatron.split_layers import Companion, companion_of, transformer_layer
 from mindspeed_dsa.parallel.weight_gradients import queueing_of_now
+from mindspeed_dsa.platforms.host_pool import download
 
 
 class Part(Enum):
@@ -98,6 +99,7 @@ class Recomputed:
         self._leaves_behind: list[Tensor] = []
         self._attention: _Attention | None = None
         self._routing: Tensor | None = None
+        self._routes_alike: Callable[[], Tensor] | None = None
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -205,12 +207,15 @@ class Recomputed:
                 stack.enter_context(self._attention.passed_over())
             self._edge = self._run_before(again, self._hidden, followed=False)
             self._leave_before(again)
-        self._require_same_routing()
+        first, self._routing = self._routing, None
+        if first is not None:
+            # The answer is wanted once another piece is on its way.
+            self._routes_alike = download((first == self._dispatcher["routing_map"]).all())
 
     def _require_same_routing(self) -> None:
         """Refuse rows that go elsewhere than in forward: the combine is not sent again, and lacks them."""
-        first, self._routing = self._routing, None
-        if first is not None and not torch.equal(first, self._dispatcher["routing_map"]):
+        routes_alike, self._routes_alike = self._routes_alike, None
+        if routes_alike is not None and not routes_alike():
             raise RuntimeError(
                 f"mindspeed_dsa: --moe-fb-overlap: layer {self._layer.layer_number}: "
                 "tokens have other experts when the layer is recomputed than they had in forward, so "
@@ -229,6 +234,7 @@ class Recomputed:
 
     def recompute_experts(self) -> None:
         """Run :meth:`Pieces.forward_experts` again, with its graph, unless that is done; nothing is sent."""
+        self._require_same_routing()
         edge, self._edge = self._edge, None
         if edge is not None and self._again is not None:
             with self._as_in_forward():
