@@ -14,7 +14,7 @@ import pytest
 import mindspeed_dsa
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "examples", "mindspeed_dsa", "benchmarks/results")
+FOLDERS = ("docs", "examples", "mindspeed_dsa", "benchmarks/results", "tests/npu/device")
 
 pytestmark = pytest.mark.full
 pytest.importorskip("mkdocs", reason="the extra `site` is not installed")

@@ -19,7 +19,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md", "mindspeed_dsa/ops/*/README.md")
+PAGES = (
+    *("*.md", "docs/**/*.md", "examples/*/README.md", "mindspeed_dsa/ops/*/README.md"),
+    "tests/npu/device/README.md",
+)
 PACKAGE = "mindspeed_dsa"
 SOURCES = ROOT / "runs" / "site-sources"
 REFERENCE = "docs/reference.md"
