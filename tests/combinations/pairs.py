@@ -50,7 +50,6 @@ NOT_PAIRED = {
     "cpu-platform": "a platform",
     "npu-platform": "a platform",
     "optimizer-resume-without-apex": "a platform",
-    "gradient-norm-on-device": "on in every job",
     "accept-mindspeed-flags": "reads other flags",
     "initial-weights": "before the first step",
     "latent-yarn": "part of the model",
