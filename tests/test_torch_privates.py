@@ -36,8 +36,11 @@ NOT_TORCHS = {
     "_maintain_float32_expert_bias",
     *("_proj_and_transformer_layer", "_prompt_config", "_prompt_format", "_tokenizer"),
     *("_set_all_rng_states", "_set_checkpointing", "_unset_checkpointing"),
-    # transformers' configurations
+    # transformers' configurations and experts
     "_attn_implementation",
+    "_experts_implementation",
+    "_apply_gate",
+    "_is_expert_parallel",
     # attributes that this package gives to foreign objects
     *("_depends_on", "_plain_expert"),
 }

@@ -64,7 +64,9 @@ def names_in(tree):
 def test_no_function_that_reduces_makes_fp64():
     wrong, seen = [], 0
     for file in FOLDER.rglob("*.py"):
-        if {file.stem.partition("_")[0], file.parent.name} & ELSEWHERE or "platform/cpu" in file.as_posix():
+        # platform/npu reduces Megatron's fp64 itself.
+        apart = any(part in file.as_posix() for part in ("platform/cpu", "platform/npu/hccl"))
+        if apart or {file.stem.partition("_")[0], file.parent.name} & ELSEWHERE:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):

@@ -207,9 +207,12 @@ class Recomputed:
                 stack.enter_context(self._attention.passed_over())
             self._edge = self._run_before(again, self._hidden, followed=False)
             self._leave_before(again)
+        self._compare_routing()
+
+    def _compare_routing(self) -> None:
+        """Ask whether rows go where they went in forward; another piece is on its way before the answer."""
         first, self._routing = self._routing, None
         if first is not None:
-            # The answer is wanted once another piece is on its way.
             self._routes_alike = download((first == self._dispatcher["routing_map"]).all())
 
     def _require_same_routing(self) -> None:

@@ -303,7 +303,9 @@ def test_rows_that_go_elsewhere_than_in_forward_are_an_error():
     again = Recomputed.__new__(Recomputed)
     again._layer = SimpleNamespace(layer_number=3)
     again._routing, again._dispatcher = routing, {"routing_map": routing.clone()}
+    again._compare_routing()
     again._require_same_routing()
     again._routing, again._dispatcher = routing, {"routing_map": routing.flip(0)}
+    again._compare_routing()
     with pytest.raises(RuntimeError, match=r"layer 3: tokens have other experts.*--deterministic-mode"):
         again._require_same_routing()
