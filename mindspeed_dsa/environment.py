@@ -72,8 +72,8 @@ class Machine:
         release: of Megatron-core, the one that is used.
         torch: its release, and that of torch_npu.
         cann: release of the CANN whose ``set_env.sh`` was sourced.
-        lacking: by operator of torch_npu why it cannot be called.
-        devices: that this process sees.
+        lacking: reasons why operators of torch_npu cannot be called, by operator.
+        devices: number of accelerators that this process sees.
         absent: packages that Megatron-LM imports and that are not installed.
         free: bytes free where a folder is, or will be.
     """

@@ -39,7 +39,7 @@ def run(
 
     Args:
         quick: a tiny model, one case.
-        seconds: that all may take.
+        seconds: time that all together may take.
         tell: called with what is found so far.
         model: flags of the model, instead of a GPU's.
         cases: instead of all.

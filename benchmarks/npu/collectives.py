@@ -14,7 +14,7 @@ from mindspeed_dsa import platforms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 14
-"""What each rank holds of a whole tensor."""
+"""Bytes of the part of a whole tensor that each rank holds."""
 _ROUNDS = 5
 
 

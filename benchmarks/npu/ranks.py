@@ -54,7 +54,7 @@ def run(quick: bool, seconds: float, tell: Callable[[Any], None]) -> dict[str, A
 
     Args:
         quick: a tiny model, two ranks, some of the cases.
-        seconds: that all may take.
+        seconds: time that all together may take.
         tell: called with what is found so far.
     """
     from mindspeed_dsa import platforms

@@ -251,7 +251,8 @@ class HostPool:
 def upload(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a few numbers of the host on a device, in the order of its current stream; nobody waits.
 
-    What is not pinned NPUs copy only when all work on the stream is done, and CUDA by way of a buffer.
+    NPUs copy memory that is not pinned only when all work on the stream is done, and CUDA by way of a
+    buffer.
 
     Args:
         numbers: on the host, or on the device already.

@@ -105,7 +105,7 @@ def npu_fusion_attention_v3(
     sparse_mode: int = 0,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    """What torch's scaled_dot_product_attention calls on an NPU: heads before rows, any mask."""
+    """The operator behind torch's scaled_dot_product_attention: heads before rows, any mask."""
     assert input_layout == "BNSD"
     scores = _masked(query, key, atten_mask, scale, more[7] if len(more) > 7 else sparse_mode)
     maximum = scores.amax(dim=-1, keepdim=True)

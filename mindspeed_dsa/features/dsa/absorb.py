@@ -149,13 +149,13 @@ def start_with_key(
     """Start to gather a layer's key, in one piece, or in two where parts stay apart.
 
     Args:
-        projections: of the layer. One whose core attention is recomputed takes one piece: a gather under way
-            cannot be recomputed, and Megatron has one place for what was gathered.
+        projections: the layer's. A layer whose core attention is recomputed takes one piece: a gather under
+            way cannot be recomputed, and Megatron has one place for what was gathered.
         exchange: the layer's.
         key: latent and rotary part, ``[rows, b, 1, dim]`` each.
 
     Returns:
-        What takes the key's place among the core attention's arguments; None: the query's rotary part does.
+        The argument of the core attention in the key's place; None: the query's rotary part takes it.
     """
     if keeps_parts_apart(key[0].device) and not recomputes(projections.layer.config):
         exchange.hand_over(*key)
@@ -172,8 +172,8 @@ def query_beside_key(
     """Return what passes for query and key through Megatron's layer while the key is on its way.
 
     Args:
-        projections: of the layer.
-        started: from :func:`start_with_key`.
+        projections: the layer's.
+        started: result of :func:`start_with_key`.
         derive: returns the query's latent and rotary part, ``[s, b, heads, dim]`` each.
         *parts: arguments of ``derive``.
 

@@ -64,7 +64,7 @@ class Operands:
         """Return the rows of each run with its keys; in absorbed form, whose value belongs to no row.
 
         Args:
-            runs: of all rows, in their order.
+            runs: runs of all rows, in their order.
         """
         queries = _by_runs(self.query, runs, 0)
         ropes = [None] * len(runs) if self.query_rope is None else _by_runs(self.query_rope, runs, 0)

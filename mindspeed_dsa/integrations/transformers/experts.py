@@ -43,7 +43,7 @@ def run_experts(
         top_k_index: ``[tokens, topk]`` int64; with experts on several ranks those of others have the number
             after this rank's last.
         top_k_weights: ``[tokens, topk]``.
-        *args: what transformers' own functions take.
+        *args: arguments of transformers' own functions.
         **kwargs: likewise.
 
     Returns:

@@ -187,8 +187,8 @@ def _checked(found: _Found, has_gaps: bool | None = None) -> Tensor:
     """Return ranges ``[batch, 1, rows, 3]`` int32.
 
     Args:
-        found: of a mask.
-        has_gaps: what its gaps say, if it is known already.
+        found: ranges of a mask.
+        has_gaps: answer of its gaps, if it is known already.
 
     Raises:
         ValueError: a row sees keys that are not one behind the other.

@@ -78,8 +78,8 @@ class GradientAttention(_Attention, Protocol):
     ) -> tuple[Any, Any, Tensor | None]:
         """Return gradients of query and key_value, and if asked for the probabilities summed over heads.
 
-        That of the query is a pair where its parts are apart, and so is that of the key. That of
-        ``key_value``, a sum over rows, may be wider than that is.
+        The query's gradient is a pair where its parts are apart, and so is the key's. The gradient of
+        ``key_value``, a sum over rows, may have a wider dtype than ``key_value``.
         """
 
 

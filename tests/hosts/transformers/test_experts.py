@@ -13,7 +13,7 @@ from tests.hosts.transformers.models import INPUTS, KINDS, build, close
 from tests.hosts.transformers.test_parity import step
 
 EXPERTS = 8
-"""Of a layer of the models."""
+"""Experts of a layer of the models."""
 
 
 @pytest.fixture

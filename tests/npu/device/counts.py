@@ -1,4 +1,4 @@
-"""What a step asks of the device beside its operators, with the place in the code that asked.
+"""Counts of what a step asks of the device beside its operators, each with its place in the code.
 
 :data:`kinds`: ``wait`` (the host waits for the device), ``pageable`` (a copy from host memory that is not
 pinned, which torch_npu ends with a wait), ``fallback`` (torch_npu computes on the CPU), ``aicpu`` (CANN

@@ -109,7 +109,7 @@ class KeyExchange:
             *parts: ``[rows, b, 1, dim]`` each, as :meth:`gather` takes them.
 
         Returns:
-            What takes the key's place among the core attention's arguments, if it is in one part.
+            The argument of the core attention in the key's place, if the key is in one part.
         """
         self._pending = [self.gather(part) for part in parts]
         return self._pending[0].started

@@ -18,7 +18,7 @@ _Function = Callable[..., Any]
 
 _CUDA = "torch.cuda."
 _PREFIXES = {"cpu": "torch.", "npu": "torch.npu."}
-"""What names of types begin with, by the type of their device."""
+"""Prefixes of the names of types, by the type of their device."""
 
 
 class _TypeName(str):

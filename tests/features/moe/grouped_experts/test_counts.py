@@ -52,7 +52,7 @@ def told(experts: Any) -> Dispatcher:
 
 
 def passed(dispatcher: Dispatcher) -> Any:
-    """What the experts get."""
+    """The argument that the experts get."""
     dispatcher.tokens_per_expert = dispatcher.preprocess(torch.empty(6, 4))
     rows, given, probs = dispatcher.dispatch_postprocess("rows", "probs")
     assert (rows, probs) == ("rows", "probs")

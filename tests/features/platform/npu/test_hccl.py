@@ -1,4 +1,4 @@
-"""What HCCL does not take, on tensors of the host that say that they are an NPU's."""
+"""Calls that HCCL refuses, on tensors of the host that say that they are an NPU's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CPUs and NPUs have in the place of CUDA's names and kernels."""
+"""Functions of CPUs and NPUs in the place of CUDA's names and kernels."""
 
 from __future__ import annotations
 
