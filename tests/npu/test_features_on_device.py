@@ -121,9 +121,18 @@ def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dic
 
 
 def rows() -> list[Any]:
-    """One row for each case and precision; fp32 with the long tests."""
+    """One row for each case and precision; fp32 with the long tests.
+
+    Rows of one group share their jobs, which run in one of pytest's processes.
+    """
+    long = {"bf16": [], "fp32": [pytest.mark.full]}
     return [
-        pytest.param(ranks, precision, name, marks=[pytest.mark.full] if precision == "fp32" else [])
+        pytest.param(
+            ranks,
+            precision,
+            name,
+            marks=[pytest.mark.xdist_group(f"{precision} on {ranks}"), *long[precision]],
+        )
         for precision in BOUNDS
         for ranks, cases in CASES.items()
         for name in cases
