@@ -26,6 +26,7 @@ class Operator:
 
 
 _INDEXER, _ATTENTION = "Lightning Indexer", "sparse flash attention"
+_DENSE_PARTS = "dense latent attention"
 _LOSS, _DENSE_LOSS = "indexer loss, sparse", "indexer loss, dense (warm-up)"
 _EXPERTS, _PERMUTE, _LINEAR = "grouped experts", "permutation of tokens", "tensor parallel linear layers"
 
@@ -59,6 +60,18 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator("npu_fusion_attention", "dense attention", V7_1),
     Operator("npu_fusion_attention_grad", "dense attention", V7_1),
+    Operator(
+        "npu_fusion_attention_v2",
+        _DENSE_PARTS,
+        V7_1,
+        ("aclnnFlashAttentionVarLenScoreV3", "aclnnFlashAttentionScoreV4"),
+    ),
+    Operator(
+        "npu_fusion_attention_grad_v2",
+        _DENSE_PARTS,
+        V7_1,
+        ("aclnnFlashAttentionUnpaddingScoreGradV3", "aclnnFlashAttentionScoreGradV4"),
+    ),
     Operator(
         "npu_grouped_matmul",
         _EXPERTS,

@@ -154,6 +154,97 @@ def _masked(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, spars
     return scores.masked_fill(mask.bool(), -torch.inf)
 
 
+def npu_fusion_attention_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    scale: float = 1.0,
+    **more: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    """Sequences of one length whose rotary parts are apart, the only form that is called here."""
+    wide, options = _in_one_piece(query, key, value, input_layout, **more)
+    out, maximum, total, *rest = npu_fusion_attention(*wide, head_num, "BSND", scale=scale, **options)
+    calls[-1] = ("npu_fusion_attention_v2", *calls[-1][1:])
+    # [N, T, 8] in memory by default, of shape [T, N, 8].
+    maximum, total = (
+        one.transpose(0, 1).contiguous().view(len(query), head_num, 8) for one in (maximum, total)
+    )
+    return out.flatten(0, 1), maximum, total, *rest  # type: ignore[return-value]
+
+
+def npu_fusion_attention_grad_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    attention_in: Tensor,
+    scale_value: float = 1.0,
+    **more: Any,
+) -> tuple[Tensor | None, ...]:
+    wide, options = _in_one_piece(query, key, value, input_layout, **more)
+    batch, rows, _, dim = wide[0].shape
+    for one in (softmax_max, softmax_sum):
+        assert (one.shape, one.dtype, one.is_contiguous()) == ((len(query), head_num, 8), torch.float32, True)
+    maximum, total = (
+        one.view(head_num, batch, rows, 8).transpose(0, 1).contiguous() for one in (softmax_max, softmax_sum)
+    )
+    gradients = npu_fusion_attention_grad(
+        *wide,
+        dy.unflatten(0, (batch, rows)),
+        head_num,
+        "BSND",
+        softmax_max=maximum,
+        softmax_sum=total,
+        attention_in=attention_in.unflatten(0, (batch, rows)),
+        scale_value=scale_value,
+        **options,
+    )
+    calls[-1] = ("npu_fusion_attention_grad_v2", *calls[-1][1:])
+    sizes = [query.shape[2], dim - query.shape[2]]
+    parts = [part for one in gradients[:2] for part in one.split(sizes, dim=-1)]
+    of_query, of_query_rope, of_key, of_key_rope = (one.flatten(0, 1).contiguous() for one in parts)
+    return of_query, of_key, gradients[2].flatten(0, 1), None, of_query_rope, of_key_rope, torch.empty(0)
+
+
+def _in_one_piece(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: str,
+    *,
+    atten_mask: Tensor,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    actual_seq_qlen: list[int],
+    actual_seq_kvlen: list[int],
+    sparse_mode: int,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """``[b, rows, heads, dim]`` each; raises where the manual excludes a call with rotary parts."""
+    assert layout == "TND", "rotary parts are for TND only"
+    assert atten_mask is not None, "rotary parts want a mask"
+    parts = (query, key, value, query_rope, key_rope)
+    assert all(one.dtype == torch.bfloat16 and one.is_contiguous() for one in parts), "bfloat16 only"
+    assert all(one.shape[:2] == query.shape[:2] for one in parts)
+    dim, rope = query.shape[2], query_rope.shape[2]
+    assert (key.shape[2], key_rope.shape[2]) == (dim, rope)
+    assert dim % 8 == rope % 8 == 0
+    assert rope <= min(dim, value.shape[2])
+    assert dim >= value.shape[2]
+    rows = actual_seq_qlen[0]
+    assert actual_seq_qlen == actual_seq_kvlen == list(range(rows, len(query) + 1, rows))
+    wide = (torch.cat([query, query_rope], dim=-1), torch.cat([key, key_rope], dim=-1), value)
+    options = {"atten_mask": atten_mask, "sparse_mode": sparse_mode}
+    return [one.unflatten(0, (-1, rows)) for one in wide], options
+
+
 def _scores(
     name: str,
     query: Tensor,

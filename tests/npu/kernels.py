@@ -62,6 +62,12 @@ def register() -> None:
         small_kernels.npu_rotary_mul,
     ):
         _library.impl(kernel.__name__, _held_against_meta(kernel), "CPU")
+    for kernel in (
+        # torch_npu's shape functions know other layouts, and that of the gradient does not run.
+        dense_kernels.npu_fusion_attention_v2,
+        dense_kernels.npu_fusion_attention_grad_v2,
+    ):
+        _library.impl(kernel.__name__, kernel, "CPU")
     called = schemas.hold_calls()
 
 

@@ -11,7 +11,7 @@ from mindspeed_dsa.ops.npu import device as npu_device
 from tests.npu import dense_kernels
 from tests.npu.counting import counted
 from tests.ops import oracle
-from tests.ops.dense_cases import SHAPES, check
+from tests.ops.dense_cases import SHAPES, check, check_parts
 
 _meta_registrations = pytest.importorskip("torch_npu.op_plugin.meta._meta_registrations")
 
@@ -32,6 +32,33 @@ def test_parts_make_the_whole(dtype, shape):
     assert dense_kernels.calls == [
         (name, *size) for name in ("npu_fusion_attention", "npu_fusion_attention_grad") for size in sizes
     ]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rotary_parts_that_are_apart(batch):
+    """They are not put together; only what the operator does not take is."""
+    with counted(smallest_copy=40 * 6 * 8) as counts:
+        check_parts("npu", torch.bfloat16, batch)
+    names = ["npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"]
+    assert dense_kernels.calls == [(name, 40, 40) for name in names]
+    ours = [event for event in counts.copies if "dense_attention/backends.py" in event.where]
+    assert ours
+    assert not [event for event in ours if event.shape[-1] == 24], counts.told("copies")
+    dense_kernels.calls.clear()
+    check_parts("npu", torch.float32)
+    assert [name for name, *_ in dense_kernels.calls] == ["npu_fusion_attention", "npu_fusion_attention_grad"]
+
+
+def test_limits_of_parts_have_names(monkeypatch):
+    def refused(dtype=torch.bfloat16, dim=128, rope=64, value_dim=128):
+        return Npu().declines_parts("cpu", dtype, dim, rope, value_dim)
+
+    assert refused() is None
+    assert "in bfloat16 only" in refused(torch.float16)
+    for sizes in ({"dim": 132}, {"rope": 60}, {"rope": 136}, {"value_dim": 192}, {"value_dim": 32}):
+        assert "multiple of 8 dimensions" in refused(**sizes)
+    monkeypatch.setattr(npu_device, "takes_device", lambda device: False)
+    assert refused() == "it runs on NPU tensors only"
 
 
 def test_limits_have_names(monkeypatch):

@@ -33,6 +33,7 @@ CASES: dict[int, dict[str, str]] = {
         "not absorbed": "--use-dsa-absorb off",
         "fewer keys than operators take": "--dsa-indexer-topk 16",
         "dense attention": DENSE,
+        "dense attention in parts": f"{DENSE} --qk-head-dim 64 --v-head-dim 64",
         "fused operators": "--fused-operators all",
         "grouped experts": GROUPED,
         "linear cross entropy": "--fused-linear-cross-entropy",

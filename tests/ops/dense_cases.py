@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
+from mindspeed_dsa.ops.dense_attention import (
+    attention_of_parts,
+    attention_of_parts_backward,
+    dense_attention,
+    dense_attention_backward,
+)
 
 SCALE = 0.3
 
@@ -99,3 +104,25 @@ def assert_close(found: Tensor, right: Tensor, tolerance: float, what: str) -> N
     assert found.shape == right.shape, what
     error = (found.double() - right.double()).abs().max() / right.double().abs().max()
     assert error <= tolerance, f"{what}: {error}"
+
+
+def check_parts(backend: str, dtype: torch.dtype, batch: int = 1) -> None:
+    """Queries and keys whose rotary part is apart, 40 rows, against the whole in fp64."""
+    heads, plain, rope, value_dim = 6, 16, 8, 16
+    (query, key, value), grad = problem(dtype, Shape(batch, 40, heads, heads, plain + rope, value_dim))
+    parts = [*query.split([plain, rope], dim=-1), *key.split([plain, rope], dim=-1), value]
+    parts[3] = parts[3][:, :, :1]
+    leaves = [one.detach().double().requires_grad_() for one in parts]
+    expected = whole(
+        torch.cat(leaves[:2], dim=-1),
+        torch.cat([leaves[2], leaves[3].expand(-1, -1, heads, -1)], dim=-1),
+        leaves[4],
+    )
+    wanted = torch.autograd.grad(expected, leaves, grad.double())
+    out, statistics = attention_of_parts(*parts, SCALE, backend=backend)
+    assert out.dtype == dtype
+    assert_close(out, expected, TOLERANCES[dtype], "out")
+    found = attention_of_parts_backward(grad, *parts, out, statistics, SCALE, backend=backend)
+    names = ("query", "query_rope", "key", "key_rope", "value")
+    for one, right, name in zip(found, wanted, names, strict=True):
+        assert_close(one, right, TOLERANCES[dtype], f"gradient of {name}")

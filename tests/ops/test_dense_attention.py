@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from mindspeed_dsa.ops.backend import ShapeClass, calls
-from mindspeed_dsa.ops.dense_attention import dense_attention, dense_attention_backward
+from mindspeed_dsa.ops.dense_attention import (
+    attention_of_parts,
+    dense_attention,
+    dense_attention_backward,
+)
 from mindspeed_dsa.ops.dense_attention.backends import Cuda, DenseCall
-from tests.ops.dense_cases import SHAPES, TOLERANCES, assert_close, check, problem
+from tests.ops.dense_cases import SHAPES, TOLERANCES, assert_close, check, check_parts, problem
 
 BACKENDS = ("reference", "cpu")
 
@@ -20,6 +24,24 @@ def test_parts_make_the_whole(backend, dtype, shape):
     before = calls()["dense_attention", backend]
     check(backend, dtype, shape)
     assert calls()["dense_attention", backend] == before + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotary_parts_that_are_apart(backend, dtype):
+    check_parts(backend, dtype)
+
+
+def test_rotary_parts_that_do_not_fit_are_refused():
+    query, rope = torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 8)
+    for given, message in (
+        ((query, rope[:, :4], query, rope[:, :, :1], query), "query_rope must be"),
+        ((query, rope, query, rope, query), "key_rope must be"),
+        ((query, rope, query[:, :, :1], rope[:, :, :1], query), "key must be"),
+        ((query, rope.double(), query, rope[:, :, :1], query), "must have the dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention_of_parts(*given, 0.3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, choose, count_call, unless_empty
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, require
-from mindspeed_dsa.ops.dense_attention.backends import DenseAttention, DenseCall
+from mindspeed_dsa.ops.dense_attention.backends import DenseAttention, DenseCall, Npu, PartsCall
 from mindspeed_dsa.ops.precision import outside_autocast
 
 OPERATOR = "dense_attention"
@@ -104,7 +104,113 @@ def dense_attention_backward(
     return implementation.backward(call, grad_out, out, lse)
 
 
-def _implementation(query: Tensor, key: Tensor, value: Tensor, causal: bool, backend: str) -> DenseAttention:
+def takes_parts(plain: Tensor, rope: int, value_dim: int) -> bool:
+    """Return whether an operator takes queries and keys whose rotary part is apart, so that nobody joins it.
+
+    Args:
+        plain: queries without their rotary part, ``[..., dim]``; keys are as wide.
+        rope: width of that part.
+        value_dim: width of values.
+    """
+    return Npu().declines_parts(plain.device.type, plain.dtype, plain.shape[-1], rope, value_dim) is None
+
+
+@outside_autocast
+@torch.no_grad()
+def attention_of_parts(
+    query: Tensor,
+    query_rope: Tensor,
+    key: Tensor,
+    key_rope: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to keys whose rotary part is apart, as the query's; all of them, nothing is merged.
+
+    Scores are ``softmax_scale * (query . key + query_rope . key_rope)``. The operator that takes parts gets
+    them as they are (:func:`takes_parts`), the others get both put together.
+
+    Args:
+        query: ``[batch, rows, heads, dim]``.
+        query_rope: ``[batch, rows, heads, rope]``.
+        key: ``[batch, rows, heads, dim]``.
+        key_rope: ``[batch, rows, 1, rope]``, one for all heads.
+        value: ``[batch, rows, heads, value_dim]``.
+        softmax_scale: factor of the scores.
+        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        ``out`` ``[batch, rows, heads, value_dim]`` in the dtype of the query, and the statistics that
+        :func:`attention_of_parts_backward` gets, fp32 or wider, in an order that is the backend's.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    call = PartsCall(query, query_rope, key, key_rope, value, softmax_scale)
+    implementation = _implementation_of_parts(call, backend)
+    count_call(OPERATOR, implementation)
+    return implementation.forward_of_parts(call)
+
+
+@outside_autocast
+@torch.no_grad()
+def attention_of_parts_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    query_rope: Tensor,
+    key: Tensor,
+    key_rope: Tensor,
+    value: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    softmax_scale: float,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of :func:`attention_of_parts`.
+
+    Args:
+        grad_out: as ``out``.
+        query: as for :func:`attention_of_parts`, and so are the next four.
+        query_rope: rotary part of the query.
+        key: without its rotary part.
+        key_rope: rotary part of all heads' key.
+        value: of these keys.
+        out: result of :func:`attention_of_parts`, and so is the next one.
+        statistics: beside it.
+        softmax_scale: as in forward.
+        backend: as in forward.
+
+    Returns:
+        Gradients of query, query_rope, key, key_rope and value in their shapes, in the dtype of the query or
+        a wider one; that of ``key_rope`` is a sum over heads.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+        BackendUnavailable: the backend asked for cannot take the call.
+    """
+    call = PartsCall(query, query_rope, key, key_rope, value, softmax_scale)
+    return _implementation_of_parts(call, backend).backward_of_parts(call, grad_out, out, statistics)
+
+
+def _implementation_of_parts(call: PartsCall, backend: str) -> DenseAttention:
+    query, key, heads, rope = call.query, call.key, call.query.shape[2], call.query_rope.shape[-1]
+    for name, tensor, shape in (
+        ("query_rope", call.query_rope, (*query.shape[:3], None)),
+        ("key_rope", call.key_rope, (*key.shape[:2], 1, rope)),
+        ("key", key, (None, None, heads, None)),
+    ):
+        check_shape(OPERATOR, name, tensor, shape, f"[{', '.join(map(str, shape))}]")
+    check_float(OPERATOR, query=query, query_rope=call.query_rope, key_rope=call.key_rope)
+    return _implementation(query, key, call.value, True, backend, rope)
+
+
+def _implementation(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, backend: str, rope: int = 0
+) -> DenseAttention:
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
     check_heads(OPERATOR, "query", query)
     batch, rows, heads, dim = query.shape
@@ -121,6 +227,6 @@ def _implementation(query: Tensor, key: Tensor, value: Tensor, causal: bool, bac
         OPERATOR,
         f"causal rows come with as many keys, got {rows} rows and {keys} keys; cut them into parts",
     )
-    sizes = (("heads", heads), ("kv_heads", kv_heads), ("dim", dim), ("value_dim", value.shape[3]))
+    sizes = (("heads", heads), ("kv_heads", kv_heads), ("dim", dim + rope), ("value_dim", value.shape[3]))
     chosen: DenseAttention = choose(OPERATOR, backend, ShapeClass.of(query, *sizes))
     return unless_empty(OPERATOR, chosen, query, key, value)

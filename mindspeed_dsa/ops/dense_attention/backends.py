@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ _NPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_NPU_HEAD = 768
 _MOST_HEADS = 256
 _LAYOUT = "BSND"
+_IN_PARTS, _IN_PARTS_GRAD = "npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"
 # Row t sees keys 0 .. t; the mask is a corner of this size that the operator repeats.
 _LEFT_UP_CAUSAL, _MASK = 2, 2048
 # Maximum and sum of a row come in blocks of 32 bytes.
@@ -52,6 +54,33 @@ class DenseCall(Call):
     causal: bool
 
 
+@dataclass(frozen=True)
+class PartsCall(Call):
+    """Arguments of causal attention whose queries and keys have their rotary part apart, of checked shapes.
+
+    Attributes:
+        query: ``[batch, rows, heads, dim]``, any strides with contiguous last axis, without its rotary part.
+        query_rope: ``[batch, rows, heads, rope]``, likewise.
+        key: ``[batch, rows, heads, dim]``, likewise.
+        key_rope: ``[batch, rows, 1, rope]``, one for all heads.
+        value: ``[batch, rows, heads, value_dim]``, likewise.
+        softmax_scale: factor of the scores.
+    """
+
+    query: Tensor
+    query_rope: Tensor
+    key: Tensor
+    key_rope: Tensor
+    value: Tensor
+    softmax_scale: float
+
+    def whole(self) -> DenseCall:
+        """Return the same with queries and keys in one piece each."""
+        rope = self.key_rope.expand(-1, -1, self.key.shape[2], -1)
+        query, key = torch.cat([self.query, self.query_rope], dim=-1), torch.cat([self.key, rope], dim=-1)
+        return DenseCall(query, key, self.value, self.softmax_scale, causal=True)
+
+
 class DenseAttention(Backend):
     """Backend of dense attention: two functions of calls that have entries, but in the reference."""
 
@@ -64,6 +93,19 @@ class DenseAttention(Backend):
         self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what these keys add to the gradients of query, key and value."""
+
+    def forward_of_parts(self, call: PartsCall) -> tuple[Tensor, Tensor]:
+        """Return ``out`` and what :meth:`backward_of_parts` wants beside it."""
+        return self.forward(call.whole())
+
+    def backward_of_parts(
+        self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of the call's five tensors, in their order."""
+        of_query, of_key, of_value = self.backward(call.whole(), grad_out, out, statistics)
+        sizes = [call.query.shape[3], call.query_rope.shape[3]]
+        of_key, of_heads = of_key.split(sizes, dim=-1)
+        return *of_query.split(sizes, dim=-1), of_key, _summed(of_heads, 1), of_value
 
 
 class Reference(DenseAttention):
@@ -276,6 +318,80 @@ class Npu(DenseAttention):
         )
         grad_query, grad_key, grad_value = gradients[:3]
         return grad_query[..., : query.shape[3]], grad_key[..., : key.shape[3]], grad_value
+
+    def declines_parts(
+        self, device: str, dtype: torch.dtype, dim: int, rope: int, value_dim: int
+    ) -> str | None:
+        """Return why the operator cannot take a :class:`PartsCall` of these sizes as it is, or None."""
+        reason = unavailable(device, _IN_PARTS, _IN_PARTS_GRAD)
+        if reason is not None:
+            return reason
+        if dtype != torch.bfloat16:
+            return f"{_IN_PARTS} takes rotary parts in bfloat16 only"
+        if dim % _UNIT or rope % _UNIT or not rope <= value_dim <= dim:
+            return (
+                f"{_IN_PARTS} takes keys whose two parts have a multiple of {_UNIT} dimensions, and values "
+                "that are no narrower than the rotary part and no wider than the other one"
+            )
+        return None
+
+    def forward_of_parts(self, call: PartsCall) -> tuple[Tensor, Tensor]:
+        """Do as :class:`DenseAttention` says; the statistics are in the operator's own order."""
+        if self._declines(call):
+            return super().forward_of_parts(call)
+        operands, options = _npu_parts(call)
+        out, maximum, total, *_ = npu_op(_IN_PARTS)(
+            *operands, call.query.shape[2], "TND", scale=call.softmax_scale, **options
+        )
+        # In memory by rows or by heads, which releases say differently; backward gets them in the same order.
+        statistics = maximum[..., 0] + total[..., 0].log()
+        return out.view(*call.value.shape), statistics
+
+    def backward_of_parts(
+        self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Do as :class:`DenseAttention` says."""
+        if self._declines(call):
+            return super().backward_of_parts(call, grad_out, out, statistics)
+        operands, options = _npu_parts(call)
+        maximum = statistics[..., None].expand(-1, -1, _COPIES).contiguous()
+        gradients = npu_op(_IN_PARTS_GRAD)(
+            *operands,
+            grad_out.flatten(0, 1).contiguous(),
+            call.query.shape[2],
+            "TND",
+            softmax_max=maximum,
+            softmax_sum=torch.ones_like(maximum),
+            attention_in=out.flatten(0, 1).contiguous(),
+            scale_value=call.softmax_scale,
+            **options,
+        )
+        # [tokens, heads, dim] each; the fourth one is that of a bias.
+        query, key, value, query_rope, key_rope = (
+            gradients[at].unflatten(0, call.query.shape[:2]) for at in (0, 1, 2, 4, 5)
+        )
+        return query, query_rope, key, _summed(key_rope, 1), value
+
+    def _declines(self, call: PartsCall) -> bool:
+        like, sizes = call.query, (one.shape[3] for one in (call.query, call.query_rope, call.value))
+        return self.declines_parts(like.device.type, like.dtype, *sizes) is not None
+
+
+def _npu_parts(call: PartsCall) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return query, key and value ``[tokens, heads, dim]``, and what both directions get besides."""
+    batch, rows, heads = call.query.shape[:3]
+    operands = (call.query, call.key, call.value, call.query_rope, call.key_rope.expand(-1, -1, heads, -1))
+    query, key, value, query_rope, key_rope = (one.flatten(0, 1).contiguous() for one in operands)
+    ends = [rows * (number + 1) for number in range(batch)]
+    options = {
+        "query_rope": query_rope,
+        "key_rope": key_rope,
+        "atten_mask": _mask(query.device),
+        "actual_seq_qlen": ends,
+        "actual_seq_kvlen": ends,
+        "sparse_mode": _LEFT_UP_CAUSAL,
+    }
+    return [query, key, value], options
 
 
 def _npu_operands(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

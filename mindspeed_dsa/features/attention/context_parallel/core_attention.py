@@ -23,6 +23,11 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.attention.context_parallel.dense import DenseAttention, FromLatents, Payload
 from mindspeed_dsa.features.attention.context_parallel.feature import DEFAULT, NO_DEAL, Options
 from mindspeed_dsa.features.attention.context_parallel.head_exchange import HeadExchange
+from mindspeed_dsa.features.attention.context_parallel.query_parts import (
+    attend_in_parts,
+    beside_latents,
+    parts_of,
+)
 from mindspeed_dsa.features.attention.context_parallel.ring import (
     PackedRows,
     PayloadStrategy,
@@ -30,6 +35,7 @@ from mindspeed_dsa.features.attention.context_parallel.ring import (
     ring_attention,
 )
 from mindspeed_dsa.megatron.mla_projections import Projections, derived_by, plain_up_projection
+from mindspeed_dsa.ops.dense_attention import takes_parts
 from mindspeed_dsa.parallel.groups import subgroup
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -177,6 +183,9 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
         if value.dim() == 2:
             config = self.config
             expansion = FromLatents(query.size(2), config.kv_lora_rank, config.qk_head_dim)
+            key, query_rope = parts_of(config, query, key)
+            if query_rope is not None:
+                return attend_in_parts(plan.inner, query, query_rope, key, expansion, value).flatten(2)
             latents = Payload(key, expansion, (value,))
         elif query.dim() == 3:  # packed, without a batch
             query, key, value = (states.unsqueeze(1) for states in (query, key, value))
@@ -254,20 +263,22 @@ def _project(original: Callable[..., Any], context: Context[Options], results: i
         if plan.strategy is None and packed_seq_params is not None:
             return None
         projections = Projections(layer, context.megatron).on(packed_seq_params, hidden_states)
-        return query_and_latents(projections, hidden_states)[:results]
+        return query_and_latents(projections, hidden_states, plan.strategy is None)[:results]
 
     return derived_by(original, derive)
 
 
-def query_and_latents(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
+def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone: bool) -> tuple[Tensor, ...]:
     """Return the result of ``get_query_key_value_tensors``, with latents in place of keys.
 
     Args:
         projections: of an ``MLASelfAttention``.
         hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        is_alone: whether there is one context parallel rank.
 
     Returns:
-        query ``[s, b, heads, qk_head_dim + rope]``, latents and rotated key ``[s, b, 1, latent + rope]``, the
+        query ``[s, b, heads, qk_head_dim + rope]``, latents and rotated key ``[s, b, 1, latent + rope]``, on
+        one rank as :func:`.query_parts.beside_latents` has them where an operator takes parts, the
         up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, the latent query and the
         latent key-value (both parts of the sequence under sequence parallelism).
     """
@@ -281,8 +292,10 @@ def query_and_latents(projections: Projections, hidden_states: Tensor) -> tuple[
 
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor]:
         plain, rotary = projections.query_parts(latent_query)
-        key = projections.whole_latent_key(rotate, latent, rotary_key)
-        return torch.cat([plain, rotate(rotary)], dim=-1), key
+        rotary, key = rotate(rotary), projections.whole_latent_key(rotate, latent, rotary_key)
+        if is_alone and takes_parts(plain, rotary.size(-1), projections.layer.config.v_head_dim):
+            return beside_latents(plain, rotary, key)
+        return torch.cat([plain, rotary], dim=-1), key
 
     query, key = projections.recomputed_if_asked(derive, latent_query, latent, rotary_key)
     return query, key, weight, latent_query, latent

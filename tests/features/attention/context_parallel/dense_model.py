@@ -114,6 +114,31 @@ def step(
     return {**result, "calls": calls().total() - before}
 
 
+def step_in_parts(**arguments: Any) -> dict[str, Any]:
+    """As :func:`step` of latent attention on one context parallel rank, queries in two parts.
+
+    With it the width of each query that was attended to.
+    """
+    from mindspeed_dsa.features.attention.context_parallel import core_attention, query_parts
+
+    attended: list[int] = []
+    attend = query_parts.attention_of_parts
+
+    def noting(query: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        attended.append(query.size(-1))
+        return attend(query, *rest, **more)
+
+    with (
+        dense("latent", 1),
+        mock.patch.object(core_attention, "takes_parts", return_value=True),
+        mock.patch.object(query_parts, "attention_of_parts", noting),
+    ):
+        result = job.run(
+            switches("latent", 1, None, None), num_microbatches=2, micro_batch_size=2, **arguments
+        )
+    return {**result, "attended": attended}
+
+
 @contextlib.contextmanager
 def whole_keys_of_megatron(active: bool) -> Iterator[None]:
     """Latent attention expands keys and values for all heads, as Megatron does."""

@@ -87,6 +87,29 @@ def test_same_step_as_on_one_rank_in_other_layouts(pool, one_rank, attention, cp
     check(pool, one_rank, attention, cp, given)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "layout"),
+    [
+        ((), {}),
+        (("mla_up_proj",), {}),
+        pytest.param(("core_attn", "mla_up_proj"), {}, marks=pytest.mark.full),
+        pytest.param((), {"tp": 2}, marks=pytest.mark.full),
+    ],
+    ids=["alone", "recomputed projections", "recomputed", "TP2 and SP"],
+)
+def test_queries_in_two_parts_take_the_same_step(pool, one_rank, recompute, layout):
+    overrides = (
+        {"recompute_granularity": "selective", "recompute_modules": list(recompute)} if recompute else {}
+    )
+    ranks = pool.run(f"{CASES}:step_in_parts", layout.get("tp", 1), overrides=overrides, **layout)
+    expected = one_rank("latent")
+    for rank in ranks:
+        passes = 2 if "core_attn" in recompute else 1
+        assert rank["attended"] == [job.LATENT["qk_head_dim"]] * LAYERS * MICROBATCHES * passes
+        torch.testing.assert_close(rank["losses"], expected["losses"], rtol=1e-5, atol=0)
+    job.assert_same_gradients(job.put_together(ranks), expected["gradients"], rtol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("given_to_megatron", [False, True])
 def test_groups_of_the_hybrid(pool, given_to_megatron):
