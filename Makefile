@@ -16,6 +16,8 @@ NPU_TORCH := $(firstword $(subst .post, ,$(NPU_RELEASE)))
 NPU_TESTS := .venv-npu$(patsubst %,-%,$(filter-out $(NPU_NEWEST),$(NPU_RELEASE)))
 NPU_BIN := $(NPU_TESTS)/bin
 NPU_STAMP := $(NPU_TESTS)/.installed
+# The long cases as well, fp32 and every layout of Megatron-LM's script among them: make test-npu NPU_MARKS=
+NPU_MARKS ?= not full
 
 # On a device the environment is the user's, as it is: the active one, or make npu NPU_VENV=DIR.
 NPU_VENV ?=
@@ -98,7 +100,7 @@ $(NPU_STAMP): setup.py constraints.txt
 test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without an NPU (x86-64 Linux, gcc)
 	libraries=$$($(NPU_BIN)/python -m tests.npu.device.libraries) && \
 		LD_LIBRARY_PATH="$$libraries$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-		$(NPU_BIN)/python -m pytest $(XDIST) --dist loadgroup tests/npu $(ARGS)
+		$(NPU_BIN)/python -m pytest $(XDIST) --dist loadgroup -m "$(NPU_MARKS)" tests/npu $(ARGS)
 
 FRAMEWORKS := tests/hosts/frameworks/requirements.txt
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_dsa import features, platforms, session
 from tests.npu import device_jobs
 from tests.npu.device import launch
 
@@ -34,6 +35,7 @@ CASES: dict[int, dict[str, str]] = {
         "fewer keys than operators take": "--dsa-indexer-topk 16",
         "dense attention": DENSE,
         "dense attention in parts": f"{DENSE} --qk-head-dim 64 --v-head-dim 64",
+        "digests of weights": "--initial-weights-dir {folder}/digests",
         "fused operators": "--fused-operators all",
         "grouped experts": GROUPED,
         "linear cross entropy": "--fused-linear-cross-entropy",
@@ -69,6 +71,7 @@ CASES: dict[int, dict[str, str]] = {
         "FSDP2": "--use-torch-fsdp2 --fsdp2-shard-experts",
         "CoC": f"--use-ascend-coc --coc-parallel-num 2 {TP}",
         "MC2": f"--use-ascend-mc2 --hidden-size 256 {TP}",
+        "padded sequences": f"{CP} --seq-length 30",
         "blocks of rows": f"--cp-block-rows 4 {CP}",
         "transfers of experts behind products": f"--moe-alltoall-overlap-comm {EP}",
         "pairs": f"--moe-fb-overlap {EP} {WIDE}",
@@ -83,31 +86,50 @@ CASES: dict[int, dict[str, str]] = {
     },
 }
 """Flags by number of ranks and name."""
+ELSEWHERE = {
+    "moe-router-load-report": "test_pretrain_gpt.py",
+    "moe-expert-placement": "test_pretrain_gpt.py",
+    "step-metrics": "test_pretrain_gpt.py",
+    "whole-checkpoints": "test_pretrain_gpt.py",
+    "load-hf": "test_pretrain_gpt.py",
+    "save-hf": "test_pretrain_gpt.py",
+    "sft-prompts": "changes what a tokenizer returns, which no device sees",
+    "accept-mindspeed-flags": "changes the command line",
+    "flash-attention": "calls the operator of dense-context-parallel, for layers without latent attention",
+    "compile-regions": "the stand-in is a mode of dispatch, beside which torch compiles nothing",
+}
+"""Features without a case here: the test that trains with them, or why no device does."""
 BOUNDS = {"bf16": (2e-3, 2e-2), "fp32": (2e-5, 5e-4)}
 """How far a loss and a norm of gradients may lie from the CPU platform's, as a part of it."""
+LIMIT = 1200
+"""Seconds for all cases on one platform, which the first test of a group waits for."""
+
+
+def complete(flags: str, precision: str) -> str:
+    """A case's flags with those of its precision and, for sparse attention, of the fused operators."""
+    absorbed = "" if "--use-dsa-absorb" in flags or DENSE in flags else "--use-dsa-absorb on"
+    fused = "" if DENSE in flags else "--use-fused-dsa"
+    return " ".join((*(["--bf16"] if precision == "bf16" else []), fused, absorbed, flags))
 
 
 @functools.cache
 def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dict[str, dict[str, Any]]]:
     """What each rank says of each case."""
-    for platform_of in ("npu", "cpu"):
-        (folder / f"{platform_of}-{precision}").mkdir(exist_ok=True)
-    precisions = {"bf16": "--bf16", "fp32": ""}
+    own = folder / f"{platform}-{precision}-{ranks}"
+    own.mkdir()
     cases = []
     for name, flags in CASES[ranks].items():
-        given = flags.replace("{folder}", str(folder / f"{platform}-{precision}"))
+        given = flags.replace("{folder}", str(own))
         if platform == "cpu":  # where the same products have no operator that communicates
             given = given.replace("--use-ascend-mc2", "")
-        absorbed = "" if "--use-dsa-absorb" in flags or DENSE in flags else "--use-dsa-absorb on"
-        fused = "" if DENSE in flags else "--use-fused-dsa"
         if precision == "fp32" and "--reuse-fp32-param" in flags:
             continue
-        cases.append([name, " ".join((precisions[precision], fused, absorbed, given))])
+        cases.append([name, complete(given, precision)])
     done = launch.run(
         Path(device_jobs.__file__),
         [platform, json.dumps(cases)],
         ranks=ranks,
-        limit=1200,
+        limit=LIMIT,
         stand_in=platform == "npu",
     )
     found = []
@@ -147,6 +169,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cases")
 
 
+def test_every_feature_that_serves_npus_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "detect", lambda requested: "npu")
+    trained = set()
+    for flags in (flags for cases in CASES.values() for flags in cases.values()):
+        variant = [] if DENSE in flags else ["--experimental-attention-variant", "dsa"]
+        argv = [*device_jobs.MODEL.split(), *complete(flags, "bf16").split(), *variant]
+        _, active = session.resolve({}, argv, complete=False)
+        trained |= {feature.name for feature in active}
+    serving = {
+        feature.name
+        for feature in features.built_in()
+        if "npu" in (feature.requires.platforms or ("npu",)) and not feature.name.startswith("cpu-")
+    }
+    assert serving - trained == ELSEWHERE.keys()
+
+
+@pytest.mark.timeout(2 * LIMIT + 100)
 @pytest.mark.parametrize(("ranks", "precision", "name"), rows())
 def test_a_feature_trains_as_on_a_cpu(ranks: int, precision: str, name: str, folder: Path) -> None:
     found = results("npu", ranks, precision, folder)

@@ -6,35 +6,43 @@ which trains without a break.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
 
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import metrics
+from tests.matrix.hugging_face import DEEPSEEK, Model
 from tests.npu import pretrain_gpt
 from tests.npu.device import launch
 
-MODEL = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 4351
-    --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 1 --bf16
-    --transformer-impl local --no-persist-layer-norm --no-rope-fusion --position-embedding-type rope
+TRAINING = """
+    --mock-data --tokenizer-type NullTokenizer --seq-length 32 --micro-batch-size 1 --bf16
+    --transformer-impl local --use-fused-dsa --fused-operators all --moe-token-dispatcher-type alltoall
+    --lr 1e-3 --lr-decay-iters 10 --lr-warmup-iters 0 --split 80,10,10 --eval-iters 1 --eval-interval 2
+    --log-interval 1 --distributed-timeout-minutes 5
+"""
+MODEL = f"""
+    {TRAINING} --vocab-size 4351 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96
+    --max-position-embeddings 32 --no-persist-layer-norm --no-rope-fusion --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --multi-latent-attention --experimental-attention-variant dsa --q-lora-rank 32 --kv-lora-rank 512
     --qk-head-dim 16 --qk-pos-emb-head-dim 64 --v-head-dim 16 --dsa-indexer-n-heads 8
     --dsa-indexer-head-dim 128 --dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.01
     --dsa-indexer-use-sparse-loss --untie-embeddings-and-output-weights
-    --use-fused-dsa --use-dsa-absorb on --fused-operators all
-    --lr 1e-3 --lr-decay-iters 10 --lr-warmup-iters 0 --split 80,10,10 --eval-iters 1 --eval-interval 2
-    --log-interval 1 --distributed-timeout-minutes 5
+    --use-dsa-absorb on
 """
 EXPERTS = """
-    --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2
     --moe-grouped-gemm --moe-permute-fusion
 """
 PP2 = "--pipeline-model-parallel-size 2"
@@ -80,39 +88,109 @@ def rows() -> list[object]:
     ]
 
 
-def train(folder: Path, platform: str, release: str, name: str, *more: str):
-    """Losses by step and of evaluations."""
-    flags = [*MODEL.split(), *LAYOUTS[name].split(), *more, "--mindspeed-platform", platform]
+def train(folder: Path, platform: str, release: str, flags: Sequence[str], ranks: int = 2, note: str = ""):
+    """Train on all ranks of a layout.
+
+    Args:
+        folder: for the metrics.
+        platform: ``npu`` or ``cpu``.
+        release: of the checkout.
+        flags: the model's, the layout's and the job's.
+        ranks: number of processes.
+        note: tells the metrics of two jobs apart.
+
+    Returns:
+        Records by step; losses of evaluations by step; what was printed.
+    """
+    metrics_file = folder / f"{platform}{note}.jsonl"
+    given = [*flags, "--mindspeed-platform", platform, "--global-batch-size", "4"]
+    given += ["--train-iters", str(STEPS), "--step-metrics-file", str(metrics_file)]
     if platform == "cpu":
-        flags += ["--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"]
-    if "--num-layers" not in flags:
-        flags += ["--num-layers", "2"]
+        given += ["--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"]
     if Version(release) < Version("0.13"):  # its other format does not write with today's torch
-        flags += ["--ckpt-format", "torch"]
-    metrics_file = folder / f"{platform}-{len(more)}.jsonl"
-    flags += ["--global-batch-size", "4", "--train-iters", str(STEPS)]
-    flags += ["--step-metrics-file", str(metrics_file)]
-    script = Path(pretrain_gpt.__file__)
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in flags else "1"}
-    arguments = [checkouts()[release], *flags]
-    on_npu, ranks = platform == "npu", RANKS.get(name, 2)
-    done = launch.run(script, arguments, ranks=ranks, variables=variables, stand_in=on_npu)
+        given += ["--ckpt-format", "torch"]
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in given else "1"}
+    done = launch.run(
+        Path(pretrain_gpt.__file__),
+        [checkouts()[release], *given],
+        ranks=ranks,
+        variables=variables,
+        stand_in=platform == "npu",
+    )
     done.require_success()
     told = "".join(done.output)
-    return metrics.read(metrics_file), {int(step): float(loss) for step, loss in EVALUATION.findall(told)}
+    evaluated = {int(step): float(loss) for step, loss in EVALUATION.findall(told)}
+    return metrics.read(metrics_file), evaluated, told
+
+
+def require_equal(steps: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]]) -> None:
+    """Compare losses and norms of the first steps."""
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    for got, wanted in zip(steps, expected, strict=True):
+        assert got["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=BOUND)
+        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=2e-2)
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("release", "name"), rows())
 def test_a_layout_trains_saves_and_resumes(release: str, name: str, tmp_path: Path) -> None:
-    expected, validated = train(tmp_path, "cpu", release, name)
-    saved = str(tmp_path / "saved")
+    flags = [*MODEL.split(), *LAYOUTS[name].split()]
+    if "--num-layers" not in flags:
+        flags += ["--num-layers", "2"]
+    ranks, saved = RANKS.get(name, 2), str(tmp_path / "saved")
     until = ["--exit-interval", "2", "--save", saved, "--save-interval", "2"]
-    first, evaluated = train(tmp_path, "npu", release, name, *until)
-    second, _ = train(tmp_path, "npu", release, name, "--load", saved)
-    steps = [*first, *second]
-    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
-    for got, wanted in zip(steps, expected, strict=True):
-        assert got["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=BOUND)
-        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=2e-2)
+    expected, validated, _ = train(tmp_path, "cpu", release, flags, ranks)
+    first, evaluated, _ = train(tmp_path, "npu", release, [*flags, *until], ranks, "-first")
+    second, _, _ = train(tmp_path, "npu", release, [*flags, "--load", saved], ranks, "-second")
+    require_equal([*first, *second], expected)
     assert evaluated[2] == pytest.approx(validated[2], rel=BOUND)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("release", [row.values[0] for row in rows()[:: len(LAYOUTS)]])
+def test_files_of_a_job(release: str, tmp_path: Path) -> None:
+    """A job begins with Hugging Face's files, and writes them, checkpoints and reports on the device."""
+    if not release:
+        pytest.skip("MEGATRON_LM names no checkout")
+    if Version(release) < Version("0.13"):
+        pytest.skip("--save-hf needs torch_dist, which this release does not write with today's torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    # Mock tokens are below it, and it is a multiple of 128 for each of two ranks.
+    theirs = Model(DEEPSEEK, 2).theirs(vocab_size=4352, num_nextn_predict_layers=0)
+    theirs.save_pretrained(tmp_path / "model")
+    own = weights_flags(tmp_path / "model")
+    own[own.index("--vocab-size") + 1] = "4351"  # the tokenizer has one more, the end of a document
+    flags = [
+        *own,
+        *TRAINING.split(),
+        "--expert-model-parallel-size",
+        "2",
+        "--load-hf",
+        str(tmp_path / "model"),
+    ]
+
+    saved, written, load = (tmp_path / each for each in ("saved", "written", "load"))
+    keeping = f"--save {saved} --save-interval 2 --whole-checkpoints --moe-router-load-report {load}".split()
+    digests = [f"--initial-weights-dir={tmp_path / each}" for each in ("cpu", "npu")]
+    expected, _, _ = train(tmp_path, "cpu", release, [*flags, digests[0]])
+    until = [*keeping, digests[1], "--exit-interval", "2"]
+    first, _, _ = train(tmp_path, "npu", release, [*flags, *until], note="-first")
+    going_on = [*keeping, "--load", str(saved), "--moe-expert-placement", "auto", "--save-hf", str(written)]
+    second, _, told = train(tmp_path, "npu", release, [*flags, *going_on], note="-second")
+    require_equal([*first, *second], expected)
+    assert "--load-hf is not read" in told
+    for digest in (tmp_path / "cpu").iterdir():
+        assert digest.read_text() == (tmp_path / "npu" / digest.name).read_text()
+    assert [json.loads(line)["step"] for line in (load / "expert_load.jsonl").open()] == [1, 2, 3, 4]
+    _, found = transformers.AutoModelForCausalLM.from_pretrained(
+        written / "iter_0000004", output_loading_info=True
+    )
+    assert not any(found.values()), found
+
+
+def weights_flags(model: Path) -> list[str]:
+    """What ``python -m mindspeed_dsa weights flags`` prints of a model."""
+    command = [sys.executable, "-m", "mindspeed_dsa", "weights", "flags", str(model)]
+    return shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
