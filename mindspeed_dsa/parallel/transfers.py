@@ -46,6 +46,18 @@ class Pending:
         return self.result
 
 
+def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
+    """Return ranges of rows that are sent one by one: in order, as large but for one row, never an empty one.
+
+    Args:
+        rows: how many there are.
+        chunks: how many ranges are wanted; fewer where there are fewer rows.
+    """
+    chunks = max(1, min(chunks, rows))
+    edges = [rows * index // chunks for index in range(chunks + 1)]
+    return [(edges[index], edges[index + 1]) for index in range(chunks)]
+
+
 def pass_on(tensor: Tensor, group: Any, tag: int = 0, what: str = "") -> Pending:
     """Start to send a tensor to the next rank and to receive the previous rank's, of the same size.
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_dsa.features.tensor_parallel.overlap.chunked import bounds
 from mindspeed_dsa.parallel import collectives
+from mindspeed_dsa.parallel.transfers import bounds
 
 COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all_single", "all_reduce")
 

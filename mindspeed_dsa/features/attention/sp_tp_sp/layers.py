@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed_dsa.feature import Context, Megatron
+from mindspeed_dsa.features.attention.sp_tp_sp.pieces import project_as_they_arrive
 from mindspeed_dsa.megatron.local_modules import DuplicatedLinear
 from mindspeed_dsa.megatron.mla_projections import Projections
-from mindspeed_dsa.parallel.all_to_all import start
 from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -46,11 +46,11 @@ class OutputProjection(WholeLinear):
 
     def forward(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
         """Project ``[s, b, heads / t * dim]``, all rows, to ``[s / t, b, hidden]``, and the bias, if any."""
-        ranks = self.group.size()
-        # Rows lie by the rank that gets them; what arrives, [t, s / t, b, heads / t * dim], by heads.
         with named("output of attention"):
-            arrived = start(heads, None, None, self.group).wait().unflatten(0, (ranks, -1))
-        return super().forward(arrived.movedim(0, 2).flatten(2))
+            output = project_as_they_arrive(heads, self.weight, self.group)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
 
 
 @cache

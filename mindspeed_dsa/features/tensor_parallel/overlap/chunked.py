@@ -20,24 +20,12 @@ from torch import Tensor
 
 from mindspeed_dsa.parallel.collectives import exchange, reduce_scatter_tensor
 from mindspeed_dsa.parallel.names import named
-from mindspeed_dsa.parallel.transfers import Pending
+from mindspeed_dsa.parallel.transfers import Pending, bounds
 
 Allocate = Callable[[list[int]], Tensor]
 """Memory of a given shape."""
 _ROWS, _SUM = "rows of a linear layer", "sum of a linear layer"
 """Names of the collectives."""
-
-
-def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
-    """Return ranges of rows, in order, whose sizes differ by one at most; never an empty one.
-
-    Args:
-        rows: how many there are.
-        chunks: how many ranges are wanted; fewer where there are fewer rows.
-    """
-    chunks = max(1, min(chunks, rows))
-    edges = [rows * index // chunks for index in range(chunks + 1)]
-    return [(edges[index], edges[index + 1]) for index in range(chunks)]
 
 
 class Gather:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ ON = {"mla_sp_tp_sp": True}
 
 
 def facts(**arguments: Any) -> dict[str, Any]:
-    """A step, and what one layer is made of."""
+    """A step in pieces of rows, and what one layer is made of."""
+    from mindspeed_dsa.features.attention.sp_tp_sp import pieces
     from mindspeed_dsa.features.attention.sp_tp_sp.layers import OutputProjection
 
     layers: list[Any] = []
@@ -36,7 +38,8 @@ def facts(**arguments: Any) -> dict[str, Any]:
 
     OutputProjection.forward = told
     try:
-        result = dense_model.step("latent", more=ON, **arguments)
+        with mock.patch.object(pieces, "LEAST_TOKENS", 1):
+            result = dense_model.step("latent", more=ON, **arguments)
     finally:
         dense_model.gpt_model, OutputProjection.forward = build, forward
     attention = layers[0].self_attention

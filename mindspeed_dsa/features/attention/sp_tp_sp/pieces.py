@@ -1,0 +1,113 @@
+"""Product of heads that travel to the ranks of their rows, one piece of the rows after the other.
+
+A piece is the same range of every rank's own rows, with all heads: each number of the output is one sum over
+all of these, as it is of one product, and the weight's gradient is one product of all rows. Pieces of heads
+would be added up in the output's dtype, 16 bits as a rule.
+
+Forward multiplies a piece while the next one travels. Backward sends a piece's gradient while it makes the
+next one, and computes the weight's gradient before it waits for any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mindspeed_dsa.parallel.all_to_all import InFlight
+from mindspeed_dsa.parallel.transfers import Pending, bounds
+from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, deferred_gradient_of
+
+MOST_PIECES = 4
+LEAST_TOKENS = 256
+"""Tokens of a piece: a device multiplies fewer of them in no less time."""
+
+
+def project_as_they_arrive(heads: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange heads for rows, and project these.
+
+    Args:
+        heads: ``[s, b, heads / t * dim]``, all rows of the rank's heads; ``s`` is a multiple of ``t``.
+        weight: ``[hidden, heads * dim]``, the parameter, of the same dtype.
+        group: of the ``t`` ranks, which all call this.
+
+    Returns:
+        ``[s / t, b, hidden]``, the rank's own rows.
+    """
+    deferred = deferred_gradient_of(weight)
+    source = weight if deferred is None else deferred.edge
+    output: Tensor = _Projection.apply(heads, source, deferred, InFlight(None, None, group), group)
+    return output
+
+
+def pieces_of(rows: int, batch: int) -> list[tuple[int, int]]:
+    """Return the ranges of ``rows``, each of ``batch`` tokens, that travel one by one."""
+    return bounds(rows, min(MOST_PIECES, rows * batch // LEAST_TOKENS))
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        heads: Tensor,
+        source: Tensor,
+        deferred: DeferredGradient | None,
+        flight: InFlight,
+        group: ProcessGroup,
+    ) -> Tensor:
+        weight = source if deferred is None else deferred.weight
+        ranks = group.size()
+        by_rank = heads.unflatten(0, (ranks, -1))  # [t, s / t, b, heads / t * dim]
+        _, count, batch, width = by_rank.shape
+        pieces = pieces_of(count, batch)
+
+        def launch(piece: tuple[int, int]) -> Pending:
+            return flight.send(by_rank[:, slice(*piece)].flatten(0, 1))
+
+        rows = heads.new_empty(count, batch, ranks * width)
+        output = heads.new_empty(count, batch, weight.size(0))
+        following = launch(pieces[0])
+        for number, (first, end) in enumerate(pieces):
+            arriving = following
+            if number + 1 < len(pieces):
+                following = launch(pieces[number + 1])
+            arrived = arriving.wait().unflatten(0, (ranks, -1))  # by the rank whose heads they are
+            rows[first:end].unflatten(-1, (ranks, width)).copy_(arrived.movedim(0, 2))
+            torch.mm(rows[first:end].flatten(0, 1), weight.t(), out=output[first:end].flatten(0, 1))
+        ctx.learns = weight.requires_grad
+        ctx.save_for_backward(weight, *([rows] if ctx.learns else []))
+        ctx.deferred, ctx.flight, ctx.ranks, ctx.pieces = deferred, flight, ranks, pieces
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *rows = ctx.saved_tensors
+        ranks, batch = ctx.ranks, grad_output.size(1)
+        flat = grad_output.flatten(0, 1).contiguous()
+        under_way = []
+        for first, end in ctx.pieces if ctx.needs_input_grad[0] else ():
+            piece = torch.mm(flat[first * batch : end * batch], weight)
+            by_rank = piece.view(end - first, batch, ranks, -1).movedim(2, 0)
+            under_way.append(ctx.flight.send(by_rank.flatten(0, 1), reverse=True))
+        grad_source = _gradient_of_weight(ctx.deferred, flat, rows[0].flatten(0, 1)) if ctx.learns else None
+        parts = [pending.wait().unflatten(0, (ranks, -1)) for pending in under_way]
+        if not parts:
+            return None, grad_source, None, None, None
+        grad_heads = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return grad_heads.flatten(0, 1), grad_source, None, None, None
+
+
+def _gradient_of_weight(deferred: DeferredGradient | None, grad_output: Tensor, rows: Tensor) -> Tensor:
+    """Return the weight's gradient, or ``[0]`` where it is left for later."""
+
+    def gradient() -> Tensor:
+        return torch.mm(grad_output.t(), rows)
+
+    if deferred is None:
+        return gradient()
+    token: Tensor = deferred.defer(gradient, (rows, grad_output))
+    return token

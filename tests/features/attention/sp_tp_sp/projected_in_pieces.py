@@ -1,0 +1,125 @@
+"""What runs inside the pool's workers: output projections in pieces, and behind a whole all-to-all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed_dsa.features.attention.sp_tp_sp import pieces
+from mindspeed_dsa.features.attention.sp_tp_sp.layers import OutputProjection, WholeLinear
+from mindspeed_dsa.parallel.all_to_all import start
+from mindspeed_dsa.parallel.weight_gradients import Queued, queue_gradients
+from tests.support import moe
+
+HIDDEN, WIDTH = 40, 24
+"""Widths of hidden states, and of a rank's heads together."""
+
+
+def beside_whole(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Outputs, gradients and events of each run, in pieces and behind the whole all-to-all."""
+    return [{"ours": _run(OutputProjection, **run), "theirs": _run(_Behind, **run)} for run in runs]
+
+
+class _Behind(OutputProjection):
+    """Output projection that waits for all rows of all heads."""
+
+    def forward(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
+        arrived = start(heads, None, None, self.group).wait().unflatten(0, (self.group.size(), -1))
+        return WholeLinear.forward(self, arrived.movedim(0, 2).flatten(2))
+
+
+def _run(
+    kind: Any,
+    rows: int,
+    batch: int = 1,
+    pieces_wanted: int = 4,
+    dtype: str = "float32",
+    frozen: bool = False,
+    first: bool = False,
+    queued: bool = False,
+    bias: bool = False,
+    graph: bool = True,
+) -> dict[str, Any]:
+    """Two microbatches forward, then their backward.
+
+    Args:
+        kind: of the projection.
+        rows: of this rank.
+        batch: sequences.
+        pieces_wanted: that the rows are cut in.
+        dtype: of everything.
+        frozen: the weight does not learn.
+        first: the heads need no gradient.
+        queued: the weight's gradient is computed after backward.
+        bias: it is added here.
+        graph: without, forward alone.
+    """
+    config = SimpleNamespace(
+        params_dtype=getattr(torch, dtype),
+        use_cpu_initialization=True,
+        perform_initialization=True,
+        sequence_parallel=True,
+    )
+    noise, ranks = torch.Generator().manual_seed(7), dist.get_world_size()
+
+    def fill(tensor: Tensor) -> None:
+        tensor.copy_(torch.randn(tensor.shape, generator=noise) / 8)
+
+    layer = kind(ranks * WIDTH, HIDDEN, config=config, init_method=fill, bias=bias, skip_bias_add=not bias)
+    layer.group = dist.group.WORLD
+    layer.weight.requires_grad_(not frozen)
+    if bias:
+        torch.nn.init.constant_(layer.bias, 0.5)
+    mine = torch.Generator().manual_seed(dist.get_rank())
+    shape = (ranks * rows, batch, WIDTH)
+    heads = [
+        torch.randn(shape, generator=mine).to(config.params_dtype).requires_grad_(not first) for _ in range(2)
+    ]
+    queue: list[Queued] = []
+    with (
+        _events() as events,
+        mock.patch.multiple(pieces, MOST_PIECES=pieces_wanted, LEAST_TOKENS=1),
+        torch.set_grad_enabled(graph),
+    ):
+        with queue_gradients([layer.weight], queue) if queued else contextlib.nullcontext():
+            outputs = [layer(each)[0] for each in heads]
+        found: dict[str, Any] = {"forward": list(events)}
+        events.clear()
+        if graph and (not frozen or not first):
+            sum((output.float() ** 2).sum() for output in outputs).backward()
+        found["backward"] = list(events)
+    left = [each.gradient() for each in queue]
+    if left:
+        assert layer.weight.grad is None
+        layer.weight.grad = sum(reversed(left))
+    gradients = [*(each.grad for each in heads), *(each.grad for each in layer.parameters())]
+    found["values"] = [*(output.detach() for output in outputs), *gradients]
+    return found
+
+
+class _Products(TorchDispatchMode):
+    """Note products of matrices among other events."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self._events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _events() -> Iterator[list[str]]:
+    """Launches and waits of transfers, and products."""
+    with moe.transfers() as events, _Products(events):
+        yield events
