@@ -79,7 +79,7 @@ CASES: dict[int, dict[str, str]] = {
         "balanced experts": f"--balanced-moe-experts --balanced-moe-hot-expert-num 1 {EP}",
         "experts of tensor ranks": f"--moe-tp-extend-ep {TP}",
         "dense CP2": f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
-        "SP-TP-SP": f"--mla-sp-tp-sp {DENSE} {TP}",
+        "SP-TP-SP": f"--mla-sp-tp-sp {DENSE} {TP} --seq-length 1024",  # in two pieces of rows
         "split backward": f"--split-backward {PP}",
         "recompute in bubbles": f"--recompute-in-bubble {SELECTIVE} --recompute-modules core_attn {PP}",
         "DualPipeV": f"--schedules-method dualpipev --num-layers 4 {PP} {WIDE}",

@@ -40,7 +40,7 @@ def check_sp_tp_sp(args: Any, options: Any) -> Sequence[str]:
 
 FEATURE = Feature(
     name="mla-sp-tp-sp",
-    summary="Latent attention by rows, by heads and by rows again: an all-to-all and a whole output "
+    summary="Latent attention by rows, by heads and by rows again: an all-to-all behind a whole output "
     "projection in place of a reduce-scatter.",
     flags=(
         Flag(
