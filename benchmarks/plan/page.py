@@ -1,13 +1,13 @@
-"""The page's plan of DeepSeek-V3.2 on 512 devices, what each feature changes in it, and its picture.
+"""Plans of pages: DeepSeek-V3.2 and GLM-5.2 on 512 devices, what each feature changes, and a picture.
 
-``python -m benchmarks.plan.page`` writes both into ``docs/``.
+``python -m benchmarks.plan.page`` writes them into ``docs/``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_dsa.tools.planner import arguments, plan, report, search, timing
+from mindspeed_dsa.tools.planner import arguments, command_lines, differences, picture, plan, timing
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
@@ -18,7 +18,7 @@ FLAGS = (
     "pretrain_gpt.py --seq-length 4096 --micro-batch-size 1 --global-batch-size 8192 --bf16 "
     "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 8 "
     "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--moe-grouped-gemm --use-fused-dsa --dsa-indexer-loss-coeff 0.01"
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --use-fused-dsa --dsa-indexer-loss-coeff 0.01"
 )
 FITTING = (
     "--moe-permute-fusion --recompute-activation-function --recompute-norm --swap-optimizer "
@@ -54,10 +54,35 @@ FEATURES = (
 )
 
 
-def planned(more: str = "") -> Plan:
+GLM = (
+    "pretrain_gpt.py --seq-length 8192 --micro-batch-size 1 --global-batch-size 2048 --bf16 --use-fused-dsa "
+    "--dsa-model glm-5.2 --dsa-indexer-loss-coeff 0.01 --dsa-indexer-use-sparse-loss "
+    "--use-distributed-optimizer --pipeline-model-parallel-size 8 --decoder-first-pipeline-num-layers 2 "
+    "--decoder-last-pipeline-num-layers 4 --expert-model-parallel-size 16 --context-parallel-size 8 "
+    "--moe-token-dispatcher-type alltoall --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1"
+)
+
+
+def planned(more: str = "", flags: str = FLAGS, model: str = MODEL) -> Plan:
     """With more flags."""
-    job = arguments.job_of(f"{FLAGS} {more}".split(), DEVICES, MODEL)
+    job = arguments.job_of(f"{flags} {more}".split(), DEVICES, model)
     return plan.make(job, timing.device(DEVICE))
+
+
+def blocks() -> dict[str, list[str]]:
+    """Generated blocks by page, in the order in which the page has them."""
+    glm = f"{command(GLM, 'glm-5.2')}\n\n{_sentence(planned('', GLM, 'glm-5.2'))}\n"
+    return {"planner.md": [f"{command(FLAGS, MODEL)}\n\n{tables()}\n", glm], "glm-5.md": [glm]}
+
+
+def command(flags: str, model: str) -> str:
+    """The command that makes a plan, as a block of a page."""
+    own = f"python -m mindspeed_dsa plan --config {model} --devices {DEVICES} --device {DEVICE} --".split()
+    script, *words = flags.split()
+    lines = command_lines.shown([*own[:-1], f"-- {script}", *words], indent="")
+    text = "\n".join(lines).replace(f"'-- {script}'", f"-- {script}")
+    return f"```\n{text}\n```"
 
 
 def tables() -> str:
@@ -67,7 +92,7 @@ def tables() -> str:
     lines += ["| With | Memory [GiB] | Host [GiB] | Step [s] | Mostly |", "| --- | --- | --- | --- | --- |"]
     for flags in FEATURES:
         after = planned(flags)
-        found = search.difference(flags, before, after)
+        found = differences.difference(flags, before, after)
         moved = max({**found.memory, "": 0.0}.items(), key=lambda each: abs(each[1]))
         slower = max(found.seconds.items(), key=lambda each: abs(each[1]))
         mostly = f"{moved[0]} {moved[1] / GIB:+.1f} GiB" if abs(moved[1]) > 0.05 * GIB else ""
@@ -79,21 +104,29 @@ def tables() -> str:
 
 
 def _sentence(found: Plan) -> str:
-    verdict = "fits" if found.fits else "does not fit"
     return (
-        f"{found.job.layout}: {found.worst.total / GIB:.0f} GiB on pipeline rank {found.worst.rank}, which "
-        f"{verdict} {found.device.memory:g} GiB; {found.time.total:.1f} s a step, "
+        f"{found.job.layout}: {found.verdict}, {found.worst.total / GIB:.0f} GiB on pipeline rank "
+        f"{found.worst.rank} of {found.device.memory:g}; {found.time.total:.1f} s a step, "
         f"{found.tokens_per_second:,.0f} tokens/s, {found.utilisation():.0%} of the devices' FLOPs, limited "
         f"by {found.time.limit}."
     )
 
 
+def filled(text: str, wanted: list[str]) -> str:
+    """A page's text with its marked blocks replaced."""
+    head, *rest = text.split(BEGIN)
+    if len(rest) != len(wanted):
+        raise ValueError(f"{len(rest)} blocks are marked, and there are {len(wanted)}")
+    parts = (f"{BEGIN}{own}{END}{after.partition(END)[2]}" for own, after in zip(wanted, rest, strict=True))
+    return "".join([head, *parts])
+
+
 def write() -> None:
-    """Page and picture."""
-    page = DOCS / "planner.md"
-    head, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    page.write_text(f"{head}{BEGIN}{tables()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    report.draw(DOCS / "images" / "plan-deepseek-v3.2.png", planned(FITTING))
+    """Pages and picture."""
+    for name, wanted in blocks().items():
+        page = DOCS / name
+        page.write_text(filled(page.read_text(encoding="utf-8"), wanted), encoding="utf-8")
+    picture.draw(DOCS / "images" / "plan-deepseek-v3.2.png", planned(FITTING))
 
 
 if __name__ == "__main__":

@@ -33,16 +33,22 @@ _DEEPSEEK: dict[str, Any] = {
     "dsa_indexer_k_norm_epsilon": 1e-6,
 }
 _GLM = _DEEPSEEK | {"dsa_indexer_rope_interleaved": True, "dsa_indexer_rotate_activation": False}
+_GLM_SHARED = _GLM | {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3}
+_GLM_SIZES = SIZES | {"dsa_indexer_n_heads": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": _DEEPSEEK,
     "glm-5": _GLM,
-    "glm-5.2": _GLM | {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3},
+    "glm-5.1": _GLM,
+    "glm-5.2": _GLM_SHARED,
+    "glm-5.3": _GLM_SHARED,
 }
 """Fields of the indexer by model, as its publisher's code and configuration have them."""
 MODEL_SIZES = {
     "deepseek-v3.2": SIZES,
-    "glm-5": SIZES | {"dsa_indexer_n_heads": 32},
-    "glm-5.2": SIZES | {"dsa_indexer_n_heads": 32},
+    "glm-5": _GLM_SIZES,
+    "glm-5.1": _GLM_SIZES,
+    "glm-5.2": _GLM_SIZES,
+    "glm-5.3": _GLM_SIZES,
 }
 """Sizes of the indexer by model, for jobs that name none."""
 OWN_LOOP = ">=0.16,<0.19"

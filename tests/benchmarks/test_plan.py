@@ -55,5 +55,7 @@ def test_what_a_rank_receives_in_each_collective():
 
 
 def test_the_page_is_what_plans_say():
-    text = (page.DOCS / "planner.md").read_text(encoding="utf-8")
-    assert page.tables() in text, "run python -m benchmarks.plan.page"
+    for name, wanted in page.blocks().items():
+        text = (page.DOCS / name).read_text(encoding="utf-8")
+        assert page.filled(text, wanted) == text, "run python -m benchmarks.plan.page"
+    assert page.planned("", page.GLM, "glm-5.2").fits

@@ -5,12 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from mindspeed_dsa import settings
+from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.planner import arguments, configs, plan, report, search, timing
+from mindspeed_dsa.tools.planner import (
+    arguments,
+    command_lines,
+    configs,
+    differences,
+    flags,
+    picture,
+    plan,
+    report,
+    search,
+    timing,
+)
 from mindspeed_dsa.tools.planner.job import Job
 
 _DESCRIPTION = """\
@@ -19,7 +33,7 @@ Plans a job from the very flags that will train it; builds nothing and needs nei
   python -m mindspeed_dsa plan --devices 512 --device h200 --config deepseek-v3.2 -- pretrain_gpt.py FLAGS
   python -m mindspeed_dsa plan --what-if=--swap-optimizer -- examples/pretrain_dsa.py FLAGS
 
-Exit status: 0 it fits; 1 it does not; 2 the flags are refused."""
+Exit status: 0 it fits, or is tight; 1 it does not fit; 2 the flags are refused, misspelt ones included."""
 _RATES = {
     "memory": "GiB of a device",
     "tflops": "of bf16 matrix products",
@@ -33,6 +47,10 @@ _RATES = {
 }
 
 
+_RELEASE = "0.16.1"
+"""Megatron-LM whose flags a model's are, where none is installed."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(f"mindspeed_dsa plan: {message}; flags of the job follow --")
@@ -44,38 +62,48 @@ def run(argv: Sequence[str]) -> int:
     if "--" in own:
         cut = own.index("--")
         own, words = own[:cut], own[cut + 1 :]
-    options, more = _parser().parse_known_args(own)
+    parser = _parser()
+    after, words = _own_options(parser, words)
+    options, more = parser.parse_known_args([*own, *after])
     if more and "--" in argv:
         raise SettingsError(f"mindspeed_dsa plan: there is no option {more[0]}; flags of the job follow --")
-    for name, least in (("allocator", 0.0), ("tokens_per_second", 0.0), ("best", 1)):
+    for name, least in (("allocator", 0.0), ("tokens_per_second", 0.0), ("best", 1), ("reserve", 0.0)):
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
             flag = name.replace("_", "-")
             raise SettingsError(f"mindspeed_dsa plan: --{flag} {value:g}: give {least:g} or more")
     words = [*words, *more]
+    if wrong := flags.misspelt(words, [*parser._option_string_actions]):
+        raise SettingsError(f"mindspeed_dsa plan: {'; '.join(wrong)}")
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
-    device = timing.device(options.device, **given)
+    device = timing.device(options.device, reserve=options.reserve, **given)
 
     def job_with(others: Sequence[str] = (), any_layout: bool = False) -> Job:
         flags = [*words, *others]
         return arguments.job_of(flags, options.devices, options.config, options.imbalance, any_layout)
 
-    def planned(others: Sequence[str] = ()) -> plan.Plan:
-        return plan.make(job_with(others), device, options.allocator)
+    def planned(others: Sequence[str] = (), quick: bool = False) -> plan.Plan:
+        return plan.make(job_with(others), device, options.allocator, quick)
 
     if options.search:
         found = search.search(job_with(any_layout=True), device, options.best, options.allocator)
-        print(search.text(found))
+        print(search.text(found, words))
+        if options.config:
+            print(_model(options.config, words, found[0].plan.job))
         best = found[0].plan
-        record = {"found": [{**each.plan.record(), "measures": each.measures} for each in found]}
+        record = {"found": [_record(each, words) for each in found]}
     else:
         best = planned()
-        changes = search.differences(options.what_if, best, planned)
+        changes = differences.differences(options.what_if, best, planned)
         print(report.text(best, options.tokens_per_second))
+        if not best.fits:
+            quick = planned(quick=True)
+            ways = differences.ways(quick, lambda others: planned(others, quick=True))
+            print(f"\n{differences.text_of_ways(ways, best.job.layout.devices)}")
         print("".join(f"\n{each.text()}\n" for each in changes), end="")
         record = {**best.record(), "what_if": [vars(each) for each in changes]}
     try:
-        if options.png and not report.draw(Path(options.png), best):
+        if options.png and not picture.draw(Path(options.png), best):
             raise SettingsError(
                 "mindspeed_dsa plan: --png needs matplotlib: pip install 'mindspeed_dsa[viz]'"
             )
@@ -83,7 +111,36 @@ def run(argv: Sequence[str]) -> int:
             Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"mindspeed_dsa plan: --png or --json cannot be written ({error})") from error
-    return 0 if best.fits else 1
+    return 1 if best.verdict == plan.TOO_LARGE else 0
+
+
+def _own_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of the command that stand among the job's flags, and the rest."""
+    own: list[str] = []
+    rest: list[str] = []
+    for group in command_lines.groups(words):
+        action = parser._option_string_actions.get(group[0].partition("=")[0])
+        if action is None:
+            rest += group
+        else:
+            count = 1 if "=" in group[0] or action.nargs == 0 else 2
+            own += group[:count]
+            rest += group[count:]
+    return own, rest
+
+
+def _record(found: search.Found, words: Sequence[str]) -> dict[str, Any]:
+    flags = shlex.join(command_lines.words_for(words, found.plan.job))
+    return {**found.plan.record(), "measures": found.measures, "flags": flags}
+
+
+def _model(name: str, words: Sequence[str], job: Job) -> str:
+    """Return the flags of the model that ``--config`` names, which training needs beside each line."""
+    _, given, _ = flags.read(words)
+    release = str(versions.of_megatron(settings.MEGATRON_ROOT.default) or _RELEASE)
+    found = configs.flags_of(Path(name), given, job, release)
+    lines = command_lines.shown([word for line in found for word in shlex.split(line)])
+    return "\n".join([f"in training add the flags of {name}, for Megatron-LM {release}:", *lines])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--allocator", type=float, default=plan.ALLOCATOR, metavar="SHARE", help="that it adds; default: 0.05"
     )
+    add("--reserve", type=float, metavar="GIB", help="for context and collectives; default: 3, of cpu 0")
     add("--tokens-per-second", type=float, metavar="X", help="of the job: prints its utilisation")
     add(
         "--what-if",

@@ -252,6 +252,8 @@ def model_of(options: argparse.Namespace) -> Model:
         ffn=ffn,
         heads=heads,
         vocabulary=_vocabulary(options),
+        words=0 if options.padded_vocab_size or options.example else options.vocab_size,
+        multiple=options.make_vocab_size_divisible_by,
         pattern=tuple(bool(experts and each) for each in frequency),
         gated=options.swiglu,
         bias=not options.disable_bias_linear,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face import config
+from mindspeed_dsa.features.checkpoints.hugging_face import flags as hugging_face
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.planner.job import Job
 
 _WHO = "mindspeed_dsa plan"
 _RULE, _PATTERN = {"dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"}, "dsa_indexer_topk_pattern"
@@ -23,6 +26,15 @@ _BOTH = {
     "index_head_dim": 128,
     "index_topk": 2048,
 }
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _GLM = {
     **_BOTH,
     "model_type": "glm_moe_dsa",
@@ -35,28 +47,121 @@ _GLM = {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "index_n_heads": 32,
+    "rope_theta": 1000000,
 }
-_GLM_SHARED = {**_GLM, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+_GLM_SHARED = {**_GLM, "rope_theta": 8000000, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+_DEEPSEEK_V32 = {
+    **_BOTH,
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "vocab_size": 129280,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": _YARN,
+}
+_DEEPSEEK_V3 = {
+    **{name: value for name, value in _DEEPSEEK_V32.items() if not name.startswith("index_")},
+    "model_type": "deepseek_v3",
+}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1, "vocab_size": 163840, "num_nextn_predict_layers": 0}
 KNOWN: dict[str, dict[str, Any]] = {
-    "deepseek-v3.2": {
-        **_BOTH,
-        "model_type": "deepseek_v32",
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_attention_heads": 128,
-        "vocab_size": 129280,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "index_n_heads": 64,
-    },
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-v3.1": _DEEPSEEK_V3,
+    "deepseek-v3.2": _DEEPSEEK_V32,
     "glm-5": _GLM,
     "glm-5.1": _GLM,
     "glm-5.2": _GLM_SHARED,
     "glm-5.3": _GLM_SHARED,
+    "kimi-k2": {
+        **_DEEPSEEK_V3,
+        **_ONE_GROUP,
+        "num_attention_heads": 64,
+        "n_routed_experts": 384,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "max_position_embeddings": 131072,
+        "rope_theta": 50000,
+        "rope_scaling": {**_YARN, "factor": 32, "beta_fast": 1},
+    },
+    "moonlight": {
+        **_DEEPSEEK_V3,
+        **_ONE_GROUP,
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000,
+        "rope_scaling": None,
+    },
 }
 """Configurations by the name that ``--config`` takes."""
+_ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+}
+_SAME = {"kimi_k2": "deepseek_v3"}
+"""Types of models under other names."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the configuration that a name or a file has, with the type of its architecture.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    found = KNOWN.get(str(path).lower())
+    if found is not None:
+        return found
+    try:
+        found, _ = config.read_model(path, _WHO)
+    except SettingsError as error:
+        raise SettingsError(f"{error}; --config knows by name {', '.join(KNOWN)}") from error
+    kind, built = str(found.get("model_type")), found.get("architectures")
+    if kind in config.KINDS:
+        return found
+    of_class = _ARCHITECTURES.get(str(built[0])) if isinstance(built, list) and built else None
+    return {**found, "model_type": _SAME.get(kind) or of_class or found.get("model_type")}
+
+
+def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:
+    """Return the flags with which a job trains the model, without those that it gives itself.
+
+    Args:
+        path: name or file, as ``--config`` takes it.
+        given: arguments of the job's own flags.
+        job: planned of both.
+        release: of Megatron-core.
+
+    Raises:
+        SettingsError: Megatron cannot compute the model.
+    """
+    # Rows of padding follow from the layout.
+    omitted = {"padded-vocab-size"} | {name.replace("_", "-") for name in given}
+    found = []
+    for line in hugging_face.flags_of(read(path), release, f"{_WHO}: {path}"):
+        name = line.split()[0].removeprefix("--").removeprefix("no-")
+        if name == "moe-layer-freq":
+            layers = hugging_face.pattern([int(each) for each in job.model.pattern])
+            line = shlex.join(["--moe-layer-freq", layers])
+        found += [line] if name not in omitted else []
+    return found
 
 
 def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
@@ -65,13 +170,7 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
     Raises:
         SettingsError: the file cannot be read, or is of another kind of model.
     """
-    found = KNOWN.get(str(path).lower())
-    if found is None:
-        try:
-            found, _ = config.read_model(path, _WHO)
-        except SettingsError as error:
-            raise SettingsError(f"{error}; --config knows by name {', '.join(KNOWN)}") from error
-    said = config.sizes_of(found, f"{_WHO}: {path}")
+    said = config.sizes_of(read(path), f"{_WHO}: {path}")
     said["disable_bias_linear"] = not said.pop("add_bias_linear")  # one flag, of which Megatron stores this
     # A pattern takes the place of frequency and offset, and they that of the file's pattern.
     overruled = _RULE if _PATTERN in given else {_PATTERN} if given & _RULE else set()

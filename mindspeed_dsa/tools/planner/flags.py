@@ -13,6 +13,7 @@ from mindspeed_dsa import settings
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.megatron.batches import SCHEDULE
 from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.migrate import megatron_flags
 
 INTEGERS: Mapping[str, int | None] = {
     "num-layers": None,
@@ -233,6 +234,32 @@ def sorted_out(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.93)
         others += [f"{name} (did you mean {near[0]}?)" if near else name] if name not in missed else []
     return missed, others
+
+
+def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
+    """Return flags that nobody has and that resemble one on which a plan depends, each with that one.
+
+    Args:
+        words: command line of a job.
+        also: options of the command itself.
+    """
+    known = [*parser()._option_string_actions, *also]
+    found = []
+    for word in dict.fromkeys(words):
+        name = word.partition("=")[0]
+        if not name.startswith("--") or name in known or megatron_flags.known(name):
+            continue
+        alike = [each for each in known if _alike(name, each)]
+        if near := difflib.get_close_matches(name, alike, n=1, cutoff=0.0):
+            found.append(f"{name} is no flag; did you mean {near[0]}?")
+    return found
+
+
+def _alike(name: str, flag: str) -> bool:
+    """Return whether a name may be a flag with a slip: of as many words, so that they are not two flags."""
+    if name.count("-") != flag.count("-"):
+        return False
+    return sorted(name) == sorted(flag) or difflib.SequenceMatcher(None, name, flag).ratio() > 0.88
 
 
 def pattern(text: str) -> int | list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class Model:
         sparse: DeepSeek Sparse Attention.
         sharing: which layers select keys there.
         mtp: multi-token prediction layers.
+        words: rows of the embedding before padding; 0: padded rows are given, whatever the layout.
+        multiple: tensor parallel ranks times this divide the padded rows.
     """
 
     layers: int
@@ -81,6 +83,14 @@ class Model:
     router_topk: int = 0
     expert_bias: bool = False
     mtp: int = 0
+    words: int = 0
+    multiple: int = 1
+
+    def padded(self, tp: int) -> Model:
+        """Return the model with the rows of the embedding that so many tensor parallel ranks have."""
+        step = self.multiple * tp
+        rows = math.ceil(self.words / step) * step or self.vocabulary
+        return self if rows == self.vocabulary else replace(self, vocabulary=rows)
 
     @property
     def query_dim(self) -> int:

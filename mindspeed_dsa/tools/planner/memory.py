@@ -6,10 +6,11 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mindspeed_dsa.tools.planner import activations, layouts, schedules, sizes, waiting
 from mindspeed_dsa.tools.planner.activations import Kept, Layer
-from mindspeed_dsa.tools.planner.job import Job, LayerKind
+from mindspeed_dsa.tools.planner.job import Job, LayerKind, Layout, Model
 from mindspeed_dsa.tools.planner.sizes import Weight
 
 GIB = 2**30
@@ -77,9 +78,14 @@ class RankMemory:
         return max(self.kept + sum(self.temporary.values()), self.step)
 
     @property
+    def allocated(self) -> float:
+        """At the peak, as tensors need it."""
+        return self.state + self.beside
+
+    @property
     def total(self) -> float:
         """At the peak, with what the allocator is assumed to add."""
-        return self.state + self.beside + self.allocator
+        return self.allocated + self.allocator
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,54 @@ def of_job(job: Job, allocator: float) -> list[RankMemory]:
         job: planned.
         allocator: what it adds to the rest, as a share.
     """
-    weights = sizes.rank_weights(job)
+    weights = _of_weights(
+        job.model,
+        job.layout,
+        job.features.sp_tp_sp,
+        (job.shards, job.expert_shards),
+        job.features.warmup_stage,
+        job.training.grouped,
+    )
     held = layouts.chunks(job.layout, job.model)
     kept = _Kinds(job)
     return [_rank(job, rank, weights[rank], held[rank], kept, allocator) for rank in range(job.layout.pp)]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Numbers of one pipeline rank's weights.
+
+    Attributes:
+        by_part: of the rank.
+        all: between steps.
+        dense: likewise, of those that are trained; likewise ``experts``.
+        largest: matrix.
+    """
+
+    by_part: dict[str, float]
+    all: float
+    dense: float
+    experts: float
+    largest: float
+
+
+@lru_cache(maxsize=32)
+def _of_weights(
+    model: Model, layout: Layout, whole_proj: bool, shards: tuple[int, int], indexers: bool, grouped: bool
+) -> list[_Weights]:
+    """Return them for each pipeline rank; searches ask for the same ones under many measures."""
+    found = []
+    for weights in sizes.of_ranks(model, layout, whole_proj):
+        trained = [each for each in weights if not indexers or each.part == "indexer"]
+        found.append(
+            _Weights(
+                sizes.by_part(weights, layout),
+                sum(_held(layout, shards, weights)),
+                *_held(layout, shards, trained),
+                max((_one_matrix(model, layout, grouped, each) for each in weights), default=0.0),
+            )
+        )
+    return found
 
 
 class _Kinds:
@@ -147,16 +197,13 @@ class _Kinds:
 def _rank(
     job: Job,
     rank: int,
-    weights: list[Weight],
+    weights: _Weights,
     held: Sequence[tuple[int, ...]],
     kinds: _Kinds,
     allocator: float,
 ) -> RankMemory:
     layout, training, features = job.layout, job.training, job.features
-    numbers = sizes.by_part(weights, layout)
-    own = sum(_held(job, weights))
-    trained = [each for each in weights if not features.warmup_stage or each.part == "indexer"]
-    dense, experts = _held(job, trained)
+    own, dense, experts = weights.all, weights.dense, weights.experts
     share = _share(job, dense, experts)
     masters = MASTER * share if training.bf16 else 0.0
     moments = (MOMENTS if training.adam else MOMENTS / 2) * share
@@ -183,13 +230,13 @@ def _rank(
         kept[WAITING] = sum(map(operator.mul, peak.waiting, operands))
     if messages := _messages(job, rank):
         kept["messages"] = messages
-    temporary = _temporary(job, rank, weights, kinds)
+    temporary = _temporary(job, rank, weights.largest, kinds)
     staging = STAGING / features.swap_parts * share if features.swap_optimizer else 0.0
     state = training.number * own + buffers + training.grad_number * (dense + experts) + masters + moments
     beside = max(sum(kept.values()) + sum(temporary.values()), staging)
     return RankMemory(
         rank=rank,
-        numbers=numbers,
+        numbers=dict(weights.by_part),
         weights=training.number * own,
         buffers=buffers,
         gradients=training.grad_number * (dense + experts),
@@ -208,14 +255,14 @@ def _rank(
     )
 
 
-def _held(job: Job, weights: Iterable[Weight]) -> tuple[float, float]:
-    """Numbers between steps, dense ones and experts'."""
+def _held(layout: Layout, shards: tuple[int, int], weights: Iterable[Weight]) -> tuple[float, float]:
+    """Numbers between steps, dense ones and experts', each shared by so many ranks."""
     experts = dense = 0.0
     for each in weights:
         if each.cut == "expert":
-            experts += each.on_rank(job.layout) / job.expert_shards
+            experts += each.on_rank(layout) / shards[1]
         else:
-            dense += each.on_rank(job.layout) / job.shards
+            dense += each.on_rank(layout) / shards[0]
     return dense, experts
 
 
@@ -338,7 +385,7 @@ def _host_activations(
     return found
 
 
-def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) -> dict[str, float]:
+def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, float]:
     """Beside activations: what the widest operation of a forward or backward holds for a moment."""
     model, layout, training = job.model, job.layout, job.training
     number, tokens = training.number, job.tokens
@@ -352,7 +399,6 @@ def _temporary(job: Job, rank: int, weights: Sequence[Weight], kinds: _Kinds) ->
     found["gradients of an MLP"] = (3 if model.gated else 2) * widest * number
     if rank == layout.end:
         found["logits"] = activations.logits_at_once(job)
-    largest = max((_one_matrix(job, each) for each in weights), default=0.0)
     found["gradient of a weight"] = largest * number
     if job.sharding and job.shards > 1:
         unit = max(_units(job, rank))
@@ -383,11 +429,11 @@ def _units(job: Job, rank: int) -> list[float]:
     return found
 
 
-def _one_matrix(job: Job, weight: Weight) -> float:
+def _one_matrix(model: Model, layout: Layout, grouped: bool, weight: Weight) -> float:
     """Numbers of the largest matrix in a row: experts of a rank are one where they are grouped."""
-    numbers = weight.on_rank(job.layout)
+    numbers = weight.on_rank(layout)
     if weight.cut != "expert":
         return numbers
-    matrices = 1.5 if job.model.gated else 2.0
-    local = 1.0 if job.training.grouped else job.model.experts / job.layout.ep
+    matrices = 1.5 if model.gated else 2.0
+    local = 1.0 if grouped else model.experts / layout.ep
     return numbers / matrices / local

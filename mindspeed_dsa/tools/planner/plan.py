@@ -15,6 +15,8 @@ from mindspeed_dsa.tools.planner.timing import Device, Estimate, StepTime, hidde
 
 ALLOCATOR = 0.05
 """Share that the allocator is assumed to add: blocks that nothing fits into."""
+FITS, TIGHT, TOO_LARGE = "fits", "tight", "does NOT fit"
+"""Verdicts: with the allocator's share and the reserve; as tensors need it alone; not even that."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,21 @@ class Plan:
         return max(self.ranks, key=lambda each: each.total)
 
     @property
+    def verdict(self) -> str:
+        """Return :data:`FITS`, :data:`TIGHT` or :data:`TOO_LARGE`."""
+        if self.node_host > self.device.host_memory * GIB:
+            return TOO_LARGE
+        return verdict(self.worst, self.device)
+
+    @property
     def fits(self) -> bool:
-        """Return whether every rank fits."""
-        return self.worst.total <= self.device.memory * GIB
+        """Return whether every rank fits, and something is left."""
+        return self.verdict == FITS
+
+    @property
+    def node_host(self) -> float:
+        """Return the bytes that features move to the host of a node whose ranks move most."""
+        return on_node(self.ranks, self.job, self.device)
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,11 +83,19 @@ class Plan:
                 "selecting_layers": list(self.job.model.selecting),
             },
             "device": asdict(self.device),
+            "verdict": self.verdict,
             "fits": self.fits,
+            "host_of_a_node": self.node_host,
             "least_devices": self.least,
             "fitting_devices": self.fitting,
             "memory": [
-                {**asdict(each), "state": each.state, "kept": each.kept, "total": each.total}
+                {
+                    **asdict(each),
+                    "state": each.state,
+                    "kept": each.kept,
+                    "allocated": each.allocated,
+                    "total": each.total,
+                }
                 for each in self.ranks
             ],
             "transfers": [[asdict(each) for each in own] for own in self.transfers],
@@ -90,6 +112,28 @@ class Plan:
         }
 
 
+def budget(device: Device) -> float:
+    """Return the bytes that a plan may fill: without the reserve."""
+    return (device.memory - device.reserve) * GIB
+
+
+def verdict(worst: RankMemory, device: Device) -> str:
+    """Return the verdict on a device's memory.
+
+    Args:
+        worst: rank that needs most.
+        device: what it runs on.
+    """
+    if worst.total <= budget(device):
+        return FITS
+    return TIGHT if worst.allocated <= device.memory * GIB else TOO_LARGE
+
+
+def on_node(ranks: Sequence[RankMemory], job: Job, device: Device) -> float:
+    """Return the bytes on one host, whose devices have the same pipeline rank."""
+    return max(each.host for each in ranks) * min(device.host_devices, job.layout.devices)
+
+
 def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = False) -> Plan:
     """Plan one job.
 
@@ -104,7 +148,7 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
     if job.features.swap_auto:
         job = with_shares(job, hidden_swaps(job, device, ranks))
         ranks = memory.of_job(job, allocator)
-        if too_large := {each.rank for each in ranks if each.total > device.memory * GIB}:
+        if too_large := {each.rank for each in ranks if each.total > budget(device)}:
             # What stays has no room there, so the job goes on swapping everything.
             shares = job.features.swap_shares
             job = with_shares(job, [1.0 if rank in too_large else each for rank, each in enumerate(shares)])
@@ -136,7 +180,7 @@ def _fitting(job: Job, device: Device, allocator: float) -> int | None:
         step = job.training.micro * layout.dp
         batch = math.ceil(job.training.batch / step) * step
         other = replace(job, layout=layout, training=replace(job.training, batch=batch))
-        if max(each.total for each in memory.of_job(other, allocator)) <= device.memory * GIB:
+        if max(each.total for each in memory.of_job(other, allocator)) <= budget(device):
             return layout.devices
         if not job.training.distributed:
             return None

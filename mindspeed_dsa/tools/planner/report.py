@@ -1,19 +1,22 @@
-"""A plan in words, and as a picture."""
+"""A plan in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 
-from mindspeed_dsa.runs.metrics import pyplot_for_files
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.planner import communication, sizes
 from mindspeed_dsa.tools.planner.job import Job
-from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
-from mindspeed_dsa.tools.planner.plan import Plan
+from mindspeed_dsa.tools.planner.memory import GIB
+from mindspeed_dsa.tools.planner.plan import FITS, TIGHT, Plan
 
-_SHOWN = 16
+_SHOWN = 6
+_WIDTH = 110
+_ZERO = "0.00"
+_FEW_MORE = 8
+"""Times the devices of a job up to which more replicas of its layout are advice."""
 
 
 def text(plan: Plan, tokens_per_second: float | None = None) -> str:
@@ -25,36 +28,64 @@ def text(plan: Plan, tokens_per_second: float | None = None) -> str:
     """
     parts = [
         _head(plan),
-        _parameters(plan),
-        _memory(plan),
+        _of_ranks(plan),
         _communication(plan),
         _work(plan, tokens_per_second),
+        _assumptions(plan),
     ]
-    return "\n\n".join([*parts, _assumptions(plan)])
+    return "\n\n".join(parts)
 
 
 def _head(plan: Plan) -> str:
-    job, device = plan.job, plan.device
-    training = job.training
-    fitting = f"this layout fits from {_devices(plan.fitting or 0)} on"
-    if plan.fitting is None:
-        fitting = "no number of replicas of this layout fits"
-    verdict = "fits" if plan.fits else "does NOT fit"
-    return "\n".join(
-        [
-            (
-                f"{job.layout} on {job.layout.devices} x {device.name} ({device.memory:g} GiB): {verdict}, "
-                f"{plan.worst.total / GIB:.1f} GiB on pipeline rank {plan.worst.rank}"
-            ),
-            f"one replica needs {_devices(plan.least)}; {fitting}",
-            *_selecting(job),
-            (
-                f"step: {training.batch} x {training.sequence} tokens, {job.microbatches} "
-                f"microbatch{'es' * (job.microbatches > 1)} of {training.micro} per data parallel rank"
-            ),
-            *_padded(job),
-        ]
-    )
+    job, device, worst = plan.job, plan.device, plan.worst
+    training, allowed = job.training, device.memory - device.reserve
+    reserve = f", of which {device.reserve:g} in reserve" if device.reserve else ""
+    over = worst.total / GIB - allowed
+    room = {
+        FITS: f"{-over:.1f} to spare",
+        TIGHT: f"warning: {over:.1f} too much with the allocator's share and the reserve",
+    }
+    lines = [
+        f"{job.layout} on {job.layout.devices} x {device.name}: {plan.verdict}",
+        (
+            f"memory: {worst.total / GIB:.1f} GiB on pipeline rank {worst.rank}, the largest, of "
+            f"{device.memory:g}{reserve}: {room.get(plan.verdict, too_much(plan))}"
+        ),
+        f"one replica needs {_devices(plan.least)}{_fitting(plan)}",
+        *_on_hosts(plan),
+        *_selecting(job),
+        (
+            f"step: {training.batch} x {training.sequence} tokens, {job.microbatches} "
+            f"microbatch{'es' * (job.microbatches > 1)} of {training.micro} per data parallel rank"
+        ),
+        *_padded(job),
+    ]
+    return "\n".join(lines)
+
+
+def too_much(plan: Plan) -> str:
+    """Say what does not fit: the device, or the host of a node."""
+    excess = plan.worst.total / GIB - (plan.device.memory - plan.device.reserve)
+    return f"{excess:.1f} too much" if excess > 0 else "the device has room, a node's host has not"
+
+
+def _fitting(plan: Plan) -> str:
+    """Say from how many devices on the layout fits, where that is no other order of size."""
+    devices = plan.job.layout.devices
+    if plan.fits or plan.fitting is None or plan.fitting > _FEW_MORE * devices:
+        return ""
+    return f"; this layout fits from {_devices(plan.fitting)} on"
+
+
+def _on_hosts(plan: Plan) -> list[str]:
+    """Say what a node's host holds."""
+    if not plan.node_host:
+        return []
+    ranks, limit = min(plan.device.host_devices, plan.job.layout.devices), plan.device.host_memory
+    verdict = "of" if plan.node_host <= limit * GIB else "which does NOT fit the"
+    largest = max(each.host for each in plan.ranks) / GIB
+    node = f"{plan.node_host / GIB:,.1f} for {ranks} of a node, {verdict} {limit:,.0f} assumed"
+    return [f"host: {largest:.1f} GiB a rank, {node}"]
 
 
 def _padded(job: Job) -> list[str]:
@@ -81,24 +112,57 @@ def _devices(count: int) -> str:
     return f"{count} device{'s' * (count > 1)}"
 
 
-def shown(ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    """All ranks, or the first, the last and those that need most."""
-    if len(ranks) <= _SHOWN:
-        return list(ranks)
-    heaviest = sorted(ranks, key=lambda each: -each.total)[: _SHOWN - 4]
-    wanted = {0, 1, len(ranks) - 2, len(ranks) - 1, *(each.rank for each in heaviest)}
-    return [each for each in ranks if each.rank in wanted]
+def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tuple[str, list[int]]]:
+    """Return columns that differ, with the ranks of each; of many the first, the last and the largest.
+
+    Args:
+        columns: what would be printed of each rank.
+        needs: bytes of each rank.
+    """
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, column in enumerate(columns):
+        ranks.setdefault(column, []).append(rank)
+    found = list(ranks.values())
+    if len(found) > _SHOWN:
+        largest = sorted(found, key=lambda own: -needs[own[0]])
+        wanted = [found[0], found[-1], *(own for own in largest if own not in (found[0], found[-1]))]
+        found = sorted(wanted[:_SHOWN])
+    return [(_named(own), own) for own in found]
 
 
-def _parameters(plan: Plan) -> str:
-    whole = sizes.by_part(sizes.model_weights(plan.job.model))
-    ranks = shown(plan.ranks)
-    rows = [("parameters, millions", "model", *(f"rank {each.rank}" for each in ranks))]
-    for part, count in whole.items():
-        own = (f"{each.numbers.get(part, 0.0) / 1e6:,.2f}" for each in ranks)
-        rows.append((part, f"{count / 1e6:,.2f}", *own))
-    totals = (f"{sum(each.numbers.values()) / 1e6:,.2f}" for each in ranks)
-    return "\n".join(aligned([*rows, ("sum", f"{sum(whole.values()) / 1e6:,.2f}", *totals)]))
+def _named(ranks: Sequence[int]) -> str:
+    """Return ``rank 0``, ``ranks 1-14`` or ``ranks 1-6, 8``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
+
+
+def _of_ranks(plan: Plan) -> str:
+    """Memory, a column for the ranks that have the same."""
+    kept = {name: [value / GIB for value in values] for name, values in memory_rows(plan).items()}
+    kept["sum"] = [each.total / GIB for each in plan.ranks]
+    cells = {name: [f"{value:.2f}" for value in values] for name, values in kept.items()}
+    if any(each.host for each in plan.ranks):
+        cells["on the host"] = [f"{each.host / GIB:.2f}" for each in plan.ranks]
+    cells["parameters, millions"] = [f"{sum(each.numbers.values()) / 1e6:,.2f}" for each in plan.ranks]
+    cells["microbatches in flight"] = ["+".join(map(str, each.in_flight)) for each in plan.ranks]
+    if plan.job.features.split:
+        cells["weight gradients waiting"] = ["+".join(map(str, each.waiting)) for each in plan.ranks]
+    columns = list(zip(*cells.values(), strict=True))
+    chosen = shown(columns, [each.total for each in plan.ranks])
+    rows = [("memory, GiB", *(name for name, _ in chosen))]
+    for name, own in cells.items():
+        said = [own[ranks[0]] for _, ranks in chosen]
+        if any(cell != _ZERO for cell in said):
+            rows.append((name, *("-" if cell == _ZERO else cell for cell in said)))
+    left = len(plan.ranks) - sum(len(ranks) for _, ranks in chosen)
+    omitted = [f"{left} other ranks need less than the largest of these"] if left else []
+    return "\n".join([*aligned(rows), *omitted])
 
 
 def memory_rows(plan: Plan) -> dict[str, list[float]]:
@@ -120,52 +184,37 @@ def _union(tables: Sequence[Mapping[str, float]]) -> list[str]:
     return list(dict.fromkeys(name for table in tables for name in table))
 
 
-def _memory(plan: Plan) -> str:
-    wanted = {each.rank for each in shown(plan.ranks)}
-    rows = [("memory, GiB", *(f"rank {rank}" for rank in sorted(wanted)))]
-    for name, values in memory_rows(plan).items():
-        if any(values):
-            own = (f"{value / GIB:.2f}" for rank, value in enumerate(values) if rank in wanted)
-            rows.append((name, *own))
-    chosen = [each for each in plan.ranks if each.rank in wanted]
-    rows.append(("sum", *(f"{each.total / GIB:.2f}" for each in chosen)))
-    rows.append(("microbatches in flight", *("+".join(map(str, each.in_flight)) for each in chosen)))
-    if plan.job.features.split:
-        rows.append(("weight gradients waiting", *("+".join(map(str, each.waiting)) for each in chosen)))
-    if any(each.host for each in plan.ranks):
-        rows.append(("on the host", *(f"{each.host / GIB:.2f}" for each in chosen)))
-    return "\n".join(aligned(rows))
-
-
 def _communication(plan: Plan) -> str:
     busiest = max(plan.transfers, key=lambda own: sum(each.nbytes for each in own))
-    rank = plan.transfers.index(busiest)
-    found: dict[tuple[str, str], float] = {}
-    for each in busiest:
-        key = (each.group, each.collective)
-        found[key] = found.get(key, 0.0) + each.nbytes
-    if not found:
-        return "communication: none"
-    rows = [(f"received in a step, pipeline rank {rank}", "collective", "GB")]
-    rows += [(group, kind, f"{nbytes / 1e9:.3f}") for (group, kind), nbytes in sorted(found.items())]
     sums = communication.by_group(busiest)
-    return "\n".join(aligned([*rows, ("all", "", f"{sum(sums.values()) / 1e9:.3f}")]))
+    if not sums:
+        return "communication: none"
+    groups = ", ".join(
+        f"{group} {nbytes / 1e9:.2f}" for group, nbytes in sorted(sums.items()) if nbytes >= 5e6
+    )
+    return (
+        f"received in a step, pipeline rank {plan.transfers.index(busiest)}, GB: "
+        f"{sum(sums.values()) / 1e9:.2f}{f' ({groups})' if groups else ''}"
+    )
 
 
 def _work(plan: Plan, tokens_per_second: float | None) -> str:
+    numbers = sizes.by_part(sizes.model_weights(plan.job.model))
     per_token = {part: flops / plan.job.training.sequence for part, flops in plan.flops.items()}
-    rows = [("work of a token, forward and backward", "GFLOP")]
-    rows += [(part, f"{flops / 1e9:.2f}") for part, flops in per_token.items()]
-    rows.append(("sum", f"{sum(per_token.values()) / 1e9:.2f}"))
+    rows: list[tuple[str, ...]] = [("model", "parameters, millions", "GFLOP of a token")]
+    for part in dict.fromkeys([*numbers, *per_token]):
+        own = (numbers.get(part, 0.0) / 1e6, per_token.get(part, 0.0) / 1e9)
+        rows.append((part, *map(_number, own)))
+    sums = (sum(numbers.values()) / 1e6, sum(per_token.values()) / 1e9)
+    rows.append(("sum", *map(_number, sums)))
     step = [("time of a step", "ms", "share")]
     for part, value in sorted(plan.time.parts.items(), key=lambda each: -each[1]):
-        step.append((part, f"{1e3 * value:.1f}", f"{value / plan.time.total:.1%}"))
+        if value >= 5e-4 * plan.time.total:
+            step.append((part, f"{1e3 * value:.1f}", f"{value / plan.time.total:.1%}"))
     step.append(("sum", f"{1e3 * plan.time.total:.1f}", ""))
     rate = plan.tokens_per_second
     lines = [
-        *aligned(rows),
-        "",
-        *aligned(step),
+        *_beside(aligned(rows), aligned(step)),
         "",
         (
             f"estimate: {rate:,.0f} tokens/s, {rate / plan.job.layout.devices:,.1f} per device, model FLOPs "
@@ -176,6 +225,16 @@ def _work(plan: Plan, tokens_per_second: float | None) -> str:
         share = plan.utilisation(tokens_per_second)
         lines.append(f"at {tokens_per_second:,.0f} tokens/s: model FLOPs utilisation {share:.1%}")
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.2f}" if value >= 0.01 else f"{value:.1g}" if value else "-"
+
+
+def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
+    """Two tables, one beside the other."""
+    width = max(map(len, left)) + 6
+    return [f"{a.ljust(width)}{b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
 
 
 def _assumptions(plan: Plan) -> str:
@@ -192,43 +251,9 @@ def _assumptions(plan: Plan) -> str:
         ),
         f"  tokens of the fullest rank's experts over the mean: {job.imbalance:g}",
     ]
-    return "\n".join([*lines, *(f"note: {note}" for note in job.notes)])
+    return "\n".join([*lines, *notes(job.notes)])
 
 
-def draw(path: Path, plan: Plan) -> bool:
-    """Stacked bars with the device's limit, and one bar of a step.
-
-    Args:
-        path: PNG file.
-        plan: made.
-
-    Returns:
-        False where matplotlib is not installed.
-    """
-    try:
-        pyplot = pyplot_for_files()
-    except ModuleNotFoundError:
-        return False
-    figure, (memory, step) = pyplot.subplots(1, 2, figsize=(13, 6), width_ratios=(3, 1), layout="constrained")
-    colours = pyplot.get_cmap("tab20").colors
-    ranks = [str(each.rank) for each in plan.ranks]
-    rows = {name: [value / GIB for value in values] for name, values in memory_rows(plan).items()}
-    _stack(memory, ranks, {name: values for name, values in rows.items() if any(values)}, colours)
-    memory.axhline(plan.device.memory, color="red", linestyle="--", label=f"{plan.device.name}'s memory")
-    memory.set(title=f"{plan.job.layout} on {plan.job.layout.devices} {plan.device.name}", ylabel="GiB")
-    memory.set_xlabel("pipeline rank")
-    memory.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    ordered = sorted(plan.time.parts.items(), key=lambda each: -each[1])
-    _stack(step, ["step"], {name: [value] for name, value in ordered}, colours)
-    step.set(title=f"{plan.time.total:.2f} s, {plan.utilisation():.0%} of the devices", ylabel="s")
-    step.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
-    return True
-
-
-def _stack(axes: Any, names: list[str], rows: dict[str, list[float]], colours: Any) -> None:
-    below = [0.0] * len(names)
-    for index, (name, values) in enumerate(rows.items()):
-        axes.bar(names, values, bottom=below, label=name, color=colours[index % len(colours)], width=0.8)
-        below = [low + value for low, value in zip(below, values, strict=True)]
+def notes(said: Iterable[str]) -> list[str]:
+    """Lines of notes, no wider than the rest."""
+    return [line for each in said for line in textwrap.wrap(f"note: {each}", _WIDTH, subsequent_indent="  ")]

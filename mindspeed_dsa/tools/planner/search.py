@@ -1,18 +1,16 @@
-"""Other plans: layouts for a number of devices, the fastest that fit first, and one more flag."""
+"""Layouts for a number of devices, the fastest that fit first, each with the flags that make it."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session.start_report import aligned
-from mindspeed_dsa.tools.planner import communication, flags, layouts, memory, plan
+from mindspeed_dsa.tools.planner import command_lines, layouts, memory, plan, report
 from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Training
-from mindspeed_dsa.tools.planner.memory import GIB
-from mindspeed_dsa.tools.planner.plan import ALLOCATOR, Plan
-from mindspeed_dsa.tools.planner.report import memory_rows
+from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
+from mindspeed_dsa.tools.planner.plan import ALLOCATOR, FITS, TIGHT, TOO_LARGE, Plan
 from mindspeed_dsa.tools.planner.timing import Device
 
 MEASURES = (
@@ -22,6 +20,7 @@ MEASURES = (
     "full recompute",
 )
 """What is tried, in this order, until a layout fits; and each of them with the optimizer on the host."""
+FULL = len(MEASURES) - 1
 _REFINED = 10
 MICRO = (1, 2, 4)
 LEAST_ROWS = 1024
@@ -41,7 +40,13 @@ class Found:
     measures: str
 
 
-def search(job: Job, device: Device, best: int = 5, allocator: float = ALLOCATOR) -> list[Found]:
+def search(
+    job: Job,
+    device: Device,
+    best: int = 5,
+    allocator: float = ALLOCATOR,
+    micro: Sequence[int] = MICRO,
+) -> list[Found]:
     """The best layouts by estimated step time.
 
     Args:
@@ -49,13 +54,17 @@ def search(job: Job, device: Device, best: int = 5, allocator: float = ALLOCATOR
         device: the limit, and the rates.
         best: how many.
         allocator: share that it is assumed to add.
+        micro: sizes of micro-batches that are tried.
+
+    Returns:
+        layouts that fit; tight ones where none does.
 
     Raises:
         SettingsError: nothing fits, with what comes closest.
     """
     fitting: list[Found] = []
     closest: tuple[float, Job] | None = None
-    for candidate in candidates(job, device):
+    for candidate in candidates(job, device, micro):
         found = _fitted(candidate, device, allocator)
         if isinstance(found, float):
             if closest is None or found < closest[0]:
@@ -71,9 +80,12 @@ def search(job: Job, device: Device, best: int = 5, allocator: float = ALLOCATOR
             f"{said}. Use more devices, or a smaller --global-batch-size or --seq-length"
             f"{f'; {pipelines}' if (pipelines := limits(job)) else ''}"
         )
+    if any(each.plan.fits for each in fitting):
+        fitting = [each for each in fitting if each.plan.fits]
     fitting.sort(key=lambda each: each.plan.time.total)
     refined = [
-        Found(plan.make(each.plan.job, device, allocator), each.measures) for each in fitting[:_REFINED]
+        Found(plan.make(each.plan.job, device, allocator), each.measures)
+        for each in fitting[: max(best, _REFINED)]
     ]
     return sorted(refined, key=lambda each: each.plan.time.total)[:best]
 
@@ -90,7 +102,7 @@ def limits(job: Job) -> str:
     )
 
 
-def candidates(job: Job, device: Device) -> Iterator[Job]:
+def candidates(job: Job, device: Device, micro: Sequence[int] = MICRO) -> Iterator[Job]:
     """Layouts that divide everything; of those with the same sizes, the most even split of layers.
 
     Where layers share selections, each chunk of a split begins with one that selects.
@@ -105,8 +117,8 @@ def candidates(job: Job, device: Device) -> Iterator[Job]:
                     continue
                 for ep in powers if model.experts else (1,):
                     for vpp in (2,) if job.layout.v_shaped else (1, 2):
-                        for micro in MICRO:
-                            found = _candidate(job, (tp, pp, cp, ep, vpp), micro)
+                        for samples in micro:
+                            found = _candidate(job, (tp, pp, cp, ep, vpp), samples)
                             if found is not None:
                                 yield found
 
@@ -130,9 +142,9 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
     )
     if devices % layouts.least_devices(layout):
         return None
-    training = replace(job.training, micro=micro)
-    for split in (layout, *layouts.uneven(layout, job.model)):
-        made = replace(job, layout=split, training=training)
+    training, model = replace(job.training, micro=micro), job.model.padded(tp)
+    for split in (layout, *layouts.uneven(layout, model)):
+        made = replace(job, layout=split, training=training, model=model)
         if made.microbatches and layouts.works(made):
             return made
     return None
@@ -141,20 +153,29 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
 def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
     """With the cheapest measures that make it fit, or the bytes it needs with all of them."""
     tried = [(host, measure) for host in (False, True) for measure in range(len(MEASURES))]
-    least = _needed(_with(job, *tried[-1]), allocator)
-    if least > device.memory * GIB:
-        return least
+    least = _worst(memory.of_job(_with(job, *tried[-1]), allocator))
+    if plan.verdict(least, device) == TOO_LARGE:
+        return least.total
+    tight = None
     for host, measure in tried:
         other = _with(job, host, measure)
-        if _needed(other, allocator) <= device.memory * GIB:
-            words = [MEASURES[measure]] if measure else []
-            words += ["optimizer on the host"] if host and not job.features.swap_optimizer else []
-            return Found(plan.make(other, device, allocator, quick=True), "; ".join(words))
-    return least
+        ranks = memory.of_job(other, allocator)
+        verdict = plan.verdict(_worst(ranks), device)
+        if verdict == TOO_LARGE or plan.on_node(ranks, other, device) > device.host_memory * GIB:
+            continue
+        if verdict == TIGHT and tight is not None:
+            continue
+        words = [MEASURES[measure]] if measure else []
+        words += ["optimizer on the host"] if host and not job.features.swap_optimizer else []
+        found = Found(plan.make(other, device, allocator, quick=True), "; ".join(words))
+        if verdict == FITS:
+            return found
+        tight = found
+    return tight or least.total
 
 
-def _needed(job: Job, allocator: float) -> float:
-    return max(each.total for each in memory.of_job(job, allocator))
+def _worst(ranks: Sequence[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda each: each.total)
 
 
 def _with(job: Job, host: bool, measure: int) -> Job:
@@ -164,19 +185,27 @@ def _with(job: Job, host: bool, measure: int) -> Job:
 def _features(job: Job, measure: int, host: bool) -> Features:
     own = job.features
     if 1 <= measure <= 2:
-        own = replace(own, recompute_norm=True, recompute_act=True, swap_attention=measure == 2)
+        own = replace(own, recompute_norm=True, recompute_act=True)
+        own = replace(own, swap_attention=own.swap_attention or measure == 2)
+    elif measure == FULL:
+        own = replace(own, recompute_norm=False, recompute_act=False, swap_attention=False, swap_auto=False)
     if host:
         own = replace(own, swap_optimizer=True, reuse=False, virtual=())
     return own
 
 
 def _training(job: Job, measure: int) -> Training:
-    return replace(job.training, full=-1, full_group=1) if measure == 3 else job.training
+    return replace(job.training, full=-1, full_group=1, modules=()) if measure == FULL else job.training
 
 
-def text(found: list[Found]) -> str:
-    """For a terminal."""
-    rows = [("layout", "micro", "step [s]", "tokens/s", "MFU", "GiB", "limited by", "with")]
+def text(found: list[Found], given: Sequence[str]) -> str:
+    """For a terminal.
+
+    Args:
+        found: by :func:`search`.
+        given: command line of the job that was searched for, script first if there is one.
+    """
+    rows = [("layout", "micro", "step [s]", "tokens/s", "MFU", "GiB", "host GiB", "limited by")]
     for each in found:
         own = each.plan
         layout = own.job.layout
@@ -193,107 +222,21 @@ def text(found: list[Found]) -> str:
                 f"{own.tokens_per_second:,.0f}",
                 f"{own.utilisation():.1%}",
                 f"{own.worst.total / GIB:.1f}",
+                f"{own.worst.host / GIB:.1f}",
                 own.time.limit,
-                each.measures,
             )
         )
-    lines = aligned(rows)
-    lines += [f"note: {said}" for said in dict.fromkeys(limits(each.plan.job) for each in found) if said]
-    lines += [
-        f"{each.plan.job.layout}: {layouts.split_of(each.plan.job.layout, each.plan.job.model).flags()}"
-        for each in found
-        if each.plan.job.layout.stages
+    head, *lines = aligned(rows)
+    device = found[0].plan.device
+    all_ranks = found[0].plan.job.layout.devices
+    ranks = min(device.host_devices, all_ranks)
+    shown = [
+        f"{all_ranks} x {device.name}, {found[0].plan.verdict}",
+        f"{device.memory:g} GiB of a rank, {device.reserve:g} in reserve",
+        f"{device.host_memory:g} GiB of the host of {ranks} rank{'s' * (ranks > 1)}, assumed",
     ]
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of two plans, with minus without.
-
-    Attributes:
-        flag: as given.
-        memory: bytes on the rank that needs most, by row.
-        host: bytes there on the host.
-        received: bytes of the rank that receives most, by group.
-        seconds: of a step, by part.
-    """
-
-    flag: str
-    memory: Mapping[str, float]
-    host: float
-    received: Mapping[str, float]
-    seconds: Mapping[str, float]
-
-    @property
-    def memory_sum(self) -> float:
-        """Bytes."""
-        return sum(self.memory.values())
-
-    @property
-    def seconds_sum(self) -> float:
-        """Return the seconds of a step."""
-        return sum(self.seconds.values())
-
-    def text(self) -> str:
-        """For a terminal."""
-        rows = [(f"with {self.flag}", "", "")]
-        for name, value in (*self.memory.items(), ("memory", self.memory_sum), ("on the host", self.host)):
-            if abs(value) > 5e-4 * GIB or name == "memory":
-                rows.append((name, f"{value / GIB:+.2f}", "GiB"))
-        for name, value in self.received.items():
-            rows += [(f"{name} received", f"{value / 1e9:+.3f}", "GB")] if abs(value) > 1e5 else []
-        for name, value in (*self.seconds.items(), ("step", self.seconds_sum)):
-            if abs(value) > 5e-5 or name == "step":
-                rows.append((name, f"{1e3 * value:+.1f}", "ms"))
-        return "\n".join(aligned(rows))
-
-
-def words_of(flag: str) -> list[str]:
-    """``--flag``, ``--flag value`` or several, as one argument holds them.
-
-    Raises:
-        SettingsError: no plan depends on it.
-    """
-    words = shlex.split(flag)
-    known = flags.parser()._option_string_actions
-    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
-    if unknown or not words or not words[0].startswith("--"):
-        raise SettingsError(
-            f"mindspeed_dsa plan: --what-if {flag!r} is no flag that a plan depends on; quote flag and value "
-            "together, as in --what-if='--tensor-model-parallel-size 8'"
-        )
-    return words
-
-
-def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], Plan]) -> list[Difference]:
-    """One for each flag.
-
-    Args:
-        chosen: as given.
-        before: without any of them.
-        planned: makes a plan with more words on the job's command line.
-    """
-    return [difference(flag, before, planned(words_of(flag))) for flag in chosen]
-
-
-def difference(flag: str, before: Plan, after: Plan) -> Difference:
-    """With minus without."""
-
-    def subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-        return {name: a.get(name, 0.0) - b.get(name, 0.0) for name in {**b, **a}}
-
-    def memory(plan: Plan) -> dict[str, float]:
-        return {name: values[plan.worst.rank] for name, values in memory_rows(plan).items()}
-
-    def received(plan: Plan) -> dict[str, float]:
-        busiest = max(plan.transfers, key=lambda own: sum(each.nbytes for each in own))
-        return communication.by_group(busiest)
-
-    return Difference(
-        flag,
-        subtract(memory(after), memory(before)),
-        after.worst.host - before.worst.host,
-        subtract(received(after), received(before)),
-        subtract(after.time.parts, before.time.parts),
-    )
+    shown = ["; ".join(shown), head]
+    for line, each in zip(lines, found, strict=True):
+        shown += [line, *command_lines.shown(command_lines.words_for(given, each.plan.job))]
+    said = dict.fromkeys([*found[0].plan.job.notes, *(limits(each.plan.job) for each in found)])
+    return "\n".join([*shown, *report.notes(filter(None, said))])

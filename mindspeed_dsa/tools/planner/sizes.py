@@ -160,11 +160,12 @@ def model_weights(model: Model) -> list[Weight]:
 
 def rank_weights(job: Job) -> list[list[Weight]]:
     """By pipeline rank."""
-    return _rank_weights(job.model, job.layout, job.features.sp_tp_sp)
+    return of_ranks(job.model, job.layout, job.features.sp_tp_sp)
 
 
 @lru_cache(maxsize=16)
-def _rank_weights(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
+def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
+    """Return the weights by pipeline rank; with ``whole_proj`` as ``--mla-sp-tp-sp`` cuts them."""
     held = layouts.chunks(layout, model)
     found: list[list[Weight]] = []
     for rank, own in enumerate(held):

@@ -23,16 +23,19 @@ class Device:
 
     Attributes:
         name: of :data:`DEVICES`.
-        memory: GiB.
+        memory: GiB, as the device reports them.
         tflops: bf16 matrix products, without sparsity.
         hbm: GB of memory traffic.
         node: devices with the fast link between them.
         link: GB on it.
         network: GB between nodes, per device.
         host: GB between device and host.
+        host_memory: GiB of a node's host, assumed.
+        host_devices: devices that share it.
         matmul: share of ``tflops`` that large products reach; likewise the next two.
         attention: of attention.
         sparse: of attention and indexer on gathered keys.
+        reserve: GiB that context and collectives take.
     """
 
     name: str
@@ -43,22 +46,26 @@ class Device:
     link: float
     network: float
     host: float
+    host_memory: float
+    host_devices: int = 8
     matmul: float = 0.6
     attention: float = 0.5
     sparse: float = 0.35
+    reserve: float = 3.0
 
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100", 80, 312, 2039, 8, 300, 25, 25),
-        Device("h100", 80, 989, 3350, 8, 450, 50, 50),
-        Device("h200", 141, 989, 4800, 8, 450, 50, 50),
-        Device("b200", 180, 2250, 8000, 8, 900, 50, 50),
-        Device("910b", 64, 376, 1600, 8, 196, 25, 25),
-        # One of the two dies of a 128 GB card; a supernode links 384 cards.
-        Device("a3", 64, 376, 1600, 768, 196, 25, 50),
-        Device("cpu", 64, 0.2, 20, 1, 1, 1, 10),
+        Device("a100", 79.2, 312, 2039, 8, 300, 25, 25, 1024),
+        Device("h100", 79.2, 989, 3350, 8, 450, 50, 50, 2048),
+        Device("h200", 139.8, 989, 4800, 8, 450, 50, 50, 2048),
+        Device("b200", 178.4, 2250, 8000, 8, 900, 50, 50, 2048),
+        Device("910b", 61.0, 376, 1600, 8, 196, 25, 25, 1024),
+        # One of the two dies of a 128 GB card; a supernode links 384 cards, of which a host has 8.
+        Device("a3", 61.0, 376, 1600, 768, 196, 25, 50, 2048, 16),
+        # Its memory is the host's, and no context takes any of it.
+        Device("cpu", 64, 0.2, 20, 1, 1, 1, 10, 64, 1, reserve=0.0),
     )
 }
 """By the name that ``--device`` takes."""
@@ -80,7 +87,7 @@ def device(name: str, **other: float | None) -> Device:
         )
     given = {key: value for key, value in other.items() if value is not None}
     for key, value in given.items():
-        if not 0 < value < math.inf:
+        if key != "reserve" and not 0 < value < math.inf:
             raise SettingsError(f"mindspeed_dsa plan: --device-{key} {value:g}: give a number above 0")
     return replace(found, **given)  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ from mindspeed_dsa.schedule import lists, megatron_order
 from mindspeed_dsa.tools.planner import (
     arguments,
     communication,
+    differences,
     layouts,
     memory,
     plan,
@@ -25,7 +26,7 @@ from mindspeed_dsa.tools.planner import (
 )
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.timing import device
-from tests.tools.planner.jobs import DEEPSEEK, DENSE, deepseek, example, planned
+from tests.tools.planner.jobs import DEEPSEEK, DENSE, EXAMPLE, deepseek, example, planned
 
 V = "--schedules-method dualpipev --num-layers 16"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -210,12 +211,12 @@ def test_optimizer_features_take_their_bytes_away(flag, bytes_a_parameter):
 
 def test_a_flag_changes_what_it_is_about():
     before = planned(example())
-    assert search.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
-    stock = search.difference("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
+    assert differences.words_of("--tensor-model-parallel-size 8") == ["--tensor-model-parallel-size", "8"]
+    stock = differences.difference("--no-use-fused-dsa", before, planned(example("--no-use-fused-dsa")))
     assert stock.memory["activations: indexer"] > 5 * before.worst.activations["indexer"]
     assert stock.seconds["memory-bound operations"] > 0
     with pytest.raises(SettingsError, match="no flag that a plan depends on"):
-        search.words_of("--lr 1")
+        differences.words_of("--lr 1")
 
 
 def test_a_search_leaves_out_ranks_that_cannot_share_a_copy_of_the_weights():
@@ -237,7 +238,7 @@ def test_one_replica_gathers_nothing():
 
 def test_a_search_finds_the_fastest_that_fits():
     given = "--seq-length 8192 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3"
-    job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3)
+    job, small = example(given, 8, any_layout=True), device("cpu", memory=0.3, host_memory=64.0)
     found = search.search(job, small, best=3)
     assert [each.plan.fits for each in found] == [True, True, True]
     times = [each.plan.time.total for each in found]
@@ -245,7 +246,7 @@ def test_a_search_finds_the_fastest_that_fits():
     assert all(each.plan.job.layout.devices == 8 for each in found)
     roomy = search.search(job, device("cpu"), best=1)
     assert roomy[0].plan.time.total <= times[0]
-    assert "limited by" in search.text(found)
+    assert "limited by" in search.text(found, EXAMPLE.split())
     with pytest.raises(SettingsError, match="the closest"):
         search.search(job, device("cpu", memory=0.001))
 

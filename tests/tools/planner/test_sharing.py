@@ -351,7 +351,7 @@ def test_a_search_says_what_it_leaves_out(capsys):
     ]
     assert main([*words, "--", *job]) == 0
     printed = capsys.readouterr().out
-    assert "1 of 4 layers (1) do: a pipeline has 1 chunk at most" in printed
+    assert "1 of 4 layers (1) do: a pipeline has 1 chunk at most" in " ".join(printed.split())
     assert "PP" not in printed
     assert main([*words, "--device-memory", "1e-4", "--", *job]) == 2
     assert "a pipeline has 1 chunk at most" in capsys.readouterr().err

@@ -134,9 +134,8 @@ FLAGS = (*SHARING_FLAGS, *INDEXER_FLAGS)
 
 MODEL_NAME = Flag(
     "--dsa-model",
-    "Set the indexer's options and which layers select keys as this model has them: deepseek-v3.2; glm-5, "
-    "which is GLM-5.1 as well; glm-5.2, which is GLM-5.3 as well. Sizes of the indexer are set where the job "
-    "names none.",
+    "Set the indexer's options and which layers select keys as this model has them; glm-5 and glm-5.1 are "
+    "the same, glm-5.2 and glm-5.3 too. Sizes of the indexer are set where the job names none.",
     kind="value",
     choices=tuple(MODELS),
 )

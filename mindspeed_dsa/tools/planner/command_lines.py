@@ -1,0 +1,144 @@
+"""Command lines of planned jobs: flags of a layout and of measures, ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from mindspeed_dsa.megatron.batches import GLOBAL
+from mindspeed_dsa.tools.planner import flags, layouts
+from mindspeed_dsa.tools.planner.job import Features, Job, Layout, Training
+
+_WIDTH = 108
+_LAYOUT = {
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "moe_tp_extend_ep",
+    "sequence_parallel",
+    "micro_batch_size",
+}
+"""Arguments that a search decides."""
+_MEGATRONS_RECOMPUTATION = {
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "recompute_activations",
+}
+_PARTIAL = {
+    "recompute_norm",
+    "recompute_norm_num_layers",
+    "recompute_activation_function",
+    "recompute_activation_function_num_layers",
+}
+_SWAPPED = {
+    "swap_attention",
+    "swap_attention_num_layers",
+    "swap_attention_bytes",
+    "swap_attention_min_bytes",
+    "swap_modules",
+}
+_OTHER_OPTIMIZERS = {"reuse_fp32_param", "virtual_optimizer"}
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def words_for(given: Sequence[str], job: Job) -> list[str]:
+    """Return the command line of a job that a search has found.
+
+    Args:
+        given: command line whose layout does not count, script first if there is one.
+        job: found; its model is that of ``given``.
+
+    Returns:
+        words of which the same plan is made: those given, and then layout, micro-batch and measures.
+    """
+    read, named, _ = flags.read(given)
+    dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
+    features, training = job.features, job.training
+    if training.full < 0 and read.recompute_granularity != "full":
+        dropped |= _MEGATRONS_RECOMPUTATION | _PARTIAL | _SWAPPED
+        added += FULL.split()
+    else:
+        added += _of_measures(features, read)
+    if features.swap_optimizer and not read.swap_optimizer:
+        dropped |= _OTHER_OPTIMIZERS
+        added.append("--swap-optimizer")
+    if not (read.example or {"global_batch_size", "step_batch_size_schedule"} & named):
+        added += [GLOBAL, str(training.batch)]
+    options = flags.parser()._option_string_actions
+    kept: list[str] = []
+    for group in groups(given):
+        action = options.get(group[0].partition("=")[0])
+        if action is None or action.dest not in dropped:
+            kept += group
+    return [*kept, *added]
+
+
+def _of_measures(features: Features, read: object) -> list[str]:
+    """Return the flags that a search has added to those of this library that were given."""
+    pairs = (
+        ("recompute_norm", features.recompute_norm),
+        ("recompute_activation_function", features.recompute_act),
+        ("swap_attention", features.swap_attention),
+    )
+    return [f"--{name.replace('_', '-')}" for name, on in pairs if on and not getattr(read, name)]
+
+
+def of_layout(layout: Layout, job: Job) -> list[str]:
+    """Return the flags of a layout, without those that have Megatron's default."""
+    found: list[str] = []
+    sizes = (
+        ("tensor-model-parallel-size", layout.tp),
+        ("pipeline-model-parallel-size", layout.pp),
+        ("context-parallel-size", layout.cp),
+        ("expert-model-parallel-size", layout.ep),
+    )
+    for name, size in sizes:
+        found += [f"--{name}", str(size)] if size > 1 else []
+    if job.model.experts and layout.etp != layout.tp:
+        found += ["--expert-tensor-parallel-size", str(layout.etp)]
+    if layout.sequence:
+        found.append("--sequence-parallel")
+    if layout.vpp > 1 and not layout.v_shaped and not layout.stages:
+        found += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
+    return [*found, *shlex.split(layouts.split_of(layout, job.model).flags())]
+
+
+def of_micro(training: Training) -> list[str]:
+    """Return the flag of the micro-batch."""
+    return ["--micro-batch-size", str(training.micro)]
+
+
+def groups(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with its values; the words before the first flag are a group of their own."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("--") and group:
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def shown(words: Sequence[str], indent: str = "    ", width: int = _WIDTH) -> list[str]:
+    """Return lines of a shell command, flags together with their values, continued by backslashes."""
+    lines = [indent.rstrip("\n")]
+    for group in groups(words):
+        text = shlex.join(group)
+        if len(lines[-1]) + len(text) + 3 > width and lines[-1].strip():
+            lines[-1] = f"{lines[-1].rstrip()} \\"
+            lines.append(indent + "    ")
+        lines[-1] += f"{text} "
+    return [line.rstrip() for line in lines]
