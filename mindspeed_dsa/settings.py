@@ -366,10 +366,17 @@ def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, st
     return problems
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean --seed?`` for a misspelt name; empty if it resembles none that is known."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return hint + " (`python -m mindspeed_dsa features` lists all switches, `explain` their variables)"
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    return (
+        did_you_mean(name, known)
+        + " (`python -m mindspeed_dsa features` lists all switches, `explain` their variables)"
+    )
 
 
 def _from_api(flag: Flag, value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import amount
+from mindspeed_dsa.settings import did_you_mean
 
 _WHO = "mindspeed_dsa weights"
 _DESCRIPTION = """\
@@ -39,7 +40,10 @@ def run(argv: Sequence[str]) -> int:
     if "--" in own:
         cut = own.index("--")
         own, flags = own[:cut], own[cut + 1 :]
-    options = _parser().parse_args(own)
+    options, unknown = _parser().parse_known_args(own)
+    known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    for name in unknown:
+        raise SettingsError(f"{_WHO} {options.command}: it takes no {name}{did_you_mean(name, known)}")
     if flags and options.command != "import":
         raise SettingsError(f"{_WHO} {options.command}: it takes no flags of a job")
     commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
@@ -85,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser("flags", help="the flags of a model", allow_abbrev=False)
     add.add_argument("source", type=Path, metavar="HF_DIR")
     add.add_argument("--megatron", metavar="RELEASE", help="of Megatron-core; default: the installed one")
+    wish = add.add_mutually_exclusive_group()
+    wish.add_argument(
+        "--train", action="store_true", help="train indexers by a loss of 0.01 on the selected keys; default"
+    )
+    wish.add_argument("--frozen", action="store_true", help="keep indexers as they are")
     return parser
 
 
@@ -122,7 +131,7 @@ def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
     from mindspeed_dsa.features.checkpoints.hugging_face import config
-    from mindspeed_dsa.features.checkpoints.hugging_face.flags import flags_of
+    from mindspeed_dsa.features.checkpoints.hugging_face.flags import flags_of, flags_of_training
     from mindspeed_dsa.tools.weights import job
 
     described, lacking = config.read_model(options.source, _WHO)
@@ -130,7 +139,9 @@ def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
         print(
             f"# {config.FILE} speaks of {lacking} more layers of multi-token prediction, which the files lack"
         )
-    print("\n".join(flags_of(described, options.megatron or job.release_here(), f"{_WHO}: {options.source}")))
+    where = f"{_WHO}: {options.source}"
+    lines = flags_of(described, options.megatron or job.release_here(), where)
+    print("\n".join([*lines, *flags_of_training(described, options.frozen, where)]))
 
 
 def _first() -> bool:

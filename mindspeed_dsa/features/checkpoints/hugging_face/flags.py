@@ -39,6 +39,8 @@ _ALSO = {
     **{name: flag for name, (flag, _) in _YARN.items()},
 }
 """Other names of arguments: fields of a ``TransformerConfig``, since 0.16 in a job's namespace as well."""
+_TRAINED = ("--dsa-indexer-loss-coeff 0.01", "--dsa-indexer-use-sparse-loss")
+_FROZEN = ("--dsa-stage frozen",)
 _PADDING = 128
 """``--make-vocab-size-divisible-by``, if nobody gives it."""
 
@@ -90,6 +92,25 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
     # Its kernels are neither for plain rotary embeddings of latent attention nor for DSA.
     lines = [line for name, value in arguments.items() if (line := _line(name, value, release))]
     return [shlex.join(line) for line in (*lines, ["--no-rope-fusion"])]
+
+
+def flags_of_training(config: Mapping[str, Any], frozen: bool, where: str) -> list[str]:
+    """Return the flags that decide how DSA of a model trains; none for a model with dense attention.
+
+    Args:
+        config: of Hugging Face, as it is read from its file.
+        frozen: whether indexers select keys and are not trained.
+        where: the configuration is from, which begins every message.
+
+    Raises:
+        SettingsError: Megatron cannot compute the model, or ``frozen`` is asked of one without indexers.
+    """
+    if arguments_of(config, where).get("experimental_attention_variant") == "dsa":
+        # Without a loss and not frozen, weight decay alone would act on indexers.
+        return ["--use-fused-dsa", *(_FROZEN if frozen else _TRAINED)]
+    if frozen:
+        raise SettingsError(f"{where}: the model has no indexers, which --frozen is about")
+    return []
 
 
 def mend(name: str, value: Any, release: str) -> str:

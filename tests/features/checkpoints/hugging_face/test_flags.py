@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     ALWAYS_SINCE_0_19,
@@ -114,6 +115,40 @@ def test_what_a_release_cannot_compute_is_refused():
         flags_of(file, "0.13.1", WHERE)
     with pytest.raises(SettingsError, match=r"rope_theta is 10000\.5"):
         flags_of(config("deepseek_v3", rope_parameters=YARN | {"rope_theta": 10000.5}), "0.16.1", WHERE)
+
+
+LOSS = ["--use-fused-dsa", "--dsa-indexer-loss-coeff 0.01", "--dsa-indexer-use-sparse-loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish", "last"),
+    [
+        ("glm_moe_dsa", [], LOSS),
+        ("glm_moe_dsa", ["--train"], LOSS),
+        ("deepseek_v32", ["--frozen"], ["--use-fused-dsa", "--dsa-stage frozen"]),
+        ("deepseek_v3", ["--train"], []),
+    ],
+)
+def test_indexers_are_trained_or_frozen(kind, wish, last, tmp_path, capsys):
+    """Stock DSA without an indexer loss, which weight decay alone acts on, is what nobody asks for."""
+    (tmp_path / "config.json").write_text(json.dumps(config(kind)))
+    assert main(["weights", "flags", str(tmp_path), "--megatron", "0.16.1", *wish]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert lines == [*flags_of(config(kind), "0.16.1", WHERE), *last]
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (["--frozzen"], "it takes no --frozzen; did you mean --frozen?"),
+        (["--train", "--frozen"], "not allowed with argument --train"),
+        (["--frozen"], "the model has no indexers, which --frozen is about"),
+    ],
+)
+def test_wishes_that_are_refused(wish, said, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config("deepseek_v3")))
+    assert main(["weights", "flags", str(tmp_path), "--megatron", "0.16.1", *wish]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_patterns_of_experts():
