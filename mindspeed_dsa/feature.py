@@ -104,7 +104,8 @@ def _no_problems(args: Any, options: Any) -> Iterable[str]:
     return ()
 
 
-def _nothing_to_rewrite(args: Any) -> Sequence[str]:
+def nothing_to_rewrite(args: Any) -> Sequence[str]:
+    """Change nothing; the default of ``Feature.rewrite``."""
     return ()
 
 
@@ -155,7 +156,7 @@ class Feature:
     conflicts: tuple[Conflict, ...] = ()
     active: Callable[[Any], bool] | None = None
     options: Callable[[Any], Any] | None = None
-    rewrite: Callable[[Any], Sequence[str]] = _nothing_to_rewrite
+    rewrite: Callable[[Any], Sequence[str]] = nothing_to_rewrite
     check: Check = _no_problems
     doc: str = ""
     platform_support: bool = False

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.context_parallel.padding import Padding
-from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Check, Feature, Flag, repair
+from mindspeed_dsa.feature import (
+    EXPERIMENTAL_ATTENTION_VARIANT,
+    Check,
+    Feature,
+    Flag,
+    nothing_to_rewrite,
+    repair,
+)
 from mindspeed_dsa.patches.spec import Patch
 
 if TYPE_CHECKING:
@@ -77,6 +84,7 @@ def dsa_repair(
     megatron_flags: Sequence[Flag] = (),
     options: Callable[[Any], Any] | None = None,
     supplies: Sequence[str] = (),
+    rewrite: Callable[[Any], Sequence[str]] = nothing_to_rewrite,
 ) -> Feature:
     """Declare a fix for Megatron's DSA: on if the model uses DSA, unless its switch overrides this.
 
@@ -90,6 +98,7 @@ def dsa_repair(
         patches=tuple(patches),
         active=repair(switch.dest),
         options=options,
+        rewrite=rewrite,
         supplies=tuple(supplies),
         doc=f"{name}.md",
     )

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
-from mindspeed_dsa import features, session, settings
-from mindspeed_dsa.megatron.pipeline_chunks import FIRST, LAST, LAYOUT
+from mindspeed_dsa import features, session
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, versions
 from mindspeed_dsa.session import beside, checks, environment, start_report
 from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
-from mindspeed_dsa.tools.cli import doctor_device, doctor_job
+from mindspeed_dsa.tools.cli import doctor_arguments, doctor_device, doctor_job
 from mindspeed_dsa.tools.cli.doctor_job import Command
-from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.migrate.accept import accept
 
 _IN_ORDER = ("applied", "pending")
-_NUMBERS = (
-    "--num-layers",
-    "--mtp-num-layers",
-    "--pipeline-model-parallel-size",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
-    FIRST,
-    LAST,
-)
-_SWITCHES = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-"""Flags of Megatron that say, with its layout, which layers there are and where they lie."""
-_FAMILIES = ("dsa", "index", "indexer")
-"""First words of flags that are about DSA, whoever's they are."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -93,6 +75,9 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
     problems = [plugin.message for plugin in features.broken_plugins()]
     script = command.script if command is not None else _script(argv)
     argv, of_the_job = read_and_beside(list(argv))
+    # The example job has a parser of its own, whose flags and defaults nobody knows here.
+    whole = bool(script or command) and not Command((), script, ()).is_example
+    args: argparse.Namespace | None = None
     layers = ""
     try:
         argv += [ACCEPT_MINDSPEED.name] if accept(argv) else []
@@ -109,15 +94,22 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
     running = session.current()
     if running is not None and running is not before:
         try:
-            args = _as_arguments(running.settings, argv)
+            parser = doctor_arguments.parser_of(running)
+            problems += doctor_arguments.unknown_flags(
+                argv, of_the_job, parser, running.settings.megatron_root
+            )
+            world = command.variables().get("WORLD_SIZE", "0") if command is not None else "0"
+            args, refused = doctor_arguments.read(parser, running, argv, whole)
+            problems += refused
             running.rewrite(args)  # as a job does before it is checked
+            if whole:
+                doctor_arguments.derive(args, int(world))
             layers = _selecting(args)
             problems += running.problems(args)
         except MindSpeedDSAError as error:
             problems.append(str(error))
         problems += _verify(running)
         problems += _without_target(running)
-        problems += unknown_flags(argv, of_the_job, running.settings.megatron_root)
         sites = running.report()
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
     if command is not None:
@@ -146,39 +138,18 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
 def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return what is read of a command line, and the part of it that the job's own parser shares.
 
-    A script after ``--`` begins the job's whole command line.
+    A script after ``--``, or its launcher, begins the job's whole command line.
     """
     if "--" not in argv:
         return argv, []
     cut = argv.index("--")
-    before, after = argv[:cut], argv[cut + 1 :]
-    return before + after[1:] if _script(argv) else before, after
+    before, after = argv[:cut], Command.of(argv[cut + 1 :])
+    return [*before, *after.flags] if after.script else before, [*after.flags]
 
 
 def _script(argv: Sequence[str]) -> str:
-    """Return the script right after ``--``; empty without one."""
-    after = argv[argv.index("--") + 1 :] if "--" in argv else ()
-    return after[0] if after and after[0].endswith(".py") else ""
-
-
-def _as_arguments(resolved: settings.Settings, argv: Sequence[str]) -> argparse.Namespace:
-    """A job's arguments as if these were all; Megatron's flags only if they are given."""
-    chosen = resolved.chosen()
-    known = [flag.dest for flag in features.all_flags() if not flag.megatron or flag.dest in chosen]
-    args = argparse.Namespace(**{dest: getattr(resolved, dest) for dest in known})
-    if not _lacks(LAYOUT, versions.of_megatron(resolved.megatron_root)):
-        args.pipeline_model_parallel_layout = None
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
-    for name in _NUMBERS:
-        parser.add_argument(name, type=int)
-    for name in _SWITCHES:
-        parser.add_argument(name, action="store_true")
-    parser.add_argument(LAYOUT)
-    with contextlib.suppress(argparse.ArgumentError):  # which Megatron's parser reports
-        parser.parse_known_args(list(argv), args)
-    return args
+    """Return the script after ``--``; empty without one."""
+    return Command.of(argv[argv.index("--") + 1 :]).script if "--" in argv else ""
 
 
 def _selecting(args: argparse.Namespace) -> str:
@@ -195,48 +166,6 @@ def _selecting(args: argparse.Namespace) -> str:
         own = sum(sharing.mtp_computes(layer) for layer in range(1, mtp_layers + 1))
         said += f", and {own} of {mtp_layers} of multi-token prediction"
     return f"{said}; the others attend to keys selected below" if sharing.is_on else said
-
-
-def _lacks(flag: str, release: str | None) -> str:
-    """Return which releases of Megatron-LM have a flag that this one is known to lack; else empty."""
-    try:
-        return megatron_flags.lacks(flag, Version(release)) if release else ""
-    except InvalidVersion:  # a fork's own
-        return ""
-
-
-def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], root: str) -> list[str]:
-    """List flags that neither this library nor Megatron has, each with what it resembles.
-
-    Args:
-        argv: what is read.
-        of_the_job: the part that the job's own parser shares, of which DSA's flags alone are judged.
-        root: of Megatron.
-    """
-    own = settings.all_names([*settings.GENERAL_FLAGS, *features.all_flags()])
-    release = versions.of_megatron(root)
-    try:
-        megatron, whose = set(megatron_flags.installed(root)), "Megatron's parser"
-    except Exception:  # only its core is here, or it cannot be imported without its own requirements
-        megatron = {flag for flag in megatron_flags.record() if not _lacks(flag, release)}
-        whose = f"Megatron-LM {release}" if release else "Megatron-LM"
-    found = []
-    for token in dict.fromkeys([*argv, *of_the_job]):
-        name = token.partition("=")[0]
-        if not name.startswith("--") or name in own | megatron:
-            continue
-        about_dsa = name[2:].removeprefix("no-").partition("-")[0] in _FAMILIES
-        if token in of_the_job and not about_dsa:
-            continue
-        negated = name.startswith("--no-")
-        near = sorted(each for each in own | megatron if each.startswith("--no-") == negated)
-        close = difflib.get_close_matches(name, near, n=3 if about_dsa else 1, cutoff=0.75)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        having = megatron_flags.record().get(name, ())
-        hint = f"; Megatron-LM {_lacks(name, release) or ', '.join(having)} has it" if having else hint
-        aside = "" if token in of_the_job else " (flags of the job's own parser belong after --)"
-        found.append(f"{name} is a flag neither of this library nor of {whose}{hint}{aside}")
-    return found
 
 
 def _verify(running: session.Session) -> list[str]:

@@ -19,25 +19,10 @@ from mindspeed_dsa.features import all_features
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.session import environment
 from mindspeed_dsa.session.environment import installation
+from mindspeed_dsa.tools.cli import doctor_arguments
 from mindspeed_dsa.tools.planner import checkpoint, flags
 from mindspeed_dsa.tools.planner.arguments import Switches
 
-_WORDS = {"save": None, "load": None, "cuda-graph-impl": "none"}
-_NUMBERS = {
-    "num-workers": 2,
-    "distributed-timeout-minutes": 10,
-    "train-iters": None,
-    "save-interval": None,
-    "save-retain-interval": None,
-}
-_SWITCHES = (
-    "deterministic-mode",
-    "async-save",
-    "use-megatron-fsdp",
-    "moe-shared-expert-overlap",
-    "tp-comm-overlap",
-)
-"""Megatron's flags that checks ask for and plans do not, with Megatron's defaults."""
 _LAUNCHED = {"--nproc-per-node": 1, "--nnodes": 1}
 """Options of torchrun that say how many ranks there are, and its defaults."""
 _SPINS = "OMP_NUM_THREADS"
@@ -103,7 +88,7 @@ def examine(
         running: the session that these flags have started; None where they could not.
     """
     words = [command.script or "pretrain_gpt.py", *read]
-    args = _arguments(words, command.is_example)
+    args = _arguments(words, command.is_example, running)
     active = list(running.features) if running else _active(args)
     variables = command.variables()
     platform = running.settings.platform if running else _platform(args)
@@ -120,24 +105,15 @@ def examine(
     return environment.examine(about, active)
 
 
-def _arguments(words: Sequence[str], example: bool) -> argparse.Namespace:
-    args = argparse.Namespace()
-    # Values that no plan knows, and others that Megatron refuses.
-    with contextlib.suppress(MindSpeedDSAError):
-        args = flags.read(words)[0]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, word in _WORDS.items():
-        parser.add_argument(f"--{name}", default=word)
-    for name, number in _NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, default=number)
-    for name in _SWITCHES:
-        parser.add_argument(f"--{name}", action="store_true")
-    masks = "create-attention-mask-in-dataloader"
-    parser.add_argument(f"--no-{masks}", dest=masks.replace("-", "_"), action="store_false")
+def _arguments(
+    words: Sequence[str], example: bool, running: session.Session | None = None
+) -> argparse.Namespace:
+    parser = doctor_arguments.parser_of(running)
     if example:
-        parser.set_defaults(num_workers=0)
-    with contextlib.suppress(argparse.ArgumentError):  # which the job's parser reports
-        parser.parse_known_args(words[1:], args)
+        parser.set_defaults(**flags.EXAMPLE, num_workers=0)
+    args = argparse.Namespace()
+    with contextlib.suppress(MindSpeedDSAError):  # which the job's parser reports
+        parser.parse_known_args(list(words[1:]), args)
     return args
 
 

@@ -1,4 +1,4 @@
-"""Which releases of Megatron have which flags: a record, and how it is made.
+"""Flags of Megatron-LM by release: a record of its parsers, a parser made from it, and how it is made.
 
 ``python -m mindspeed_dsa.tools.migrate.megatron_flags RELEASE [FILE]`` adds the parser of the Megatron
 that is on the path, a checkout of that release, to the record.
@@ -7,39 +7,90 @@ that is on the path, a checkout of that release, to the record.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeVar
 
 from packaging.version import Version
 
 from mindspeed_dsa import session
 
+
+def pattern(text: str) -> int | list[int]:
+    """``2``, ``[0,1,1]`` or ``([0]*1+[1]*3)``, as Megatron's ``--moe-layer-freq`` takes them."""
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(item) for item in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Add)):
+            left, right = value(node.left), value(node.right)
+            return left * right if isinstance(node.op, ast.Mult) else left + right
+        raise ValueError
+
+    try:
+        found: int | list[int] = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor a list such as '([0]*1+[1]*3)'"
+        ) from None
+    return found
+
+
 RECORD = Path(__file__).with_name("megatron_flags.json")
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "pattern": pattern}
+"""Kinds whose values are converted; those of others stay words."""
+_UNSET = {"on": False, "off": True}
+"""Defaults that the record omits; those of flags with a value are None."""
+_Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
+
+
+@cache
+def _kept() -> tuple[tuple[str, ...], dict[str, list[list[Any]]]]:
+    """Return the recorded releases and, by flag, its variants: releases as bits, kind, and the rest."""
+    kept = json.loads(RECORD.read_text(encoding="utf-8"))
+    return tuple(kept["releases"]), kept["flags"]
 
 
 @cache
 def record() -> dict[str, tuple[str, ...]]:
     """By flag, the recorded releases that have it, oldest first."""
-    kept = json.loads(RECORD.read_text(encoding="utf-8"))
-    releases = kept["releases"]
     return {
-        flag: tuple(release for release, has in zip(releases, bits, strict=True) if has == "1")
-        for flag, bits in kept["flags"].items()
+        flag: tuple(
+            release for at, release in enumerate(releases()) if any(bits[at] == "1" for bits, *_ in variants)
+        )
+        for flag, variants in _kept()[1].items()
     }
 
 
-@cache
 def releases() -> tuple[str, ...]:
     """Return the recorded releases, oldest first."""
-    return tuple(json.loads(RECORD.read_text(encoding="utf-8"))["releases"])
+    return _kept()[0]
 
 
 def known(flag: str) -> bool:
     """Return whether any recorded release has the flag."""
     return flag in record()
+
+
+def around(release: Version | None) -> list[str]:
+    """Return the recorded releases that stand for another one: the nearer older one, and the next.
+
+    Args:
+        release: of Megatron-LM; a recorded one stands for itself, and None for the newest.
+    """
+    if release is None:
+        return [releases()[-1]]
+    older = [each for each in releases() if Version(each) <= release]
+    newer = [each for each in releases() if Version(each) >= release]
+    return list(dict.fromkeys([*older[-1:], *newer[:1]]))
 
 
 def lacks(flag: str, release: Version | None) -> str:
@@ -57,38 +108,106 @@ def lacks(flag: str, release: Version | None) -> str:
     return f"{first} to {last}" if last != releases()[-1] else f"{first} and later"
 
 
+def add_recorded(parser: _Parser, release: Version | None) -> _Parser:
+    """Add Megatron's flags to a parser, with their types, choices and defaults in a release.
+
+    Args:
+        parser: to which they are added.
+        release: of Megatron-LM. Between two recorded ones the older one counts, with the flags that only the
+            newer one has: nobody knows which of them are there yet. None: the newest.
+    """
+    for at in map(releases().index, around(release)):
+        for flag, variants in _kept()[1].items():
+            for bits, kind, *rest in variants:
+                if bits[at] == "1" and flag not in parser._option_string_actions:
+                    _add(parser, flag, kind, dict(*rest))
+    return parser
+
+
+def add_installed(parser: _Parser, root: str = "megatron") -> _Parser:
+    """Add the flags of the Megatron-LM that can be imported to a parser.
+
+    Raises:
+        ModuleNotFoundError: there is only its core.
+    """
+    import_module(f"{root}.training.arguments").add_megatron_arguments(parser)
+    return parser
+
+
 def of_parser(parser: argparse.ArgumentParser) -> list[str]:
     """All long options of a parser."""
     return sorted(name for name in parser._option_string_actions if name.startswith("--"))
 
 
-def installed(root: str = "megatron") -> list[str]:
-    """Long options of the parser of the Megatron-LM that can be imported.
-
-    Raises:
-        ModuleNotFoundError: there is only its core.
-    """
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    import_module(f"{root}.training.arguments").add_megatron_arguments(parser)
-    return of_parser(parser)
+def _add(parser: argparse.ArgumentParser, flag: str, kind: str, rest: dict[str, Any]) -> None:
+    common = {"dest": flag[2:].replace("-", "_"), "default": _UNSET.get(kind)} | rest
+    if kind in _UNSET:
+        parser.add_argument(flag, action="store_true" if kind == "on" else "store_false", **common)
+    else:
+        parser.add_argument(flag, type=_TYPES.get(kind, str), **common)
 
 
-def add(release: str, flags: list[str], file: Path = RECORD) -> None:
+def described(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the long options of a parser as the record keeps them: kind, and what the kind does not say."""
+    defaults: dict[str, Any] = {}
+    for action in parser._actions:
+        defaults.setdefault(action.dest, action.default)  # the first of several counts, as for argparse
+    for flag in of_parser(parser):
+        action = parser._option_string_actions[flag]
+        if action.dest != "help":
+            kind = _kind(action, flag)
+            rest: dict[str, Any] = {"dest": action.dest, "default": _plain(defaults[action.dest])}
+            if kind not in _UNSET and action.nargs is not None:
+                rest["nargs"] = action.nargs
+            if kind not in _UNSET and action.choices and not isinstance(next(iter(action.choices)), Enum):
+                rest["choices"] = [choice for choice in action.choices if choice is not None]
+            usual = {"dest": flag[2:].replace("-", "_"), "default": _UNSET.get(kind)}
+            rest = {name: value for name, value in rest.items() if name not in usual or value != usual[name]}
+            yield flag, [kind, rest] if rest else [kind]
+
+
+def _kind(action: argparse.Action, flag: str) -> str:
+    if action.nargs == 0:
+        negated = isinstance(action, argparse.BooleanOptionalAction) and flag.startswith("--no-")
+        return "off" if negated or action.const is False else "on"
+    name = getattr(action.type, "__name__", "")
+    return "pattern" if name.endswith("freq_type") else name if name in _TYPES else "str"
+
+
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+
+
+def add(release: str, parser: argparse.ArgumentParser, file: Path = RECORD) -> None:
     """Write the record again with one more release, or with another parser of a known one."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"releases": [], "flags": {}}
     having = {
-        each: {f for f, bits in kept["flags"].items() if bits[number] == "1"}
+        each: {
+            flag: said
+            for flag, variants in kept["flags"].items()
+            for bits, *said in variants
+            if bits[number] == "1"
+        }
         for number, each in enumerate(kept["releases"])
     }
-    having[release] = set(flags)
+    having[release] = dict(described(parser))
     order = sorted(having, key=Version)
-    names = sorted(set().union(*having.values()))
-    table = {name: "".join("01"[name in having[each]] for each in order) for name in names}
-    file.write_text(json.dumps({"releases": order, "flags": table}, indent=0) + "\n", encoding="utf-8")
+    lines = []
+    for flag in sorted(set().union(*having.values())):
+        variants: dict[str, str] = {}
+        for each in order:
+            if flag in having[each]:
+                words = json.dumps(having[each][flag], sort_keys=True)
+                variants[words] = "".join("01"[having[one].get(flag) == having[each][flag]] for one in order)
+        made = [[bits, *json.loads(words)] for words, bits in variants.items()]
+        lines.append(f"{json.dumps(flag)}: {json.dumps(made)}")
+    text = f'{{"releases": {json.dumps(order)},\n"flags": {{\n' + ",\n".join(lines) + "\n}}\n"
+    file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     session.enable_from_argv(
         []
     )  # Megatron-LM's modules are imported on machines without an accelerator as well
-    add(sys.argv[1], installed(), Path(sys.argv[2]) if sys.argv[2:] else RECORD)
+    made = add_installed(argparse.ArgumentParser(allow_abbrev=False))
+    add(sys.argv[1], made, Path(sys.argv[2]) if sys.argv[2:] else RECORD)

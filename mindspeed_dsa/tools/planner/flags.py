@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import math
 from collections.abc import Mapping, Sequence
@@ -188,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}", default=word, choices=choices)
     for name, value in FLOATS.items():
         add(f"--{name}", type=float, default=value)
-    add("--moe-layer-freq", type=pattern, default=1)
+    add("--moe-layer-freq", type=megatron_flags.pattern, default=1)
     add("--pipeline-model-parallel-layout")
     add(SCHEDULE)
     add("--recompute-modules", nargs="+", default=[])
@@ -260,28 +259,6 @@ def _alike(name: str, flag: str) -> bool:
     if name.count("-") != flag.count("-"):
         return False
     return sorted(name) == sorted(flag) or difflib.SequenceMatcher(None, name, flag).ratio() > 0.88
-
-
-def pattern(text: str) -> int | list[int]:
-    """``2``, ``[0,1,1]`` or ``([0]*1+[1]*3)``, as Megatron's ``--moe-layer-freq`` takes them."""
-
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(item) for item in node.elts]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Add)):
-            left, right = value(node.left), value(node.right)
-            return left * right if isinstance(node.op, ast.Mult) else left + right
-        raise ValueError
-
-    try:
-        found: int | list[int] = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number nor a list such as '([0]*1+[1]*3)'"
-        ) from None
-    return found
 
 
 def padded(vocabulary: int, options: argparse.Namespace) -> int:

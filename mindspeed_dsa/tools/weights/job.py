@@ -24,7 +24,7 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
-from mindspeed_dsa.tools.planner.flags import pattern
+from mindspeed_dsa.tools.migrate.megatron_flags import pattern
 from mindspeed_dsa.tools.weights.importing import WHO, Import
 from mindspeed_dsa.tools.weights.rank_files import layout_of
 

@@ -109,14 +109,22 @@ def test_doctor_says_why_nothing_is_decided():
 
 
 @pytest.mark.parametrize(
-    "model", ["--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3", "--dsa-model glm-5.2"]
+    "model",
+    [
+        (
+            "--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3 --dsa-indexer-n-heads 32 "
+            "--dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"
+        ),
+        "--dsa-model glm-5.3",
+    ],
 )
 def test_doctor_reads_a_job_with_shared_selections_behind_its_script(model):
     from mindspeed_dsa.tools.cli import doctor
 
     job = (
         f"-- pretrain_gpt.py --experimental-attention-variant dsa --num-layers 78 {model} "
-        "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --my-own 3"
+        "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --my-own 3 --multi-latent-attention "
+        "--transformer-impl local"
     )
     findings = doctor.examine(job.split())
     assert findings["layers"] == (
@@ -159,19 +167,21 @@ def test_doctor_names_a_row_without_a_target_that_a_job_starts_without():
     ],
 )
 def test_doctor_finds_flags_of_dsa_that_nobody_knows(before, flag, hint):
-    from mindspeed_dsa.tools.cli import doctor
+    from mindspeed_dsa.tools.cli import doctor, doctor_arguments
 
     read, of_the_job = doctor.read_and_beside(f"{before} {flag} --my-own 3 --num-layers 2".split())
-    problems = doctor.unknown_flags(read, of_the_job, "megatron")
+    parser = doctor_arguments.parser_of(None)
+    problems = doctor_arguments.unknown_flags(read, of_the_job, parser, "megatron")
     (problem,) = (each for each in problems if flag.split()[0].split("=")[0] in each)
     assert hint in problem
     assert len(problems) == (1 if before else 2), "flags of the job's own parser belong behind --"
 
 
 def test_doctor_knows_which_release_lacks_a_flag():
-    from mindspeed_dsa.tools.cli import doctor
+    from mindspeed_dsa.tools.cli import doctor_arguments
 
-    (problem,) = doctor.unknown_flags(["--cuda-graph-modules"], [], "megatron")
+    parser = doctor_arguments.parser_of(None)
+    (problem,) = doctor_arguments.unknown_flags(["--cuda-graph-modules"], [], parser, "megatron")
     assert "Megatron-LM 0.16.1; Megatron-LM 0.19.0 and later has it" in problem
 
 

@@ -16,7 +16,17 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.megatron import without_engine
 from mindspeed_dsa.megatron.configuration import argument
-from mindspeed_dsa.megatron.dsa import DSA, KERNELS, MLA, OWN_LOOP, SIZES, SPECS, dsa_repair, megatron_flag
+from mindspeed_dsa.megatron.dsa import (
+    DSA,
+    KERNELS,
+    MLA,
+    OWN_LOOP,
+    SIZES,
+    SPECS,
+    dsa_repair,
+    megatron_flag,
+    uses_dsa,
+)
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.spec import Patch
 
@@ -113,11 +123,22 @@ def check_dsa_model(args: Any, options: Any) -> Sequence[str]:
             f"--dsa-indexer-head-dim {head} has no room for the --qk-pos-emb-head-dim {rotary} in "
             "it; make it at least as large"
         )
-    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
-    lacks_fused_rope = release is not None and release in SpecifierSet("<0.19", prereleases=True)
-    if lacks_fused_rope and argument(args, "apply_rope_fusion"):
-        problems.append(f"Megatron-core {release} does not support fused RoPE with DSA; add --no-rope-fusion")
     return problems
+
+
+def keep_rope_unfused(args: Any) -> Sequence[str]:
+    """Switch off ``apply_rope_fusion``, which Megatron's DSA lacks before 0.19; ``Feature.rewrite``.
+
+    Megatron's default is true, so a job that leaves it has not asked for it; the results are the same.
+    """
+    release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
+    lacks_it = release is not None and release in SpecifierSet("<0.19", prereleases=True)
+    if not (lacks_it and uses_dsa(args) and argument(args, "apply_rope_fusion")):
+        return ()
+    args.apply_rope_fusion = False
+    return (
+        f"apply_rope_fusion is False (--no-rope-fusion): DSA has no fused RoPE in Megatron-core {release}",
+    )
 
 
 SPEC_DISPATCH = dsa_repair(
@@ -125,6 +146,7 @@ SPEC_DISPATCH = dsa_repair(
     summary="Makes --experimental-attention-variant dsa build a model.",
     switch_help="Let Megatron's spec functions build DSA layers.",
     check=check_dsa_model,
+    rewrite=keep_rope_unfused,
     patches=(
         Patch(
             f"{SPECS}:get_experimental_attention_variant_module_spec",

@@ -60,12 +60,25 @@ def arguments(**changes):
         ({"dsa_indexer_topk": None}, "--dsa-indexer-topk"),
         ({"multi_latent_attention": False}, "--multi-latent-attention"),
         ({"dsa_indexer_head_dim": 32}, "--dsa-indexer-head-dim 32"),
-        ({"apply_rope_fusion": True}, "--no-rope-fusion"),
     ],
 )
 def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
     (problem,) = SPEC_DISPATCH.problems(arguments(**changes))
     assert wanted in problem
+
+
+def test_fused_rope_is_switched_off_where_megatrons_dsa_has_none(monkeypatch):
+    """It is Megatron's default, which nobody has asked for."""
+    monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.16.1")
+    args = arguments(apply_rope_fusion=True)
+    (said,) = SPEC_DISPATCH.rewrite(args)
+    assert "--no-rope-fusion" in said
+    assert args.apply_rope_fusion is False
+    assert not SPEC_DISPATCH.rewrite(args)
+    dense = arguments(apply_rope_fusion=True, experimental_attention_variant=None)
+    assert not SPEC_DISPATCH.rewrite(dense)
+    monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.19.0")
+    assert not SPEC_DISPATCH.rewrite(arguments(apply_rope_fusion=True))
 
 
 def test_all_problems_are_told_at_once():

@@ -1,0 +1,226 @@
+"""A command line as the job's own parser will read it, for ``doctor``; and the flags that nobody knows."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from packaging.version import InvalidVersion, Version
+
+from mindspeed_dsa import session, settings
+from mindspeed_dsa.features import all_flags
+from mindspeed_dsa.megatron.pipeline_chunks import LAYOUT, stages_of
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.compose import with_context
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.patches.site import load
+from mindspeed_dsa.tools.migrate import megatron_flags
+
+_FAMILIES = ("dsa", "index", "indexer")
+"""First words of flags that are about DSA, whoever's they are."""
+_PARSE = "megatron.training.arguments:parse_args"
+_RANKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+class JobParser(argparse.ArgumentParser):
+    """Parser of a job's command line, Megatron's flags and ours.
+
+    A value that a job's parser refuses is noted, and the rest is read.
+
+    Attributes:
+        whose: name of the parser in messages.
+        refused: messages about refused values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.whose = ""
+        self.refused: list[str] = []
+
+    @property
+    def names(self) -> set[str]:
+        """Return all spellings of all flags."""
+        return set(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message, with which a job would end.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError(message)
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            self.refused.append(str(error))
+            return text
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self.refused.append(str(error))
+
+
+def parser_of(running: session.Session | None) -> JobParser:
+    """Build the parser that a job has under a session: Megatron's, and what features add to it.
+
+    Args:
+        running: the session; None where none could start, so that Megatron's own flags and ours are known.
+    """
+    root = running.settings.megatron_root if running else settings.MEGATRON_ROOT.default
+    made = _megatrons(root)
+    contexts = running.contexts if running else {}
+    for feature in running.features if running else ():
+        for patch in feature.patches:
+            if patch.target == _PARSE and not versions.outside(patch, lambda _: versions.of_megatron(root)):
+                _extend(made, with_context(load(patch.impl), contexts[feature.name]))
+    session.add_arguments(made)
+    return made
+
+
+def _megatrons(root: str) -> JobParser:
+    """Build Megatron's parser: from the Megatron-LM that is here, else from the record of its releases."""
+    made = JobParser()
+    try:
+        megatron_flags.add_installed(made, root)
+        made.whose = "Megatron's parser"
+    except Exception:  # only its core is here, or it cannot be imported without its own requirements
+        made = JobParser()
+        release = versions.of_megatron(root)
+        megatron_flags.add_recorded(made, number(release))
+        made.whose = f"Megatron-LM {release}" if release else "Megatron-LM"
+    return made
+
+
+def number(release: str | None) -> Version | None:
+    """Return a release of Megatron's as a version; None where there is none, or it is a fork's own."""
+    try:
+        return Version(release) if release else None
+    except InvalidVersion:
+        return None
+
+
+def _extend(parser: JobParser, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Add the flags that a decorator of Megatron's ``parse_args`` adds through its extension point."""
+
+    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return parser if extra_args_provider is None else extra_args_provider(parser)
+
+    decorate(parse_args)()
+
+
+def read(
+    parser: JobParser, running: session.Session, argv: Sequence[str], whole: bool
+) -> tuple[argparse.Namespace, list[str]]:
+    """Read a command line as a job does, up to Megatron's own look at the arguments.
+
+    Args:
+        parser: of the job.
+        running: the session of these flags.
+        argv: flags.
+        whole: they are all, so that others have Megatron's defaults; else others are absent.
+
+    Returns:
+        The arguments, and what is refused already.
+    """
+    if not whole:
+        ours = {flag.dest for flag in (*settings.GENERAL_FLAGS, *all_flags()) if not flag.megatron}
+        for action in parser._actions:
+            action.default = action.default if action.dest in ours else argparse.SUPPRESS
+    args = argparse.Namespace()
+    problems = []
+    try:
+        _, rest = parser.parse_known_args(list(argv), args)
+        strays = _strays(rest)
+        problems += [
+            f"{word!r} is neither a flag nor the value of one; flags begin with --" for word in strays
+        ]
+    except SettingsError as error:
+        problems.append(f"{parser.whose} refuses this command line: {error}")
+    problems += [f"{parser.whose} refuses this command line: {each}" for each in parser.refused]
+    for dest, setting in running.settings.chosen().items():
+        setattr(args, dest, setting.value)
+    if not whole and LAYOUT in parser.names:  # its absence says that this release has no layouts
+        args.__dict__.setdefault(LAYOUT[2:].replace("-", "_"), None)
+    return args, problems
+
+
+def _strays(rest: Sequence[str]) -> list[str]:
+    """Return words that belong to no flag, of those that a parser did not know."""
+    strays, after = [], False
+    for word in rest:
+        after = after or word.startswith("--")  # the values of an unknown flag are not known either
+        strays += [] if after else [word]
+    return strays
+
+
+def derive(args: argparse.Namespace, world: int = 0) -> None:
+    """Add what Megatron's ``validate_args`` derives from other arguments, and features' checks ask for.
+
+    Args:
+        args: all of a job's, which features have changed already.
+        world: number of ranks; 0: as few as the layout needs.
+    """
+    tensor, stages, context = (getattr(args, name) for name in _RANKS)
+    if not all(isinstance(size, int) and size > 0 for size in (tensor, stages, context)):
+        return
+    ranks = tensor * stages * context
+    args.world_size = world or ranks
+    args.data_parallel_size = max(args.world_size // ranks, 1)
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tensor
+    if tensor == 1:
+        args.sequence_parallel = False
+    chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    layers = args.num_layers_per_virtual_pipeline_stage
+    if chunks is None and layers and args.num_layers:
+        chunks = max(args.num_layers // stages // layers, 1)
+    with contextlib.suppress(ValueError):  # a layout that Megatron refuses
+        if layout := stages_of(getattr(args, "pipeline_model_parallel_layout", None)):
+            chunks = len(layout) // stages
+    args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
+
+
+def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobParser, root: str) -> list[str]:
+    """List flags that neither this library nor Megatron has, each with what it resembles.
+
+    Args:
+        argv: what is read.
+        of_the_job: the part that the job's own parser shares; judged are DSA's flags, and misspelt ones.
+        parser: of the job.
+        root: of Megatron.
+    """
+    names, release = parser.names, number(versions.of_megatron(root))
+    found = []
+    for token in dict.fromkeys([*argv, *of_the_job]):
+        name = token.partition("=")[0]
+        if not name.startswith("--") or name in names:
+            continue
+        about_dsa = name[2:].removeprefix("no-").partition("-")[0] in _FAMILIES
+        if token in of_the_job and not about_dsa and not _is_misspelt(name, names):
+            continue
+        negated = name.startswith("--no-")
+        near = sorted(each for each in names if each.startswith("--no-") == negated)
+        close = difflib.get_close_matches(name, near, n=3 if about_dsa else 1, cutoff=0.75)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        having = megatron_flags.record().get(name, ())
+        hint = (
+            f"; Megatron-LM {megatron_flags.lacks(name, release) or ', '.join(having)} has it"
+            if having
+            else hint
+        )
+        aside = "" if token in of_the_job else " (flags of the job's own parser belong after --)"
+        found.append(f"{name} is a flag neither of this library nor of {parser.whose}{hint}{aside}")
+    return found
+
+
+def _is_misspelt(name: str, names: set[str]) -> bool:
+    """Return whether a flag is nearly a known one; one whose every word is right is another flag."""
+    (close,) = difflib.get_close_matches(name, names, n=1, cutoff=0.85) or ("",)
+    return bool(close and set(name.split("-")) - set(close.split("-")))
