@@ -1,0 +1,245 @@
+"""Commands that train released models on some numbers of devices, with what ``plan`` says of each.
+
+``python -m benchmarks.plan.recipes`` writes ``docs/recipes/`` from the layouts in ``recipes.json``; with
+``--search`` it first looks for the layouts again, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.tools.planner import arguments, command_lines, configs, plan, search, timing
+from mindspeed_dsa.tools.planner.memory import GIB
+from mindspeed_dsa.tools.planner.plan import Plan
+
+DOCS = Path(__file__).parents[2] / "docs" / "recipes"
+RECORD = Path(__file__).with_name("recipes.json")
+RELEASE = "0.16.1"
+COUNTS = (8, 64, 256, 512)
+KINDS = {"h100": ("H100", 8), "h200": ("H200", 8), "a3": ("A3 (dies)", 16)}
+"""By the planner's name: how pages call them, and ranks of a node."""
+BATCH = 8
+"""Sequences of a step for each device."""
+STEP = (
+    "--seq-length 4096 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+)
+SPARSE = "--use-fused-dsa --dsa-indexer-loss-coeff 0.01 --dsa-indexer-use-sparse-loss"
+LOCAL = "--transformer-impl local"
+"""On NPUs, where there is no Transformer Engine."""
+TRAINING = (
+    "--optimizer adam --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --lr 1e-5 --min-lr 1e-6 "
+    "--lr-decay-style cosine --train-iters 1000 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-4"
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Released model of the table.
+
+    Attributes:
+        title: as its publisher writes it.
+        released: where its weights are.
+        small: a small one of its kind has been trained.
+    """
+
+    title: str
+    released: str
+    small: bool = False
+
+
+MODELS = {
+    "deepseek-v3": Model("DeepSeek-V3", "deepseek-ai/DeepSeek-V3"),
+    "deepseek-v3.2": Model("DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2", small=True),
+    "glm-5": Model("GLM-5", "zai-org/GLM-5"),
+    "glm-5.2": Model("GLM-5.2", "zai-org/GLM-5.2", small=True),
+    "kimi-k2": Model("Kimi-K2", "moonshotai/Kimi-K2-Base"),
+    "moonlight": Model("Moonlight-16B", "moonshotai/Moonlight-16B-A3B"),
+}
+
+
+def flags_of(name: str, kind: str, count: int, layout: str = "") -> list[str]:
+    """Return what a plan reads of a recipe: the step, and the layout."""
+    sparse = SPARSE if "index_topk" in configs.KNOWN[name] else ""
+    local = LOCAL if kind == "a3" else ""
+    words = f"pretrain_gpt.py {STEP} {sparse} {local} --global-batch-size {BATCH * count}"
+    return [*words.split(), *shlex.split(layout or "--micro-batch-size 1")]
+
+
+def searched(name: str, kind: str, count: int) -> str:
+    """Return the flags of the fastest layout that fits, or why none does."""
+    given = flags_of(name, kind, count)
+    job = arguments.job_of(given, count, name, any_layout=True)
+    try:
+        (found,) = search.search(job, timing.device(kind), best=1, micro=(1,))
+    except SettingsError as error:
+        return str(error).partition("; the closest, ")[2].partition(". Use")[0]
+    words = command_lines.words_for(given, found.plan.job)
+    return shlex.join(words[len(flags_of(name, kind, count)) - 2 :])
+
+
+def recorded() -> dict[str, dict[str, dict[str, str]]]:
+    """Return layouts by model, kind and number of devices; without flags: what comes closest."""
+    found: dict[str, dict[str, dict[str, str]]] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
+
+
+def planned(name: str, kind: str, count: int, layout: str) -> Plan:
+    """Plan a recipe as its page has it."""
+    job = arguments.job_of(flags_of(name, kind, count, layout), count, name)
+    return plan.make(job, timing.device(kind))
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by name."""
+    plans = {
+        (name, kind, count): planned(name, kind, count, layout)
+        for name, kinds in recorded().items()
+        for kind, counts in kinds.items()
+        for count, layout in ((int(each), layout) for each, layout in counts.items())
+        if layout.startswith("--")
+    }
+    return {"README.md": _table(plans), **{f"{name}.md": _page(name, plans) for name in MODELS}}
+
+
+Plans = dict[tuple[str, str, int], Plan]
+_HEAD = """\
+# Recipes
+
+Released models on 8 to 512 devices: GiB of the largest rank, seconds of a step at best, and a link to the
+complete command. Sequences of 4096 tokens, eight of them a step for each device, in bf16. Each layout is the
+fastest that [`plan --search`](../planner.md) finds with micro-batches of one sequence.
+
+| Model | Devices | H100 | H200 | A3, dies | Status |
+| --- | --- | --- | --- | --- | --- |
+"""
+_TAIL = """
+* **planned**: nobody has run it. Its times are those of an ideal job: compare layouts with them, and expect
+  two to four times as long.
+* **small one run**: a narrow model of the same kind has trained through `pretrain_gpt.py`, on two CPU ranks
+  ([recipe](../megatron_lm.md)).
+* **no**: nothing fits, whatever is recomputed or moved to the host; what the closest layout needs.
+* DeepSeek-V3, Kimi-K2 and Moonlight have dense latent attention; the others have DSA, whose indexer is
+  trained. GLM-5.1 has the commands of GLM-5, GLM-5.3 those of GLM-5.2.
+* On A3 there is no Transformer Engine, so its commands have `--transformer-impl local`.
+
+The figures again: `python -m mindspeed_dsa plan --config glm-5.2 --devices 256 --device h200 --` with the
+flags of a page's `STEP` and of the command. `python -m benchmarks.plan.recipes` writes these pages, a test
+holds them, and `--search` looks for the layouts again.
+"""
+
+
+def _table(plans: Plans) -> str:
+    rows = []
+    for name, model in MODELS.items():
+        for count in COUNTS:
+            cells = (_cell(name, kind, count, plans) for kind in KINDS)
+            status = "planned, small one run" if model.small else "planned"
+            rows.append(f"| [{model.title}]({name}.md) | {count} | {' | '.join(cells)} | {status} |")
+    return f"{_HEAD}{chr(10).join(rows)}\n{_TAIL}"
+
+
+def _cell(name: str, kind: str, count: int, plans: Plans) -> str:
+    made = plans.get((name, kind, count))
+    if made is None:
+        return f"no: {recorded()[name][kind][str(count)].rpartition('needs ')[2]}"
+    tight = ", tight" if made.verdict == plan.TIGHT else ""
+    figures = f"{made.worst.total / GIB:.0f} GiB, {made.time.total:.1f} s{tight}"
+    return f"[{figures}]({name}.md#{_anchor(kind, count)})"
+
+
+def _anchor(kind: str, count: int) -> str:
+    return f"{count}-{KINDS[kind][0]}".lower().replace(" ", "-").replace("(", "").replace(")", "")
+
+
+def _page(name: str, plans: Plans) -> str:
+    model, own = MODELS[name], {key[1:]: made for key, made in plans.items() if key[0] == name}
+    job = next(iter(own.values())).job
+    sparse = SPARSE if job.model.sparse else ""
+    lines = [
+        f"# {model.title}",
+        "",
+        "[All recipes](README.md), and what the figures are. What all commands share, for",
+        f"`{model.released}` on Megatron-LM {RELEASE} and later:",
+        "",
+        "```",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        'RUN=(examples/megatron_lm/run_megatron.py "$MEGATRON_LM/pretrain_gpt.py")',
+        "DATA=(--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer)",
+        *_array("MODEL", configs.flags_of(Path(name), set(), job, RELEASE)),
+        *_array("STEP", [f"{STEP} {sparse}"]),
+        *_array("TRAINING", [TRAINING]),
+        "```",
+    ]
+    for (kind, count), made in sorted(
+        own.items(), key=lambda each: (list(KINDS).index(each[0][0]), each[0][1])
+    ):
+        lines += ["", *_recipe(name, kind, count, made)]
+    lacking = [
+        f"{count} {KINDS[kind][0]}" for kind in KINDS for count in COUNTS if (name, kind, count) not in plans
+    ]
+    if lacking:
+        lines += ["", f"It does not fit {', '.join(lacking)}, whatever is recomputed or moved to the host."]
+    return "\n".join([*lines, ""])
+
+
+def _array(name: str, flags: list[str]) -> list[str]:
+    """An array of a shell with flags."""
+    words = [word for line in flags for word in shlex.split(line)]
+    shown = command_lines.shown(words, indent="    ")
+    first, *rest = [line.removesuffix(" \\").strip() for line in shown]
+    return [f"{name}=({first}", *(f"    {line}" for line in rest[:-1]), f"    {rest[-1]})"]
+
+
+def _recipe(name: str, kind: str, count: int, made: Plan) -> list[str]:
+    title, ranks = KINDS[kind]
+    share = f"{made.worst.host / GIB:.0f} GiB a rank on the host, " if made.worst.host else ""
+    shared = len(f"pretrain_gpt.py {STEP} {SPARSE if made.job.model.sparse else ''}".split())
+    layout = flags_of(name, kind, count, recorded()[name][kind][str(count)])[shared:]
+    start = f"torchrun --nnodes {count // ranks} --nproc-per-node {ranks} --rdzv-backend c10d"
+    if count <= ranks:
+        start = f"torchrun --standalone --nproc-per-node {count}"
+    else:
+        start += ' --rdzv-endpoint "$HEAD:29500"'
+    return [
+        f"## {count} {title}",
+        "",
+        (
+            f"{made.job.layout}: {made.verdict}, {made.worst.total / GIB:.1f} GiB of {made.device.memory:g}, "
+            f"{share}{made.time.total:.1f} s a step at best, limited by {made.time.limit}."
+        ),
+        "",
+        "```",
+        f"{start} \\",
+        '    "${RUN[@]}" "${MODEL[@]}" "${STEP[@]}" "${TRAINING[@]}" "${DATA[@]}" \\',
+        *(f"    {line.strip()}" for line in command_lines.shown(layout)),
+        "```",
+    ]
+
+
+def write() -> None:
+    """Write all pages."""
+    DOCS.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+
+
+def main(argv: list[str]) -> None:
+    """Search, if asked to, and write."""
+    if "--search" in argv:
+        found = {
+            name: {kind: {str(count): searched(name, kind, count) for count in COUNTS} for kind in KINDS}
+            for name in MODELS
+        }
+        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
