@@ -8,7 +8,7 @@ README = Path(__file__).with_name("README.md")
 
 EXTRAS = {
     # What megatron-core imports on a machine without an accelerator; torch from the oldest to the newest
-    # release that the tests were run on (docs/compatibility.md). `tokenizers` reads the Hugging
+    # release that the tests were run on (docs/design/compatibility.md). `tokenizers` reads the Hugging
     # Face tokenizer file that the example job accepts.
     "megatron": ["torch>=2.7,<2.15", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
     "triton": ["triton>=3.3; platform_system == 'Linux'"],

@@ -1,4 +1,4 @@
-"""Private names of torch that the package uses, against the list in docs/torch-privates.md."""
+"""Private names of torch that the package uses, against the list in docs/design/torch-privates.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_dsa.patches import versions
 from tests.support.import_graph import Sources
 
 FOLDER = Path(mindspeed_dsa.__file__).parent
-PAGE = FOLDER.parent / "docs" / "torch-privates.md"
+PAGE = FOLDER.parent / "docs" / "design" / "torch-privates.md"
 
 NOT_TORCHS = {
     # Python

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.kernels.page``: the tables of ``docs/gpu-kernels.md`` from the committed result."""
+"""``python -m benchmarks.kernels.page``: tables of docs/design/gpu-kernels.md from the committed result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/kernels-static.json"
-PAGE = ROOT / "docs/gpu-kernels.md"
+PAGE = ROOT / "docs/design/gpu-kernels.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 _GPUS = {"sm_80": ("A100",), "sm_90": ("H100", "H200"), "sm_100": ("B200",), "sm_120": ()}
 

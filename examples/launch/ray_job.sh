@@ -2,7 +2,7 @@
 # Submit a job to a Ray cluster whose workers import this library, as verl's and slime's do.
 #   PLUGIN=rl_plugin COMMON=/common examples/launch/ray_job.sh python -m verl.trainer.main_ppo OVERRIDES...
 # Workers have no command line of this library: the module PLUGIN, below the working folder, switches features on
-# (docs/dsa-in-rl.md). Variables reach workers through the runtime environment, not through this shell.
+# (docs/hosts/dsa-in-rl.md). Variables reach workers through the runtime environment, not through this shell.
 
 set -euo pipefail
 : "${PLUGIN:?name the module that calls mindspeed_dsa.enable}" "${COMMON:?name a folder that all nodes see}"

@@ -66,7 +66,7 @@ def local_of(tensor: Tensor) -> Tensor:
     except AttributeError as error:
         raise AttributeError(
             f"mindspeed_dsa: a DTensor of torch {torch.__version__} has no _local_tensor, the rank's own "
-            "piece of a sharded weight; use a torch release that docs/compatibility.md lists as tried"
+            "piece of a sharded weight; use a torch release that docs/design/compatibility.md lists as tried"
         ) from error
 
 

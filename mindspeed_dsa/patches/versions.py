@@ -19,7 +19,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 MEGATRON_DISTRIBUTION = "megatron-core"
 TORCH_TRIED = ">=2.7,<2.15"
-"""Releases of torch from the oldest to the newest that the tests were run on (docs/compatibility.md)."""
+"""Releases of torch, oldest to newest, that the tests were run on (docs/design/compatibility.md)."""
 
 
 def untried_torch() -> str | None:
@@ -80,7 +80,7 @@ def _written(root: str) -> str | None:
 def private(path: str, who: str) -> Any:
     """A private name of torch, looked for where a module that needs it is imported, before anything trains.
 
-    All of them are listed in docs/torch-privates.md.
+    All of them are listed in docs/design/torch-privates.md.
 
     Args:
         path: ``"package.module:name"``.

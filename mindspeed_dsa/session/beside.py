@@ -92,28 +92,28 @@ PATCHERS = (
         ("megatron.bridge", "nemo", "nemo_rl", "nemo_automodel"),
         ("megatron-bridge", "nemo-toolkit", "nemo-rl"),
         "YaRN's factor and single layers of models of its own, when their modules are imported",
-        "switch features on before megatron.bridge is imported, see docs/recipes.md",
+        "switch features on before megatron.bridge is imported, see docs/hosts/frameworks.md",
     ),
     Patcher(
         "ms-swift (mcore-bridge)",
         ("mcore_bridge", "swift"),
         ("ms-swift", "mcore-bridge"),
         "rotary embeddings, multi-token prediction and routers, when mcore_bridge is imported",
-        "switch features on before mcore_bridge is imported, see docs/recipes.md",
+        "switch features on before mcore_bridge is imported, see docs/hosts/frameworks.md",
     ),
     Patcher(
         "verl",
         ("verl", "mbridge"),
         ("verl", "mbridge"),
         "latent attention, recomputation and routers, when a worker builds its engine, and some on request",
-        "switch features on in a module of VERL_USE_EXTERNAL_MODULES, see docs/dsa-in-rl.md",
+        "switch features on in a module of VERL_USE_EXTERNAL_MODULES, see docs/hosts/dsa-in-rl.md",
     ),
     Patcher(
         "slime",
         ("slime", "slime_plugins"),
         ("slime",),
         "routers, for the replay of routing; its layers of GLM and Qwen bring attention of their own",
-        "switch features on in the module that --spec names, see docs/dsa-in-rl.md",
+        "switch features on in the module that --spec names, see docs/hosts/dsa-in-rl.md",
     ),
 )
 

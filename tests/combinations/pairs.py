@@ -2,7 +2,7 @@
 
 The library's own checks are asked what is refused, in a layout in which both features can act. All pairs
 that are left are dealt out to jobs: each has as many features at once as go together, until every pair is in
-one. ``pairs.json`` keeps both, and ``docs/pairs.md`` shows them; ``python -m tests.combinations.pairs``
+one. ``pairs.json`` keeps both, and docs/design/pairs.md shows them; ``python -m tests.combinations.pairs``
 writes them anew.
 """
 
@@ -42,7 +42,7 @@ _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num
 """Stands for ``--recompute-activations``, which is to be recomputed ahead, where pairs run layers whole."""
 _DENSE_MODEL = "--experimental-attention-variant none"
 FILE = Path(__file__).with_name("pairs.json")
-PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "pairs.md"
 SAME_FLAG = "values of one flag"
 NOT_PAIRED = {
     "ascend-mc2": "an operator of NPUs",
@@ -88,7 +88,7 @@ Values of one flag are no pair, and these are for different kinds of attention:
 {refused}
 ## Not asked for
 
-Sequences that ranks do not divide have no row: random draws have them [padded](features/pad-sequences.md)
+Sequences that ranks do not divide have no row: random draws have them [padded](../features/pad-sequences.md)
 beside all features (`python -m tests.combinations`). Neither have these:
 
 | Feature | What it is |

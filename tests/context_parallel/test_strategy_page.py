@@ -12,7 +12,7 @@ import torch
 from tests.features.attention.context_parallel import dense_model
 from tests.support import model as job
 
-PAGE = Path(__file__).parents[2] / "docs" / "context-parallel-strategy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "context-parallel-strategy.md"
 LINES = 30
 
 

@@ -199,7 +199,7 @@ def test_what_a_backport_supplies():
         if line.startswith("| f ")
     )
     cells = dict(zip(RELEASES, row.split(" | ")[1:], strict=True))
-    assert cells["0.15.3"] == "by [old](features/old.md)"
+    assert cells["0.15.3"] == "by [old](../features/old.md)"
     assert cells["0.13.1"] == "not in this release"
 
 
@@ -304,18 +304,20 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "compatibility.md is out of date; run make docs",
         "README.md is out of date; run make docs",
         "  - write docs/npu.md",
-        "  - write docs/environment.md",
+        "  - write docs/design/npu.md",
+        "  - write docs/design/environment.md",
         "  - write docs/zh/translations.json",
-        "  - write docs/beside.md",
+        "  - write docs/design/beside.md",
         "  - write docs/features/f.md for f",
     ]
-    (tmp_path / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
+    (tmp_path / "design").mkdir()
+    (tmp_path / "design" / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
     assert any("products:begin" in text for text in pages.stale(tmp_path))
-    for name in ("npu.md", "migrate.md"):
-        shutil.copy(pages.docs_folder() / name, tmp_path)
+    for name in ("npu.md", "design/npu.md", "migrate.md"):
+        shutil.copy(pages.docs_folder() / name, tmp_path / name)
     shutil.copytree(pages.docs_folder() / "zh", tmp_path / "zh")
-    (tmp_path / "environment.md").write_text("<!-- checks:begin -->\n<!-- checks:end -->\n")
-    shutil.copy(pages.docs_folder() / "beside.md", tmp_path)
+    (tmp_path / "design" / "environment.md").write_text("<!-- checks:begin -->\n<!-- checks:end -->\n")
+    shutil.copy(pages.docs_folder() / "design" / "beside.md", tmp_path / "design")
     page = tmp_path / "features" / "f.md"
     page.parent.mkdir()
     page.write_text("# F\n\n<!-- patched:begin -->old<!-- patched:end -->\n\nLimits\n")

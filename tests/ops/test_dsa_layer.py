@@ -379,20 +379,20 @@ def test_the_interface_is_the_recorded_one():
 
 
 def test_the_page_names_everything_that_is_exported():
-    page = (ROOT / "docs/operators.md").read_text()
+    page = (ROOT / "docs/hosts/operators.md").read_text()
     assert [name for name in dsa.__all__ if f"`{name}" not in page] == []
 
 
 def run_example(capsys, example):
     """Losses of the model and of the indexer, at the first and the last step."""
     torch.manual_seed(0)
-    exec(compile(example, "docs/operators.md", "exec"), {"__name__": "page"})
+    exec(compile(example, "docs/hosts/operators.md", "exec"), {"__name__": "page"})
     lines = [tuple(map(float, line.split())) for line in capsys.readouterr().out.splitlines()]
     return lines[0][1:], lines[-1][1:]
 
 
 def test_the_example_of_the_page_trains_model_and_indexer(capsys):
-    page = (ROOT / "docs/operators.md").read_text()
+    page = (ROOT / "docs/hosts/operators.md").read_text()
     (example,) = re.findall(r"## A layer that trains\n.*?```python\n(.*?)```", page, re.DOTALL)
     assert not re.search("megatron", example, re.IGNORECASE)
     (first, _), (last, of_indexer) = run_example(capsys, example)

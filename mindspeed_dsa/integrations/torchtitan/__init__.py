@@ -1,7 +1,7 @@
 """TorchTitan as host: sparse attention, norms, permutation and experts of its models on these operators.
 
 TorchTitan has had two mechanisms for this, and what is installed decides which this package offers. The page
-is docs/torchtitan.md.
+is docs/hosts/torchtitan.md.
 
 * :data:`BY_MODEL`: converters of built models, named in ``[model] converters``; importing this package, which
   is what ``[experimental] custom_import`` does, registers them.

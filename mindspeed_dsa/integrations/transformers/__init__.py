@@ -1,7 +1,7 @@
 """Hugging Face's transformers as host: attention and indexer of its DSA models on these operators.
 
 :func:`use` serves models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers' registry of
-attention functions. The page is docs/transformers.md.
+attention functions. The page is docs/hosts/transformers.md.
 """
 
 from __future__ import annotations

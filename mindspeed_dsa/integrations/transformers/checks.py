@@ -82,7 +82,7 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
     if kind not in FAMILIES:
         raise ValueError(
             f"{_WHO}: {type(found[0]).__name__} is of type {kind!r}, whose attention these operators do not "
-            f"know; they serve {served}. The operators themselves are functions of tensors: docs/operators.md"
+            f"know; they serve {served}. The operators themselves take tensors: docs/hosts/operators.md"
         )
     return found[0], FAMILIES[kind]
 
@@ -222,5 +222,5 @@ def check_indexer(model: Any, family: Family) -> None:
     if problem:
         raise ImportError(
             f"{_WHO}: the {kind.__name__} of transformers {version('transformers')} {problem}; install a "
-            "release that docs/transformers.md lists as tried, or train without use()"
+            "release that docs/hosts/transformers.md lists as tried, or train without use()"
         )

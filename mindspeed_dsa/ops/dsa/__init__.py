@@ -2,7 +2,7 @@
 
 What this module exports keeps its name, its parameters and its meaning within one major number of
 :data:`INTERFACE`; a parameter that is added has a default and raises the minor number. Everything else below
-``mindspeed_dsa.ops`` may change with any release. The page is docs/operators.md.
+``mindspeed_dsa.ops`` may change with any release. The page is docs/hosts/operators.md.
 """
 
 from mindspeed_dsa.ops.backend import BackendName, BackendUnavailable

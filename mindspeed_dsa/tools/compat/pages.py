@@ -31,12 +31,13 @@ from mindspeed_dsa.tools.compat import trained
 from mindspeed_dsa.tools.compat.trained import Verdict, judge
 from mindspeed_dsa.tools.compat.translation import Translation, Word, between
 
-TABLE = "compatibility.md"
+TABLE = "design/compatibility.md"
 INDEX = "features/README.md"
 NPU = "npu.md"
-ENVIRONMENT = "environment.md"
+NPU_OPERATORS = "design/npu.md"
+ENVIRONMENT = "design/environment.md"
 TRANSLATIONS = "zh/translations.json"
-BESIDE = "beside.md"
+BESIDE = "design/beside.md"
 _NOTHING_TRAINED = trained.Trained()
 
 _HEADER = """\
@@ -79,7 +80,7 @@ them, and `python -m mindspeed_dsa doctor FLAGS` what a command line switches on
 
 Automatic features are on where they are needed: repairs where the model uses DSA, redirections on their
 platform. A flag beside the word switches the feature on, and its `--no-` form off. Flags marked so are
-Megatron's own. Which of them one job can have at once is on the page [Features together](../pairs.md).
+Megatron's own. Which of them one job can have at once is on the page [Features together](../design/pairs.md).
 """
 _SESSION = "The session's own rows, always on"
 
@@ -151,17 +152,14 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
         docs / INDEX: index({**by_kind(), "": SERVICES}),
     }
     problems: list[str] = []
-    sections = {
-        "releases": npu_releases(),
-        "operators": npu_operators(),
-        "products": npu_products(),
-        "environment": npu_environment(),
-    }
-    _fill(pages, problems, docs / NPU, sections)
-    _fill(pages, problems, docs / ENVIRONMENT, {"checks": environment_checks()})
+    first_hour = {"releases": npu_releases(), "environment": npu_environment()}
+    _fill(pages, problems, docs, docs / NPU, first_hour)
+    operators = {"operators": npu_operators(), "products": npu_products()}
+    _fill(pages, problems, docs, docs / NPU_OPERATORS, operators)
+    _fill(pages, problems, docs, docs / ENVIRONMENT, {"checks": environment_checks()})
     for page, chinese in translated(docs, problems).items():
-        _fill(pages, problems, page, chinese)
-    _fill(pages, problems, docs / BESIDE, {"libraries": other_libraries()})
+        _fill(pages, problems, docs, page, chinese)
+    _fill(pages, problems, docs, docs / BESIDE, {"libraries": other_libraries()})
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:
@@ -172,7 +170,9 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
             names = ", ".join(feature.name for feature in features)
             problems.append(f"  - write docs/{page.relative_to(docs)} for {names}")
             continue
-        _fill(pages, problems, page, {"flags": flag_table(features), "patched": patched_tables(features)})
+        _fill(
+            pages, problems, docs, page, {"flags": flag_table(features), "patched": patched_tables(features)}
+        )
     return pages, problems
 
 
@@ -186,8 +186,6 @@ def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
         "features.md": {"index": kinds({**by_kind(), "": SERVICES}, "../features/", words)},
         "npu.md": {
             "releases": npu_releases(words),
-            "operators": npu_operators(words),
-            "products": npu_products(words),
             "environment": npu_environment(words),
         },
         "migrate.md": {"census": words.table(between(_read(docs / "migrate.md"), "census"))},
@@ -196,16 +194,18 @@ def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
     return {docs / "zh" / name: each for name, each in sections.items()}
 
 
-def _fill(pages: dict[Path, str], problems: list[str], page: Path, sections: Mapping[str, str]) -> None:
+def _fill(
+    pages: dict[Path, str], problems: list[str], docs: Path, page: Path, sections: Mapping[str, str]
+) -> None:
     """Put generated sections between their markers on a page that is written by hand."""
+    name = f"docs/{page.relative_to(docs).as_posix()}"
     if not page.is_file():
-        problems.append(f"  - write docs/{page.name}")
+        problems.append(f"  - write {name}")
         return
     text = pages[page] if page in pages else _read(page)
     for section, content in sections.items():
         begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
         if text.count(begin) != 1 or text.count(end) != 1:
-            name = f"docs/{'features/' * (page.parent.name == 'features')}{page.name}"
             problems.append(f"  - {name} must hold the lines {begin} and {end} once")
             continue
         before, _, rest = text.partition(begin)
@@ -243,15 +243,12 @@ def _marked(switch: str, word: Word) -> str:
     return re.sub(r"^--[\w-]+", r"`\g<0>`", said, flags=re.ASCII)
 
 
-def npu_operators(word: Word = str) -> str:
+def npu_operators() -> str:
     """Operators of torch_npu with the first releases that have them."""
     rows = [
-        [f"`{each.name}`", word(each.part), ", ".join(each.since.torch_npu), each.since.cann]
-        for each in OPERATORS
+        [f"`{each.name}`", each.part, ", ".join(each.since.torch_npu), each.since.cann] for each in OPERATORS
     ]
-    return _table(
-        [word("Operator"), word("For"), word("torch_npu, first wheel for each PyTorch"), "CANN"], rows
-    )
+    return _table(["Operator", "For", "torch_npu, first wheel for each PyTorch", "CANN"], rows)
 
 
 def npu_releases(word: Word = str) -> str:
@@ -262,14 +259,12 @@ def npu_releases(word: Word = str) -> str:
     return _table([word("CANN"), "torch_npu", word("compatible with CANN")], rows)
 
 
-def npu_products(word: Word = str) -> str:
+def npu_products() -> str:
     """Limits that differ between products."""
     products = (*PRODUCTS, UNKNOWN)
-    rows = [
-        [word(limit), *(word(product.limits()[limit]) for product in products)] for limit in UNKNOWN.limits()
-    ]
+    rows = [[limit, *(product.limits()[limit] for product in products)] for limit in UNKNOWN.limits()]
     header = [f"{product.name} (`{product.devices[0]}`...)" for product in PRODUCTS]
-    return _table([word("Limit"), *header, word("any other")], rows)
+    return _table(["Limit", *header, "any other"], rows)
 
 
 def npu_environment(word: Word = str) -> str:
@@ -474,7 +469,7 @@ def _meaning(flag: Flag) -> str:
     return flag.help.replace("%%", "%")
 
 
-def _linked(feature: Feature, folder: str = "features/") -> str:
+def _linked(feature: Feature, folder: str = "../features/") -> str:
     name = feature.doc.removesuffix(".md")
     return f"[{feature.name}]({posixpath.normpath(f'{folder}{name}.md')})" if name else feature.name
 

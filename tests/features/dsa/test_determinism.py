@@ -1,4 +1,4 @@
-"""Sentences of ``docs/determinism.md``: those that no other test holds, and that each names its test."""
+"""Sentences of docs/design/determinism.md that no other test holds, and that each names its test."""
 
 from __future__ import annotations
 

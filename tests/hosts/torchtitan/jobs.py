@@ -115,8 +115,8 @@ def by_config(
 
 
 def toml(converters: list[str], dsa: dict[str, Any]) -> str:
-    """Return a configuration for TorchTitan 0.2, as docs/torchtitan.md has it."""
-    page = (ROOT / "docs" / "torchtitan.md").read_text()
+    """Return a configuration for TorchTitan 0.2, as docs/hosts/torchtitan.md has it."""
+    page = (ROOT / "docs" / "hosts" / "torchtitan.md").read_text()
     text = page.partition("```toml\n")[2].partition("```")[0]
     names = 'converters = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]'
     section = "".join(f"{key} = {json.dumps(value)}\n" for key, value in dsa.items())

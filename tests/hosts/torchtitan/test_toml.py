@@ -1,4 +1,4 @@
-"""TorchTitan 0.2's own trainer with the configuration of docs/torchtitan.md, and each of its converters."""
+"""TorchTitan 0.2's own trainer with the configuration of its page here, and each of its converters."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from mindspeed_dsa.tools.planner import arguments, configs, flags, schedules, sizes, work
 from mindspeed_dsa.tools.planner.job import Model
 
-PAGE = Path(__file__).parents[3] / "docs" / "articles.md"
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "articles.md"
 GB, MIB, KIB = 1e9, 2**20, 2**10
 LONG = 65536
 

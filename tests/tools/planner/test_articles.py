@@ -36,5 +36,5 @@ def test_figures_hang_on_the_planner(figure, monkeypatch):
 
 def test_the_page_has_them_all():
     assert articles.table() in articles.PAGE.read_text(encoding="utf-8"), (
-        "run python -m tests.tools.planner.articles, which writes docs/articles.md"
+        "run python -m tests.tools.planner.articles, which writes docs/design/articles.md"
     )

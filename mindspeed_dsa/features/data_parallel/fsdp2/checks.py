@@ -21,8 +21,8 @@ from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 
 TRIED = SpecifierSet(">=2.13,<2.15")
-"""Releases of torch whose FSDP2 was run with messages in place of its collectives (docs/compatibility.md)."""
-_ADVICE = "use a torch release that docs/compatibility.md lists as tried, or drop --use-torch-fsdp2"
+"""Releases of torch whose FSDP2 ran with messages for its collectives (docs/design/compatibility.md)."""
+_ADVICE = "use a torch release that docs/design/compatibility.md lists as tried, or drop --use-torch-fsdp2"
 
 
 def was_tried() -> bool:

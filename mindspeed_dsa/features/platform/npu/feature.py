@@ -37,6 +37,6 @@ NPU = Feature(
         ),
     ),
     active=on_platform("npu"),
-    doc="../npu.md",
+    doc="npu-platform.md",
     platform_support=True,
 )
