@@ -366,9 +366,9 @@ def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, st
     return problems
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``; did you mean --seed?`` for a misspelt name; empty if it resembles none that is known."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import start_report
+from mindspeed_dsa.settings import did_you_mean
 from mindspeed_dsa.tools.migrate import scripts
 from mindspeed_dsa.tools.migrate.translate import KINDS, Translation, table
 
@@ -19,14 +20,20 @@ _DESCRIPTION = """\
 Reads launch scripts that were written for MindSpeed or MindSpeed-LLM (shell; YAML with flags as keys; Python
 with a list of arguments), says what serves each flag now, and writes train.mindspeed_dsa.sh beside train.sh.
 
-Exit status: 0 everything is served; 1 a flag that changes results is not, or one is unknown; 2 a script
-cannot be read, or contradicts itself."""
+Scripts that convert weights, prepare data, run a model or train by FSDP2 are not translated: a sentence says
+what takes their place.
+
+Exit status: 0 everything is served; 1 a flag that changes results is not, one is unknown, or a script is no
+training by Megatron; 2 a script cannot be read, or contradicts itself."""
 _WIDTH = 60
 
 
 def run(argv: Sequence[str]) -> int:
     """Translate, print, and write what was asked for."""
-    options = _parser().parse_args(list(argv))
+    options, unknown = _parser().parse_known_args(list(argv))
+    known = [f"--{name.replace('_', '-')}" for name in vars(options) if name != "scripts"]
+    for name in unknown:
+        raise SettingsError(f"mindspeed_dsa migrate: it takes no {name}{did_you_mean(name, known)}")
     if options.flags:
         print(_all_flags())
         return 0
@@ -36,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     migrated = [scripts.migrate(Path(script), release) for script in options.scripts]
     records = []
     for each in migrated:
-        contradicts = bool(each.translation.problems)
-        new = "" if options.dry_run or contradicts else str(scripts.write(each, options.overwrite))
+        written = not (options.dry_run or each.translation.problems or each.instead)
+        new = "" if not written else str(scripts.write(each, options.overwrite))
         records.append({**each.record(), "new": new})
         if not options.json:
             print(_text(each, new, options.all))
@@ -47,7 +54,9 @@ def run(argv: Sequence[str]) -> int:
         print(_summary(migrated))
     if any(each.translation.problems for each in migrated):
         return 2
-    return int(any(each.translation.refused or each.translation.of("unknown") for each in migrated))
+    found = [each.translation for each in migrated]
+    others = any(each.instead for each in migrated)
+    return int(others or any(each.refused or each.of("unknown") for each in found))
 
 
 def _release(text: str | None) -> Version | None:
@@ -62,6 +71,8 @@ def _release(text: str | None) -> Version | None:
 
 def _text(migrated: scripts.Migrated, new: str, everything: bool) -> str:
     found = migrated.translation
+    if migrated.instead:
+        return f"{migrated.path}: {migrated.instead}. Nothing is translated.\n"
     rows = [("flag", "verdict", "now", "why")]
     for each in found.outcomes:
         plain = each.kind == "unchanged" and each.now == str(each.given) and not each.why
@@ -96,6 +107,9 @@ def _summary(migrated: Sequence[scripts.Migrated]) -> str:
     """One row for each script: how many flags became what, and which were refused."""
     rows = [("script", "flags", *KINDS.values(), "change results")]
     for each in migrated:
+        if each.instead:
+            rows.append((each.path.name, *["-"] * (1 + len(KINDS)), "no training by Megatron: see above"))
+            continue
         counts = each.translation.counts()
         refused = ", ".join(outcome.given.flag for outcome in each.translation.refused)
         numbers = (str(counts[kind]) for kind in KINDS)

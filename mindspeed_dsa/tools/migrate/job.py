@@ -293,6 +293,10 @@ class Job:
         if standing is None:
             self._out[new.flag] = new
 
+    def places(self) -> dict[str, str]:
+        """Return new flags with the given flag in whose place each of them stands."""
+        return {name: by.flag for name, by in self._made_by.items()}
+
     def command(self) -> list[Given]:
         """The flags of the new command line: where those that they replace stood, added ones last.
 
@@ -300,7 +304,7 @@ class Job:
         collect them.
         """
         order = {flag: number for number, flag in enumerate(self.given)}
-        places = {name: order[by.flag] for name, by in self._made_by.items()}
+        places = {name: order[flag] for name, flag in self.places().items()}
         stay = [given for given in self._earlier if self._out.get(given.flag) is self.given[given.flag]]
         return sorted(
             [*stay, *self._out.values()],

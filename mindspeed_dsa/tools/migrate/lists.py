@@ -105,6 +105,22 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     return None
 
 
+def parsed(text: str) -> Any:
+    """Parse a YAML file.
+
+    Raises:
+        ShellError: the text is no YAML, or PyYAML is missing.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise ShellError("reading YAML needs PyYAML: pip install pyyaml") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ShellError(" ".join(str(error).split())) from error
+
+
 def of_yaml(text: str) -> list[str]:
     """The flags of a YAML file.
 
@@ -115,15 +131,7 @@ def of_yaml(text: str) -> list[str]:
     Raises:
         ShellError: the text is no YAML, or holds no flags; or PyYAML is missing.
     """
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ModuleNotFoundError as error:
-        raise ShellError("reading YAML needs PyYAML: pip install pyyaml") from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ShellError(" ".join(str(error).split())) from error
-    words = list(_flags(data))
+    words = list(_flags(parsed(text)))
     if not any(word.startswith("--") for word in words):
         raise ShellError("there are no flags in it")
     return words

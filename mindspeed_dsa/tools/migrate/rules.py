@@ -91,9 +91,18 @@ def _flash_attention(job: Job) -> None:
     if flag in job and mask in job and mask not in job.outcomes:
         why = "Megatron's own attention takes the mask of documents, and PyTorch's operator here does not."
         job.is_dropped(flag, why)
+    elif flag in job and job.text("--transformer-impl") != "local":
+        job.is_kept(
+            flag, "unchanged", "Transformer Engine's attention runs, whose flag is --attention-backend."
+        )
+    elif flag in job and "--enable-dsa-indexer" in job:
+        job.is_kept(flag, "unchanged", "Sparse attention has operators of its own.")
+    elif flag in job and LATENT & set(job.given):
+        job.is_kept(
+            flag, "unchanged", "dense-context-parallel attends so in latent attention, with or without it."
+        )
     elif flag in job:
-        why = "Megatron's core models do not read it; their --attention-backend is for Transformer Engine."
-        job.is_kept(flag, "unchanged", why)
+        job.is_kept(flag, "same", "flash-attention serves it.")
 
 
 def _norms(job: Job) -> None:

@@ -12,18 +12,14 @@ from typing import Any
 from packaging.version import Version
 
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.tools.migrate import lists, shell
+from mindspeed_dsa.tools.migrate import in_place, lists, megatron_lm, other_scripts, shell
 from mindspeed_dsa.tools.migrate.job import Given, split
 from mindspeed_dsa.tools.migrate.shell import ShellError
 from mindspeed_dsa.tools.migrate.translate import Translation, quoted, translate, words
 
 _MARK = ".mindspeed_dsa"
-_LINE = "import mindspeed_dsa.megatron_adaptor"
-_ADAPTORS = re.compile(
-    r"^\s*(import mindspeed\.megatron_adaptor|from mindspeed import megatron_adaptor"
-    r"|from mindspeed_llm import megatron_adaptor|import mindspeed_llm\.megatron_adaptor).*$",
-    re.MULTILINE,
-)
+_NOTHING = Translation((), (), ())
+_ABOVE = "All flags stand in the command; arrays and strings above it, from which they came, have no effect."
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,9 @@ class Migrated:
         path: where it lies.
         script: the Python script that it starts; empty for lists of arguments alone.
         translation: of its flags.
-        notes: what was not read in it, and the line to change in the Python script.
+        notes: what was not read in it, which Megatron-LM to take, and what to do about the Python script.
         text: of the new script.
+        instead: for a script that is no training by Megatron, what takes its place; nothing is translated.
     """
 
     path: Path
@@ -43,6 +40,7 @@ class Migrated:
     translation: Translation
     notes: tuple[str, ...]
     text: str
+    instead: str = ""
 
     @property
     def new_path(self) -> Path:
@@ -55,6 +53,7 @@ class Migrated:
             "script": str(self.path),
             "starts": self.script,
             **self.translation.record(),
+            "instead": self.instead,
             "notes": list(self.notes),
         }
 
@@ -70,7 +69,11 @@ def migrate(path: Path, release: Version | None = None) -> Migrated:
         if path.suffix == ".py":
             return _of_words(path, lists.of_python(text), release, _as_python)
         if path.suffix in (".yaml", ".yml"):
+            if instead := other_scripts.of_yaml(lists.parsed(text)):
+                return Migrated(path, "", _NOTHING, (), "", instead)
             return _of_words(path, lists.of_yaml(text), release, _as_yaml)
+        if instead := other_scripts.of_shell(text):
+            return Migrated(path, "", _NOTHING, (), "", instead)
         return _of_shell(path, text, release)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"mindspeed_dsa migrate: {path} cannot be read: {error}") from error
@@ -103,31 +106,42 @@ def _of_words(path: Path, found: Sequence[str], release: Version | None, render:
     first, flags = split(found)
     translation = translate(flags, release)
     text = render(path.name, first, translation)
-    return Migrated(path, next((word for word in first if word.endswith(".py")), ""), translation, (), text)
+    script = next((word for word in first if word.endswith(".py")), "")
+    notes = (megatron_lm.sentence(megatron_lm.lacking(flags)),)
+    return Migrated(path, script, translation, notes, text)
 
 
 def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
     start = shell.read(text)
     first, flags = split(start.words, start.written)
     translation = translate(flags, release)
+    new = in_place.rewrite(text, start, flags, translation)
+    notes = [*start.notes, *([] if new else [_ABOVE])]
+    new = new or _behind(text, start, first, translation)
+    notes += _left_out(flags, new)
+    lacks = megatron_lm.lacking(flags)
+    said = [megatron_lm.sentence(lacks), *megatron_lm.program(path, start.script, megatron_lm.clone(lacks))]
+    head = "".join(f"# {line}\n" for line in (*_head(path.name, translation), *map("Note: {}".format, notes)))
+    shebang, rest = re.match(r"(#![^\n]*\n)?(.*)", new, re.DOTALL).groups("")  # type: ignore[union-attr]
+    new = f"{shebang}{head}{megatron_lm.renamed(rest, start.script)}"
+    return Migrated(path, start.script, translation, (*notes, *said), new)
+
+
+def _behind(text: str, start: shell.Start, first: Sequence[str], translation: Translation) -> str:
+    """Write all flags into the command."""
     lines = [" ".join(map(quoted, [*start.launcher, *first]))]
     lines += [" ".join(map(quoted, words([given], written=True))) for given in translation.flags]
     command = " \\\n    ".join([*lines, *start.rest])
-    notes = (*start.notes, *_left_out(flags, translation))
-    head = "".join(f"# {line}\n" for line in (*_head(path.name, translation), *map("Note: {}".format, notes)))
-    shebang, before = re.match(r"(#!.*\n)?(.*)", text[: start.start], re.DOTALL).groups("")  # type: ignore[union-attr]
-    new = f"{shebang}{head}{before}{command}{text[start.end :]}"
-    return Migrated(path, start.script, translation, (*notes, *_lines_to_change(path, start.script)), new)
+    return f"{text[: start.start]}{command}{text[start.end :]}"
 
 
-def _left_out(flags: Sequence[Given], translation: Translation) -> list[str]:
-    """Variables without a value, behind flags that the new command has not: they may hold flags."""
-    kept = " ".join(words(translation.flags))
+def _left_out(flags: Sequence[Given], new: str) -> list[str]:
+    """Name variables without a value that the new script has not: they may hold flags."""
     return [
         f"{value} is not set in the script, and is left out with {given.flag}: flags in it must be added"
         for given in flags
         for value in given.values
-        if value.startswith("$") and value not in kept
+        if value.startswith("$") and value not in new
     ]
 
 
@@ -161,26 +175,3 @@ def _as_yaml(name: str, first: Sequence[str], translation: Translation) -> str:
 
     head = "".join(f"# {line}\n" for line in _head(name, translation))
     return head + "".join(f"{given.flag.lstrip('-')}: {value(given)}\n" for given in translation.flags)
-
-
-def _lines_to_change(path: Path, script: str) -> list[str]:
-    """Return what to change in the Python script, if it lies beside the launch script or above it."""
-    if not script.endswith(".py"):
-        return []
-    for folder in (path.parent, *path.parents, Path()):
-        file = folder / script
-        if not file.is_file():
-            continue
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if _LINE in text:
-            return []
-        found = _ADAPTORS.search(text)
-        if found is None:
-            return [f"{file}: put `{_LINE}` before its first import"]
-        line = text.count("\n", 0, found.start(1)) + 1
-        more = re.search(r"^\s*(?:from|import) mindspeed(_llm)?\.(?!megatron_adaptor)", text, re.MULTILINE)
-        other = "MindSpeed-LLM" if more and more[1] else "MindSpeed"
-        own = file.name.replace("posttrain_gpt", "pretrain_gpt")  # Megatron-LM has one script for both
-        uses = f"; it imports more of {other}: take Megatron-LM's own {own}" if more else ""
-        return [f"{file}, line {line}: `{found[1].strip()}` becomes `{_LINE}`{uses}"]
-    return [f"{script}: the line that imports MindSpeed's megatron_adaptor becomes `{_LINE}`"]

@@ -103,6 +103,18 @@ def read(text: str) -> Start:
     return script.start
 
 
+def assignments(text: str) -> list[tuple[str, int, int]]:
+    """Return the variables that a script sets: the name, and where its value begins and ends in the text."""
+    code = text.encode()
+    found = []
+    for node in _nodes(_tree(code)):
+        value = node.child_by_field_name("value") if node.type == "variable_assignment" else None
+        if value is not None and node.children[0].type == "variable_name":
+            begin, end = (len(code[:place].decode()) for place in (value.start_byte, value.end_byte))
+            found.append((_text(node.children[0], code), begin, end))
+    return found
+
+
 # -- the tree ----------------------------------------------------------------------------------
 
 

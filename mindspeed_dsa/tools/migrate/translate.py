@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from packaging.version import Version
 from mindspeed_dsa import features
 from mindspeed_dsa.features.dsa.backport.feature import FLAGS as DSA_FLAGS
 from mindspeed_dsa.patches import versions
-from mindspeed_dsa.settings import GENERAL_FLAGS
+from mindspeed_dsa.settings import GENERAL_FLAGS, did_you_mean
 from mindspeed_dsa.tools.migrate import megatron_flags, rules
 from mindspeed_dsa.tools.migrate.core_flags import CORE
 from mindspeed_dsa.tools.migrate.job import Given, Job, Kind, Outcome, Row, Source, by_flag
@@ -42,11 +42,13 @@ class Translation:
         problems: contradictions, and flags that the release lacks, each a sentence.
         flags: of the new command line. Flags that change results and are not served stand there unchanged: no
             parser takes them.
+        places: given flags in whose place new ones stand, by the new one's name.
     """
 
     outcomes: tuple[Outcome, ...]
     problems: tuple[str, ...]
     flags: tuple[Given, ...]
+    places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Outcome, ...]:
@@ -115,11 +117,14 @@ def translate(flags: Sequence[Given], release: Version | None = None) -> Transla
         elif given.flag in ours or megatron_flags.known(given.flag):
             job.is_kept(given.flag, "unchanged")
         else:
-            job.is_kept(given.flag, "unknown", "Neither MindSpeed's nor Megatron's; it stays as it is.")
+            near = did_you_mean(given.flag, {*table(), *ours, *megatron_flags.record()}, 0.85)
+            job.is_kept(
+                given.flag, "unknown", f"Neither MindSpeed's nor Megatron's; it stays as it is{near or '.'}"
+            )
     command = job.command()
     problems = [*job.problems, *_missing(command, release, ours)]
     ordered = tuple(job.outcomes[flag] for flag in job.given)
-    return Translation(ordered, tuple(problems), tuple(command))
+    return Translation(ordered, tuple(problems), tuple(command), job.places())
 
 
 def words(flags: Sequence[Given], written: bool = False) -> list[str]:

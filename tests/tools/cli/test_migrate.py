@@ -74,6 +74,7 @@ def test_the_verdict_of_every_flag(capsys):
         ([], "name a script"),
         (["none.sh"], "none.sh cannot be read"),
         (["--megatron", "newest", "none.sh"], "give a release, such as 0.16.1"),
+        (["--megatrn", "0.16.1", "none.sh"], "it takes no --megatrn; did you mean --megatron?"),
     ],
 )
 def test_bad_input_is_one_line(capsys, argv, said):

@@ -1,7 +1,4 @@
-"""All launch scripts of MindSpeed-LLM: what is refused, by flag, and Megatron-LM's parser on the rest.
-
-The tables are those of ``docs/migrate.md``.
-"""
+"""All launch scripts of MindSpeed-LLM: what is refused, by flag, and Megatron-LM's parser on the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +16,9 @@ from packaging.version import Version
 from mindspeed_dsa.tools.migrate import scripts
 from mindspeed_dsa.tools.migrate.job import Given
 from mindspeed_dsa.tools.migrate.translate import Translation, words
+from tests.tools.migrate import census
 from tests.tools.migrate.test_training import without_unset
 
-ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "migrate.md"
-FOLDERS = {
-    "pretrain": ("examples/mcore", "pretrain*.sh"),
-    "tune": ("examples/mcore", "tune*.sh"),
-    "poc": ("tests/poc", "*.sh"),
-}
 PATHS = {"--load", "--save", "--data-path", "--tokenizer-model", "--vocab-file", "--merge-file"}
 """Flags for which scripts have a sentence that asks for a path."""
 ELSEWHERE = {"--use-ascend-mc2", "--load-hf"}
@@ -48,40 +38,34 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def translations() -> dict[str, list[tuple[str, Translation]]]:
-    """By folder, every script's name and translation for Megatron-core 0.16.1."""
-    checkout, release = Path(os.environ["MINDSPEED_LLM"]), Version("0.16.1")
-    return {
-        kind: [
-            (path.name, scripts.migrate(path, release).translation)
-            for path in sorted((checkout / folder).rglob(pattern))
-            if ".mindspeed_dsa." not in path.name  # what the command has written beside one
-        ]
-        for kind, (folder, pattern) in FOLDERS.items()
-    }
+def translations() -> census.Translations:
+    return census.translated()
 
 
-def table(translations: dict[str, list[tuple[str, Translation]]]) -> str:
-    """Return the table of refused flags as the page has it, the most frequent ones first."""
-    counts = {
-        kind: Counter(flag for _, each in found for flag in {outcome.given.flag for outcome in each.refused})
-        for kind, found in translations.items()
-    }
-    whole = sum(counts.values(), Counter[str]())
-    heads = [f"{kind} ({len(found)})" for kind, found in translations.items()]
-    lines = [f"| refused | {' | '.join(heads)} |"]
-    lines.append("| --- " * (len(counts) + 1) + "|")
-    for flag, _ in sorted(whole.items(), key=lambda item: (-item[1], item[0])):
-        row = " | ".join(str(count[flag] or "") for count in counts.values())
-        lines.append(f"| `{flag}` | {row} |")
-    clean = [sum(not each.refused for _, each in found) for found in translations.values()]
-    lines.append("| nothing | " + " | ".join(map(str, clean)) + " |")
-    return "\n".join(lines)
-
-
-def test_the_page_has_what_is_refused(translations: dict[str, list[tuple[str, Translation]]]) -> None:
+@pytest.mark.parametrize("language", census.PAGES)
+def test_the_pages_have_what_is_refused(translations: census.Translations, language: str) -> None:
+    """If not: ``python -m tests.tools.migrate.census`` writes the tables."""
     assert not [name for found in translations.values() for name, each in found if each.problems]
-    assert table(translations) in PAGE.read_text(encoding="utf-8"), table(translations)
+    text = census.PAGES[language].read_text(encoding="utf-8")
+    assert census.page(text, language, translations) == text
+
+
+def test_new_flags_stand_where_the_old_ones_stood(tmp_path: Path) -> None:
+    """In all scripts, for the oldest release and the newest one."""
+    for kind in census.FOLDERS:
+        for path in census.paths(kind):
+            for release in ("0.12.1", "0.19.0"):
+                assert "have no effect" not in scripts.migrate(path, Version(release)).text, (path, release)
+
+
+def test_other_scripts_have_a_place() -> None:
+    """All that convert weights, prepare data, run a model or train by FSDP2."""
+    folder = census.checkout() / "examples"
+    names = ("ckpt", "convert", "data", "generate", "evaluate", "chat")
+    found = [path for path in folder.rglob("*.sh") if path.name.partition("_")[0] in names]
+    found += (folder / "fsdp2").rglob("*.yaml")
+    assert len(found) > 100
+    assert [path for path in found if not scripts.migrate(path).instead] == []
 
 
 def served(translation: Translation) -> Iterator[Given]:
@@ -104,7 +88,7 @@ def ranks(flags: list[Given]) -> int:
     return pp * math.lcm(tp * cp, ep * sizes.get("--expert-tensor-parallel-size", tp))
 
 
-def test_megatrons_parser_takes_the_rest(translations: dict[str, list[tuple[str, Translation]]]) -> None:
+def test_megatrons_parser_takes_the_rest(translations: census.Translations) -> None:
     names, cases = [], []
     for kind, found in translations.items():
         for name, each in found:
@@ -114,13 +98,13 @@ def test_megatrons_parser_takes_the_rest(translations: dict[str, list[tuple[str,
             names.append(f"{kind}/{name}")
             cases.append((words(flags), ranks(flags)))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    paths = [os.environ["MEGATRON_LM"], str(ROOT), os.environ.get("PYTHONPATH")]
+    paths = [os.environ["MEGATRON_LM"], str(census.ROOT), os.environ.get("PYTHONPATH")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.tools.migrate.parsed"],
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=census.ROOT,
         env={**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         timeout=1700,
     )

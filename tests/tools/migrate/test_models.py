@@ -152,5 +152,7 @@ def test_the_script_of_fine_tuning_is_megatrons_own_one(tmp_path: Path) -> None:
     )
     script = tmp_path / "tune.sh"
     script.write_text(f"torchrun posttrain_gpt.py {TUNE}\n")
-    (note,) = scripts.migrate(script, Version("0.19.0")).notes
-    assert note.endswith("take Megatron-LM's own pretrain_gpt.py")
+    migrated = scripts.migrate(script, Version("0.19.0"))
+    assert "cannot be used" in migrated.notes[-1]
+    assert "core_v0.19.0 serves all flags; core_v0.12.1 does not: --stage" in migrated.notes[0]
+    assert "torchrun pretrain_gpt.py" in migrated.text

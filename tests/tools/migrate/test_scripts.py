@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import lists, scripts, shell
 from mindspeed_dsa.tools.migrate.job import split
@@ -89,7 +90,7 @@ def test_what_may_hold_flags_is_not_lost_in_silence(tmp_path):
     script = tmp_path / "train.sh"
     script.write_text("if true; then TP=2; fi\npython train.py --mla-mm-split $EXTRA --tp $TP ${MORE[@]}\n")
     migrated = scripts.migrate(script)
-    assert migrated.text.splitlines()[-2:] == ["    --tp $TP \\", "    ${MORE[@]}"]
+    assert migrated.text.splitlines()[-1] == "python train.py --tp $TP ${MORE[@]}"
     for text in (
         "$EXTRA is not set in the script, and is left out with --mla-mm-split: flags in it must be added",
         "${MORE[@]} stays at the end; flags that come by it are not looked at",
@@ -116,12 +117,13 @@ def test_an_existing_script_stays_unless_told_otherwise(script):
             [
                 "import torch",
                 "from mindspeed_llm import megatron_adaptor",
-                "from mindspeed_llm.training import x",
+                "def f():",
+                "    from mindspeed_llm.training import x",
             ],
             (
-                "line 2: `from mindspeed_llm import megatron_adaptor` becomes "
-                "`import mindspeed_dsa.megatron_adaptor`; "
-                "it imports more of MindSpeed-LLM: take Megatron-LM's own pretrain_gpt.py"
+                "cannot be used, for it imports MindSpeed in line 4: take Megatron-LM's own pretrain_gpt.py "
+                "(`git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM`), with "
+                "`import mindspeed_dsa.megatron_adaptor` as its first line"
             ),
         ),
         (
@@ -132,12 +134,60 @@ def test_an_existing_script_stays_unless_told_otherwise(script):
         (["import mindspeed_dsa.megatron_adaptor"], None),
     ],
 )
-def test_the_line_to_change(script, lines, said):
+def test_the_program_to_start(script, lines, said):
+    script.write_text("torchrun pretrain_gpt.py --bf16\n")
     (script.parent / "pretrain_gpt.py").write_text("\n".join(lines) + "\n")
-    notes = scripts.migrate(script).notes
+    megatron, *notes = scripts.migrate(script).notes
+    assert megatron == "Megatron-LM: core_v0.12.1, core_v0.16.1 and core_v0.19.0 serve all flags"
     assert [note.partition("pretrain_gpt.py")[2].lstrip(",: ") for note in notes] == (
         [] if said is None else [said]
     )
+
+
+def test_a_program_that_is_not_there(script):
+    script.write_text("torchrun pretrain_gpt.py --noop-layers 1 --num-layers 4 --fix-router\n")
+    megatron, program = scripts.migrate(script).notes
+    assert megatron.startswith("Megatron-LM: none of 0.12.1, 0.16.1, 0.19.0 serves all flags")
+    assert "take Megatron-LM's own pretrain_gpt.py (`git clone --branch core_v0.19.0 " in program
+    assert program.endswith("MindSpeed-LLM's imports MindSpeed-LLM in other lines too, and is of no use")
+    script.write_text("torchrun mine.py --bf16\n")
+    assert (
+        scripts.migrate(script).notes[1].endswith("adaptor becomes `import mindspeed_dsa.megatron_adaptor`")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "said"),
+    [
+        ("cd /x\npython convert_ckpt_v2.py --load-dir a", "convert_ckpt_v2.py", "weights import"),
+        ("python ./preprocess_data.py --input a", "preprocess_data.py", "tools/preprocess_data.py"),
+        ("torchrun $D ../inference.py --tp 1 | tee log", "inference.py", "weights export"),
+        ("torchrun evaluation.py --tp 1", "evaluation.py", "engines such as vLLM"),
+        ("torchrun train_fsdp2.py job.yaml", "train_fsdp2.py", "TorchTitan"),
+    ],
+)
+def test_scripts_that_are_no_training(script, capsys, text, program, said):
+    """Their flags are other programs': none is called unknown, and no script is written."""
+    script.write_text(f"{text}\n# pretrain_gpt.py comes later\n")
+    assert main(["migrate", str(script)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{script}: {program} ")
+    assert said in out
+    assert len(out.splitlines()) == 2
+    assert not scripts.migrate(script).new_path.exists()
+    script.write_text(f"{text}\ntorchrun pretrain_gpt.py --bf16\n")
+    assert main(["migrate", str(script)]) == 0
+
+
+def test_a_yaml_file_of_fsdp2(tmp_path, capsys):
+    job = tmp_path / "job.yaml"
+    job.write_text("model:\n  model_id: glm52\nparallel:\n  fsdp_size: 512\n")
+    assert main(["migrate", str(job), str(job)]) == 1
+    out = capsys.readouterr().out
+    assert f"{job}: This file trains by FSDP2" in out
+    assert "docs/torchtitan.md" in out
+    assert "no training by Megatron: see above" in out
+    assert not scripts.migrate(job).new_path.exists()
 
 
 def test_yaml(tmp_path):

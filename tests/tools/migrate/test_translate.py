@@ -303,8 +303,11 @@ def test_reasons_name_what_there_is():
         return translated(text, "0.16.1").outcomes[-1].why
 
     assert "deepseek32 (deepseek_v32)" in why("--load /w --model-type-hf qwen3 --enable-hf2mg-convert")
-    assert "core models do not read it" in why("--use-flash-attn")
+    assert why("--transformer-impl local --use-flash-attn") == "flash-attention serves it."
+    assert "Transformer Engine's attention runs" in why("--use-flash-attn")
     assert command("--use-flash-attn", "0.16.1") == "--use-flash-attn"
+    assert why("--use-flesh-attn").endswith("did you mean --use-flash-attn?")
+    assert why("--mine").endswith("it stays as it is.")
     assert "--fused-adam" in why("--optimizer-selection fused_adamw")
     assert "Grouped experts add" in why("--gemm-gradient-accumulation-fusion")
     assert command("--gemm-gradient-accumulation-fusion", "0.16.1") == "--gemm-gradient-accumulation-fusion"

@@ -1,0 +1,100 @@
+"""Megatron-LM of a migrated script: the release that serves its flags, and the program that it starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from packaging.version import Version
+
+from mindspeed_dsa.tools.migrate.job import Given
+from mindspeed_dsa.tools.migrate.translate import translate
+
+RELEASES = ("0.12.1", "0.16.1", "0.19.0")
+"""Those that are looked at: the one of MindSpeed-LLM's branches, and two that have DSA themselves."""
+LINE = "import mindspeed_dsa.megatron_adaptor"
+_OWN = "pretrain_gpt.py"
+_POSTTRAINS = re.compile(r"\bposttrain_gpt\.py\b")
+_IMPORT = re.compile(r"^[ \t]*((?:from|import)[ \t]+mindspeed(_llm)?\b(?!_).*)$", re.MULTILINE)
+_ADAPTOR = re.compile(r"import (\w+\.)?megatron_adaptor|import mindspeed\.megatron_adaptor")
+
+
+def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[str, list[str]]:
+    """Return by release the flags, or the sentences, for which it does not serve a script.
+
+    Args:
+        flags: of the script.
+        releases: of Megatron-core.
+    """
+    found = {release: translate(flags, Version(release)) for release in releases}
+    return {
+        release: [
+            *dict.fromkeys(outcome.given.flag for outcome in each.refused),
+            *(problem.partition(", and ")[0] for problem in each.problems),
+        ]
+        for release, each in found.items()
+    }
+
+
+def sentence(lacks: Mapping[str, Sequence[str]]) -> str:
+    """Return one sentence on which Megatron-LM to take.
+
+    Args:
+        lacks: what :func:`lacking` returns.
+    """
+    whole = [f"core_v{release}" for release, flags in lacks.items() if not flags]
+    others = [f"core_v{release} does not: {', '.join(flags)}" for release, flags in lacks.items() if flags]
+    if whole:
+        serve = "serve" if len(whole) > 1 else "serves"
+        names = " and ".join(filter(None, [", ".join(whole[:-1]), whole[-1]]))
+        return f"Megatron-LM: {names} {serve} all flags{''.join(f'; {each}' for each in others)}"
+    fewest = min(reversed(list(lacks)), key=lambda release: len(lacks[release]))
+    return f"Megatron-LM: none of {', '.join(lacks)} serves all flags; core_v{fewest} refuses fewest"
+
+
+def clone(lacks: Mapping[str, Sequence[str]]) -> str:
+    """Return the command that fetches Megatron-LM: the first release with DSA that serves all flags."""
+    newer = list(lacks)[1:]
+    release = next((release for release in newer if not lacks[release]), newer[-1])
+    return f"git clone --branch core_v{release} https://github.com/NVIDIA/Megatron-LM"
+
+
+def renamed(text: str, script: str) -> str:
+    """Start Megatron-LM's one program for both where a script starts MindSpeed-LLM's ``posttrain_gpt.py``."""
+    return _POSTTRAINS.sub(_OWN, text) if _POSTTRAINS.search(script) else text
+
+
+def program(path: Path, script: str, fetched_by: str) -> list[str]:
+    """Return what to do about the Python script that a launch script starts.
+
+    Args:
+        path: of the launch script; the Python script is looked for beside it and above it.
+        script: as the launch script names it.
+        fetched_by: the command that fetches Megatron-LM.
+    """
+    if not script.endswith(".py"):
+        return []
+    take = f"take Megatron-LM's own {_OWN} (`{fetched_by}`), with `{LINE}` as its first line"
+    for folder in (path.parent, *path.parents, Path()):
+        if (folder / script).is_file():
+            return _of_file(folder / script, take)
+    if Path(script).name in (_OWN, "posttrain_gpt.py"):
+        return [
+            f"{script}: {take}; MindSpeed-LLM's imports MindSpeed-LLM in other lines too, and is of no use"
+        ]
+    return [f"{script}: the line that imports MindSpeed's megatron_adaptor becomes `{LINE}`"]
+
+
+def _of_file(file: Path, take: str) -> list[str]:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if LINE in text:
+        return []
+    found = [(text.count("\n", 0, match.start(1)) + 1, match[1].strip()) for match in _IMPORT.finditer(text)]
+    others = [str(line) for line, imported in found if not _ADAPTOR.search(imported)]
+    if others:
+        lines = "line" if len(others) == 1 else "lines"
+        return [f"{file} cannot be used, for it imports MindSpeed in {lines} {', '.join(others)}: {take}"]
+    if not found:
+        return [f"{file}: put `{LINE}` before its first import"]
+    return [f"{file}, line {found[0][0]}: `{found[0][1]}` becomes `{LINE}`"]

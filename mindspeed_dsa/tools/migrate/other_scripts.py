@@ -1,0 +1,68 @@
+"""Scripts of MindSpeed-LLM that are no training by Megatron, and what takes the place of each.
+
+Nothing is translated in them: their programs have flags of their own, and other programs do their work here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_PROGRAM = re.compile(r"^[^#\n]*?(?:(?<![\w.$-])(?:[\w.${}-]*/)*|-m )(\w+\.py|lm_eval)\b", re.MULTILINE)
+"""The first Python script of a line that is no comment, or a module that measures models."""
+_TRAINS = re.compile(r"(pre|post)train_\w+\.py")
+_WEIGHTS = (
+    "converts weights: a job reads Hugging Face's files by --load-hf and writes them by --save-hf, and "
+    "`python -m mindspeed_dsa weights import` and `weights export` do it without a job, for DeepSeek-V3, "
+    "DeepSeek-V3.2 and GLM-5.x (docs/weights.md)"
+)
+_DATA = (
+    "prepares data: tools/preprocess_data.py of Megatron-LM takes its place for pretraining (JSON lines in, "
+    "--append-eod), files of MindSpeed-LLM's pretraining are read as they are, and fine-tuning reads "
+    "conversations in .jsonl files, of which nothing is prepared (docs/migrate.md)"
+)
+_ENGINE = (
+    "runs a model: engines such as vLLM, SGLang and transformers do, from the files that --save-hf or "
+    "`python -m mindspeed_dsa weights export` writes (docs/weights.md)"
+)
+_FSDP2 = (
+    "trains by FSDP2, from a YAML file, without Megatron: models of transformers (docs/transformers.md) and "
+    "TorchTitan (docs/torchtitan.md) train so with this library's operators"
+)
+_KINDS = {
+    r"convert_ckpt\w*|\w*ckpt_dequant": _WEIGHTS,
+    r"preprocess_(data|prompt)": _DATA,
+    r"(inference|evaluation)\w*|lm_eval": _ENGINE,
+    r"train_fsdp2": _FSDP2,
+}
+"""By names of programs, what they do and what takes their place."""
+
+
+def of_shell(text: str) -> str:
+    """Return what takes the place of a shell script, in one sentence; empty for a training by Megatron.
+
+    Args:
+        text: of the script. Where it starts a training among other things, it is a training.
+    """
+    names = [match[1] for match in _PROGRAM.finditer(text)]
+    if any(_TRAINS.fullmatch(name) for name in names):
+        return ""
+    for name in reversed(names):  # the last one, as for trainings
+        for pattern, sentence in _KINDS.items():
+            if re.fullmatch(pattern, name.removesuffix(".py")):
+                return f"{name} {sentence}"
+    return ""
+
+
+def of_yaml(data: Any) -> str:
+    """Return what takes the place of a YAML file of MindSpeed-LLM's FSDP2; empty for other files.
+
+    Args:
+        data: of the file, as it is parsed.
+    """
+    if not isinstance(data, Mapping):
+        return ""
+    sections = [data, *(value for value in data.values() if isinstance(value, Mapping))]
+    keys = {str(key) for section in sections for key in section}
+    return f"This file {_FSDP2}" if keys & {"fsdp_size", "fsdp_modules", "ep_fsdp_size"} else ""

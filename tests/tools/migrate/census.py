@@ -1,0 +1,127 @@
+"""Tables of ``docs/migrate.md`` and its Chinese page, from the launch scripts of MindSpeed-LLM.
+
+``MINDSPEED_LLM=DIR python -m tests.tools.migrate.census`` writes them; ``test_census.py`` compares.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from packaging.version import Version
+
+from mindspeed_dsa.tools.migrate import megatron_lm, scripts, shell
+from mindspeed_dsa.tools.migrate.job import split
+from mindspeed_dsa.tools.migrate.translate import KINDS, Translation
+
+ROOT = Path(__file__).parents[3]
+PAGES = {"en": ROOT / "docs" / "migrate.md", "zh": ROOT / "docs" / "zh" / "migrate.md"}
+RELEASE = Version("0.16.1")
+FOLDERS = {
+    "pretrain": ("examples/mcore", "pretrain*.sh"),
+    "tune": ("examples/mcore", "tune*.sh"),
+    "poc": ("tests/poc", "*.sh"),
+}
+FLAGSHIPS = (
+    "deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh",
+    "deepseek32/pretrain_deepseek32_671b_4k_A3_ptd.sh",
+    "glm5/pretrain_glm5_744b_4k_A3_ptd.sh",
+    "glm52/pretrain_glm52_744b_4k_A3_ptd.sh",
+    "kimi2/pretrain_kimi2_18b_4k_8p_ptd.sh",
+    "qwen3_moe/pretrain_qwen3_30b_a3b_4K_ptd.sh",
+    "deepseek3/tune_deepseek3_671b_4k_full_A3_ptd.sh",
+)
+_HEADS = {
+    "en": {
+        "refused": "refused",
+        "nothing": "nothing",
+        "count": "{} ({})",
+        "script": "script",
+        "flags": "flags",
+    },
+    "zh": {
+        "refused": "被拒绝的 flag",
+        "nothing": "无",
+        "count": "{}\uff08{}\uff09",  # brackets of full width
+        "script": "脚本",
+        "flags": "flag",
+    },
+}
+_WHOLE = {"en": "whole", "zh": "全部支持"}
+Translations = dict[str, list[tuple[str, Translation]]]
+
+
+def checkout() -> Path:
+    """Return the folder of MindSpeed-LLM that ``MINDSPEED_LLM`` names."""
+    return Path(os.environ["MINDSPEED_LLM"])
+
+
+def paths(kind: str) -> list[Path]:
+    """Return the launch scripts of one kind, without what the command has written beside them."""
+    folder, pattern = FOLDERS[kind]
+    found = sorted((checkout() / folder).rglob(pattern))
+    return [path for path in found if ".mindspeed_dsa." not in path.name]
+
+
+def translated() -> Translations:
+    """Return by kind every script's name and its translation."""
+    return {
+        kind: [(path.name, scripts.migrate(path, RELEASE).translation) for path in paths(kind)]
+        for kind in FOLDERS
+    }
+
+
+def census(translations: Translations, language: str = "en") -> str:
+    """Return the table of refused flags, the most frequent ones first."""
+    heads = _HEADS[language]
+    counts = {
+        kind: Counter(flag for _, each in found for flag in {outcome.given.flag for outcome in each.refused})
+        for kind, found in translations.items()
+    }
+    whole = sum(counts.values(), Counter[str]())
+    columns = [heads["count"].format(kind, len(found)) for kind, found in translations.items()]
+    lines = [f"| {heads['refused']} | {' | '.join(columns)} |", "| --- " * (len(counts) + 1) + "|"]
+    for flag, _ in sorted(whole.items(), key=lambda item: (-item[1], item[0])):
+        row = " | ".join(str(count[flag] or "") for count in counts.values())
+        lines.append(f"| `{flag}` | {row} |")
+    clean = [sum(not each.refused for _, each in found) for found in translations.values()]
+    return "\n".join([*lines, f"| {heads['nothing']} | " + " | ".join(map(str, clean)) + " |"])
+
+
+def releases(language: str = "en") -> str:
+    """Return the table of scripts by release: whole, or what a release does not serve."""
+    heads = _HEADS[language]
+    columns = [heads["script"], heads["flags"], *KINDS.values()]
+    columns += [f"core_v{release}" for release in megatron_lm.RELEASES]
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    for name in FLAGSHIPS:
+        path = checkout() / "examples" / "mcore" / name
+        start = shell.read(path.read_text(encoding="utf-8"))
+        lacks = megatron_lm.lacking(split(start.words, start.written)[1])
+        counts = scripts.migrate(path, RELEASE).translation.counts()
+        cells = [f"`{path.name}`", str(counts["flags"]), *(str(counts[kind]) for kind in KINDS)]
+        cells += [
+            "; ".join(re.sub(r"--[\w-]+", r"`\g<0>`", each) for each in flags) or _WHOLE[language]
+            for flags in lacks.values()
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(text: str, language: str, translations: Translations) -> str:
+    """Return a page with its tables made anew."""
+    for name, table in {"releases": releases(language), "census": census(translations, language)}.items():
+        block = rf"(<!-- {name}:begin -->\n).*?(\n<!-- {name}:end -->)"
+        text, count = re.subn(
+            block, lambda match, table=table: match[1] + table + match[2], text, flags=re.DOTALL
+        )  # type: ignore[misc]
+        assert count == 1, name
+    return text
+
+
+if __name__ == "__main__":
+    found = translated()
+    for language, file in PAGES.items():
+        file.write_text(page(file.read_text(encoding="utf-8"), language, found), encoding="utf-8")
