@@ -93,14 +93,15 @@ def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Te
 def norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``local_multi_tensor_l2_norm``, which returns the norm fp32 ``[1]`` and ``None``.
 
-    Lists of tensors on several devices, and empty ones, are left to it.
+    Empty lists are left to it, and so are gradients on another device than the flag's, which is the job's.
     """
 
     def local_multi_tensor_l2_norm(
         chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
     ) -> tuple[Tensor, None]:
         tensors = [tensor for each in tensor_lists for tensor in each]
-        if len({tensor.device for tensor in tensors}) != 1:
+        # Gradients on the host would have their norm there, where no group of devices sums it up.
+        if {tensor.device for tensor in tensors} != {noop_flag.device}:
             result: tuple[Tensor, None] = original(chunk_size, noop_flag, tensor_lists, *args)
             return result
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -52,21 +53,30 @@ def test_same_norm_without_reading(parameters):
     assert clip_grads.l2_norm_impl is theirs
 
 
-def test_what_is_not_on_one_device_is_megatrons():
+def test_what_is_not_on_the_jobs_device_is_megatrons():
     left: list[Any] = []
 
     def theirs(chunk_size: int, noop_flag: Any, tensor_lists: Any, *args: Any) -> Any:
         left.append((chunk_size, tensor_lists, args))
         return "theirs", None
 
-    norm = functions.norm_on_device(theirs)
-    lists = [[torch.ones(2), torch.ones(2, device="meta")]]
-    assert norm(4, None, lists, False) == ("theirs", None)
-    assert norm(4, None, [[]], False) == ("theirs", None)
-    assert left == [(4, lists, (False,)), (4, [[]], (False,))]
-    half, _ = norm(4, None, [[torch.full((9,), 2.0, dtype=torch.bfloat16)], [torch.ones(13)]], False)
+    norm, flag = functions.norm_on_device(theirs), torch.zeros(1, dtype=torch.int32)
+    on_both = [[torch.ones(2), torch.ones(2, device="meta")]]
+    on_host = [[torch.ones(2)], [torch.ones(3)]]
+    assert norm(4, flag, on_both, False) == ("theirs", None)
+    assert norm(4, flag, [[]], False) == ("theirs", None)
+    assert norm(4, flag.to("meta"), on_host, False) == ("theirs", None)
+    assert left == [(4, on_both, (False,)), (4, [[]], (False,)), (4, on_host, (False,))]
+    half, _ = norm(4, flag, [[torch.full((9,), 2.0, dtype=torch.bfloat16)], [torch.ones(13)]], False)
     assert half.dtype == torch.float32
     assert half.tolist() == [7.0]
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_number_that_is_not_finite_is_told(number):
+    flag, grads = torch.zeros(1, dtype=torch.int32), [torch.ones(3), torch.tensor([[1.0, number]])]
+    norm, _ = functions.norm_on_device(pytest.fail)(4, flag, [grads], False)
+    assert str(norm.item()) == str(number)
 
 
 @pytest.mark.parametrize("library", ["transformer_engine", "amp_C"])
