@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,16 @@ from mindspeed_dsa.parallel.groups import subgroup
 
 def rank_of(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    parent = dist.new_group([0, 1])
+    parent = dist.new_group([0, 1], timeout=timedelta(minutes=77))
     if rank == 0:  # as the first stage of a pipeline has embeddings' groups
         for _ in range(2):
             dist.new_group([0], use_local_synchronization=True)
     for _ in range(2):
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total, group=subgroup(parent, [0, 1]))
+        total, group = torch.tensor([rank + 1.0]), subgroup(parent, [0, 1])
+        dist.all_reduce(total, group=group)
         assert total.item() == 3
+        # As long as --distributed-timeout-minutes says for Megatron's groups.
+        assert group._get_backend(total.device).options._timeout == timedelta(minutes=77)
     dist.destroy_process_group()
 
 
