@@ -6,6 +6,7 @@ import datetime
 import re
 from pathlib import Path
 
+import pytest
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
@@ -43,3 +44,12 @@ def test_the_version_stands_nowhere_else():
     named = re.compile(rf"__version__ = |(?i:version)\s*[=:]\s*['\"]{re.escape(declared)}['\"]")
     files = [*(ROOT / "mindspeed_dsa").rglob("*.py"), ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
     assert not [path for path in files if named.search(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "word"), [("quickstart.md", "Extras: "), ("zh/quickstart.md", "extras 有")])
+def test_the_first_page_lists_the_extras_that_there_are(page, word):
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    declared = re.findall(r'^(?:    "(\w+)": \[|EXTRAS\["(\w+)"\] = )', setup, flags=re.M)
+    _, _, listed = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(word)
+    names = re.findall(r"`(\w+)`", re.split(r"\.|。", listed, maxsplit=1)[0])
+    assert sorted(names) == sorted("".join(each) for each in declared)

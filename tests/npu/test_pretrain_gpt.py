@@ -79,7 +79,7 @@ def rows() -> list[object]:
     found = checkouts()
     if not found:
         return [pytest.param("", "", marks=pytest.mark.skip(reason="MEGATRON_LM names no checkout"))]
-    # 0.19's scripts import names of Python 3.12: `make test-npu PYTHON=python3.12 NPU_VENV=DIR`.
+    # 0.19's scripts import names of Python 3.12: `make test-npu PYTHON=python3.12 NPU_TESTS=DIR`.
     served = [each for each in found if Version(each) < Version("0.19") or sys.version_info >= (3, 12)]
     return [
         pytest.param(release, name, marks=[] if name in SHORT and n == 0 else [pytest.mark.full])
