@@ -189,6 +189,8 @@ compat: $(STAMP)  ## read released megatron-core wheels again into mindspeed_dsa
 
 docs: $(STAMP)  ## write the generated pages
 	$(BIN)/python -m mindspeed_dsa.tools.compat docs
+	$(BIN)/python -m benchmarks.plan.page
+	$(BIN)/python -m benchmarks.plan.recipes
 
 site: $(STAMP)  ## the pages as a site in runs/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)

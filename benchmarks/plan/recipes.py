@@ -20,6 +20,7 @@ from mindspeed_dsa.tools.planner.plan import Plan
 DOCS = Path(__file__).parents[2] / "docs" / "recipes"
 RECORD = Path(__file__).with_name("recipes.json")
 RELEASE = "0.16.1"
+"""Megatron-LM whose flags the model's are; 0.14 to 0.19 have all of them."""
 COUNTS = (8, 64, 256, 512)
 KINDS = {"h100": ("H100", 8), "h200": ("H200", 8), "a3": ("A3 (dies)", 16)}
 """By the planner's name: how pages call them, and ranks of a node."""
@@ -166,11 +167,11 @@ def _page(name: str, plans: Plans) -> str:
         f"# {model.title}",
         "",
         "[All recipes](README.md), and what the figures are. What all commands share, for",
-        f"`{model.released}` on Megatron-LM {RELEASE} and later:",
+        f"`{model.released}` on Megatron-LM 0.14 and later:",
         "",
         "```",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1",
-        'RUN=(examples/megatron_lm/run_megatron.py "$MEGATRON_LM/pretrain_gpt.py")',
+        "RUN=(examples/megatron_lm/run_megatron.py $MEGATRON_LM/pretrain_gpt.py)",
         "DATA=(--data-path my_text --tokenizer-type HuggingFaceTokenizer --tokenizer-model my_tokenizer)",
         *_array("MODEL", configs.flags_of(Path(name), set(), job, RELEASE)),
         *_array("STEP", [f"{STEP} {sparse}"]),

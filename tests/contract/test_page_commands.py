@@ -31,6 +31,7 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
+ARRAY = re.compile(r"^\w+=\(.*?\)$", re.M | re.S)
 ASSIGNED = re.compile(r"^(\w+)=(?:\((.*)\)|\"(.*)\")$")
 JOB = shlex.split(
     "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 --seq-length 4096 "
@@ -56,6 +57,8 @@ REFUSED = (
     ("--seq-length 125", "0.12.1 0.14.0", "is not divisible"),
     ("--yarn-original-max-position-embeddings", "0.12.1", "say it there"),
     ("--override-opt-param-scheduler", "0.12.1 0.14.0", "is a flag neither of this library nor"),
+    ("--rope-type", "0.12.1", "--rope-type is a flag neither"),
+    ("--rope-type", "0.12.1", "shifts the labels of multi-token prediction"),
     ("--schedules-method dualpipev", "0.12.1", "needs megatron-core >=0.14"),
     ("--moe-fb-overlap", "0.12.1", "needs megatron-core >=0.14"),
     ("--moe-expert-placement", "0.12.1", "needs megatron-core >=0.13"),
@@ -68,10 +71,11 @@ as the page says."""
 
 def commands(page: Path) -> Iterator[str]:
     """Yield the lines of a page's shell blocks: continued ones joined, comments cut, variables put in."""
+    variables: dict[str, str] = {}
     for _, language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language not in ("", "bash"):
             continue
-        variables: dict[str, str] = {}
+        block = ARRAY.sub(lambda found: found[0].replace("\n", " "), block)
         lines = [re.sub(r"(^|\s+)#.*$", "", each).strip() for each in block.replace("\\\n", " ").splitlines()]
         if all(line.startswith("--") for line in lines):  # flags, over several lines
             lines = [" ".join(lines)]

@@ -85,6 +85,22 @@ def test_a_batch_that_nobody_gave_is_in_the_line():
     assert "--global-batch-size" not in command_lines.words_for(EXAMPLE.split(), example(any_layout=True))
 
 
+@pytest.mark.parametrize(
+    ("given", "host", "full"),
+    [
+        ("--reuse-fp32-param --recompute-norm", True, False),
+        ("--recompute-norm --swap-attention", False, True),
+    ],
+)
+def test_flags_that_a_measure_replaces_are_gone(given, host, full):
+    words = [*EXAMPLE.split(), "--global-batch-size", "32", *given.split()]
+    job = arguments.job_of(words, 8, any_layout=True)
+    tried = search._with(job, host, search.FULL if full else 0)
+    pasted = command_lines.words_for(words, tried)
+    again = arguments.job_of(pasted, 8)
+    assert (again.features, again.training) == (tried.features, tried.training)
+
+
 @pytest.mark.parametrize("search_too", [[], ["--search", "--devices", "8"]])
 @pytest.mark.parametrize(
     ("flag", "meant"),
