@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session.start_report import aligned
 from mindspeed_dsa.tools.planner import communication, flags
-from mindspeed_dsa.tools.planner.command_lines import FULL
+from mindspeed_dsa.tools.planner.command_lines import FULL, shown
 from mindspeed_dsa.tools.planner.memory import GIB
-from mindspeed_dsa.tools.planner.plan import FITS, Plan
+from mindspeed_dsa.tools.planner.plan import FITS, TIGHT, TOO_LARGE, Plan
 from mindspeed_dsa.tools.planner.report import memory_rows
 
 
@@ -118,7 +118,15 @@ MEMORY_FLAGS = (
     "--swap-attention",
     FULL,
 )
-"""Flags that save memory, in the order in which they are tried together."""
+"""Flags that save memory."""
+_SWAPPED = {"--swap-attention auto", "--swap-attention"}
+_EXCLUDED = {
+    # What is recomputed in full leaves the others nothing to do, and training refuses both.
+    FULL: {"--recompute-norm --recompute-activation-function", *_SWAPPED},
+    "--recompute-norm --recompute-activation-function": {FULL},
+    **{flag: {FULL, *_SWAPPED} for flag in _SWAPPED},
+}
+_VERDICTS = (FITS, TIGHT, TOO_LARGE)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,9 @@ def ways(before: Plan, planned: Callable[[list[str]], Plan]) -> list[Way]:
     for flag in sorted(single, key=lambda each: each.seconds):
         if best and best.verdict == FITS:
             break
-        without = ([each for each in chosen if each != other] for other in chosen)
-        for kept in (chosen, *without):
+        free = [each for each in chosen if each not in _EXCLUDED.get(flag.flags, ())]
+        without = ([each for each in free if each != other] for other in free)
+        for kept in (free, *without):
             tried = way([*kept, flag.flags])
             if tried and (best is None or tried.memory < best.memory):
                 chosen, best = [*kept, flag.flags], tried
@@ -172,7 +181,11 @@ def ways(before: Plan, planned: Callable[[list[str]], Plan]) -> list[Way]:
         tried = way(fewer)
         if best and tried and tried.verdict == best.verdict == FITS and tried.seconds <= best.seconds:
             chosen, best = fewer, tried
-    return [*single, best] if best and len(chosen) > 1 else single
+    reached = min((_VERDICTS.index(each.verdict) for each in single), default=len(_VERDICTS))
+    if best is None or len(chosen) < 2 or _VERDICTS.index(best.verdict) > reached:
+        return single
+    quicker = [each for each in single if each.verdict == best.verdict and each.seconds <= best.seconds]
+    return single if quicker else [*single, best]
 
 
 def text_of_ways(found: list[Way], devices: int) -> str:
@@ -183,9 +196,12 @@ def text_of_ways(found: list[Way], devices: int) -> str:
         devices: of the job.
     """
     rows = [("what saves memory", "GiB", "step [s]", "then")]
+    together = [each for each in found if each.flags not in MEMORY_FLAGS]
     for each in found:
-        rows.append((each.flags, f"{each.memory / GIB:+.1f}", f"{each.seconds:+.2f}", each.verdict))
+        name = "together, as below" if each in together else each.flags
+        rows.append((name, f"{each.memory / GIB:+.1f}", f"{each.seconds:+.2f}", each.verdict))
     lines = aligned(rows) if found else []
+    lines += [line for each in together for line in shown(shlex.split(each.flags))]
     if not any(each.verdict == FITS for each in found):
         lines.append(f"No flags make this layout fit; plan --search looks for others of {devices} devices.")
     return "\n".join(lines)

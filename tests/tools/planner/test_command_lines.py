@@ -241,6 +241,9 @@ def test_flags_that_make_it_fit_do_so_together():
     assert together.verdict == "fits"
     assert made(together.flags.split()).fits
     assert together.seconds < min(each.seconds for each in found[:-1] if each.verdict == "fits")
+    assert max(map(len, differences.text_of_ways(found, 512).splitlines())) <= 115
+    for each in found:
+        assert not ("--recompute-granularity" in each.flags and "--swap-attention" in each.flags), each
     tiny = device("h200", memory=20.0)
     hopeless = differences.ways(before, lambda more: plan.make(made(more).job, tiny, quick=True))
     assert "plan --search" in differences.text_of_ways(hopeless, 512)
