@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.versions import of_distribution
 
 COMMANDS = {
     "try": "a minute of training: Megatron's own DSA beside the fused one, on a small model",
-    "doctor": "what is installed, which features are on and who set them, and the state of every patch site",
+    "doctor": "the verdict on a command line, what is on and by what, and what runs and patches what",
     "features": "all features with their switches",
     "explain": "one flag or feature: what it does, needs, excludes and patches",
     "diff": "static check of every patch target against a wheel, a version or a checkout",

@@ -160,19 +160,34 @@ def choose(operator: str, requested: str, shape: ShapeClass) -> Any:
         _report(operator, requested)
         return module
 
-    if _exists(operator, _OF_TORCH.get(shape.device, "")):
-        tried: tuple[str, ...] = (_OF_TORCH[shape.device],)
-    else:
-        tried = PREFERENCE.get(shape.device, ())
-    for name in (*tried, "reference"):
-        if name == _BOUNDED and not _exists(operator, name):
-            continue
-        module, reason = _load(operator, name, shape)
+    for name, module, reason in candidates(operator, requested, shape):
         if module is not None:
             _report(operator, name)
             return module
         _log.warning("%s: backend %r is skipped for %s: %s", operator, name, shape, reason, ranks="all")
     raise BackendUnavailable(f"{operator}: no backend can run {shape}")
+
+
+def candidates(operator: str, requested: str, shape: ShapeClass) -> Iterator[tuple[str, Any, str | None]]:
+    """Yield the backends that are tried for calls of a shape class, best first.
+
+    Args:
+        operator: folder name under ``mindspeed_dsa/ops``.
+        requested: one of :data:`BackendName`.
+        shape: device, dtype and sizes of the call.
+
+    Yields:
+        Name and backend, or name, None and the reason why it cannot take them.
+    """
+    if requested != "auto":
+        tried: tuple[str, ...] = (requested,)
+    elif _exists(operator, _OF_TORCH.get(shape.device, "")):
+        tried = (_OF_TORCH[shape.device], "reference")
+    else:
+        tried = (*PREFERENCE.get(shape.device, ()), "reference")
+    for name in dict.fromkeys(tried):
+        if name != _BOUNDED or requested == name or _exists(operator, name):
+            yield name, *_load(operator, name, shape)
 
 
 def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _Backend:

@@ -20,9 +20,17 @@ from mindspeed_dsa.patches.spec import Patch
 KnownSources = Mapping[str, dict[str, str]]
 """Label of a target, written against the original root package, to release (oldest first) to fingerprint."""
 
+LOST = "your change would be lost"
+"""Words of a message about a function that a fork changed and that a patch does not call."""
+_CHANGED, _UNKNOWN = "your fork changed this", "no known release has this"
 State = Literal["ok", "changed", "missing", "parameter", "out-of-range", "unknown"]
 FATAL: frozenset[State] = frozenset({"missing", "parameter"})
 """States in which a required patch cannot be applied."""
+
+
+def is_change(note: str) -> bool:
+    """Return whether a note of a site is about a function that the fork changed."""
+    return note.startswith((_CHANGED, _UNKNOWN))
 
 
 @dataclass(frozen=True)
@@ -172,16 +180,18 @@ class Checker:
         if facts.fingerprint in known:
             return []
         consequence = {
-            "replace": "this feature replaces it and your change would be lost",
+            "replace": f"this feature replaces it and {LOST}",
             "wrap": "this feature wraps it; check that its wrapper still fits",
         }.get(patch.kind, "this feature replaces it by another object")
+        if patch.in_place_of:
+            consequence = f"this feature does not call it for {patch.in_place_of}, where {LOST}"
         thing = "function" if patch.kind in ("replace", "wrap") else "definition"
         place = f"{patch.label} at {facts.file}:{facts.line}"
         if release:
-            text = f"your fork changed this {thing}; {consequence}: {place} is not that of {release}"
+            text = f"{_CHANGED} {thing}; {consequence}: {place} is not that of {release}"
         else:
             span = " to ".join(dict.fromkeys((next(iter(releases)), next(reversed(releases)))))
-            text = f"no known release has this {thing}; {consequence}: {place} differs from {span}"
+            text = f"{_UNKNOWN} {thing}; {consequence}: {place} differs from {span}"
         return [Finding("changed", text)]
 
     def _version_of(self, package: str) -> str | None:

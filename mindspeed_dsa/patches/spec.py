@@ -46,6 +46,8 @@ class Patch:
         factory: for kinds other than ``wrap``: ``impl`` is a function that is called once with the
             claim's context and returns the object to assign. (A ``wrap`` decorator gets the context if
             it takes a second positional parameter.)
+        in_place_of: of a ``wrap``: calls for which it computes the result itself and does not call the
+            original, in words, as "layers with DSA"; a fork's change of the function is lost there.
     """
 
     target: str
@@ -59,6 +61,7 @@ class Patch:
     key: Any = None
     stale: Literal["error", "report"] = "error"
     factory: bool = False
+    in_place_of: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

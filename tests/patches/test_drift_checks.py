@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,8 @@ def test_changed_function_and_what_it_means_for_each_kind(tmp_path):
     assert "is not that of 0.16.1" in replaced.message
     (wrapped,) = check.check(ATTEND)
     assert "lost" not in wrapped.message
+    (in_part,) = check.check(replace(ATTEND, in_place_of="layers with DSA"))
+    assert "does not call it for layers with DSA, where your change would be lost" in in_part.message
     problems, notes = check(REPLACED)
     assert problems == []
     assert notes == [replaced.message]

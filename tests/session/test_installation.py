@@ -88,7 +88,7 @@ def test_doctor_looks_at_what_is_installed_without_a_job(monkeypatch):
     monkeypatch.setattr(installation, "absent", lambda found: ("six",))
     found = doctor.examine([])
     assert [each["check"] for each in found["environment"]] == ["megatron-lm-packages"]
-    assert not doctor.as_text(found).endswith("no problems found")
+    assert doctor.as_text(found).startswith("PROBLEM: 1 error of the environment, below\n")
 
 
 def test_doctor_names_a_torch_npu_that_does_not_load(monkeypatch):

@@ -199,6 +199,7 @@ FUSED = Feature(
             ),
             versions=_RELEASES,
             priority=-100,  # inside all wrappers that decide whether and when the forward runs
+            in_place_of="attention that our operators compute",
         ),
         Patch(
             f"{DSA}:DSAIndexer._compute_index_scores",
@@ -234,6 +235,7 @@ ABSORBED = Feature(
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
             priority=-100,
+            in_place_of="layers with DSA",
         ),
     ),
 )

@@ -6,21 +6,28 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from mindspeed_dsa import features, session
+from mindspeed_dsa.megatron.dsa import fused_wanted, uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
-from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, versions
+from mindspeed_dsa.patches import MindSpeedDSAError, PatchError, SiteReport, drift, versions
 from mindspeed_dsa.session import beside, checks, environment, start_report
 from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
-from mindspeed_dsa.tools.cli import doctor_arguments, doctor_device, doctor_job
+from mindspeed_dsa.tools.cli import (
+    doctor_arguments,
+    doctor_device,
+    doctor_job,
+    doctor_operators,
+    doctor_text,
+)
 from mindspeed_dsa.tools.cli.doctor_job import Command
+from mindspeed_dsa.tools.cli.doctor_text import as_text
 from mindspeed_dsa.tools.migrate.accept import accept
-
-_IN_ORDER = ("applied", "pending")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
         help="train a small model on the device as well: two steps in fp32, bf16 and on fused operators, "
         "a checkpoint, and a step from it; about a minute",
     )
-    parser.add_argument("--all", action="store_true", help="list the platform's redirections as well")
+    parser.add_argument("--all", action="store_true", help="list all features and sites as well")
     options, flags = parser.parse_known_args(list(argv))
     command = None
     if options.job:
@@ -50,17 +57,13 @@ def run(argv: Sequence[str]) -> int:
         _, before = parser.parse_known_args(list(argv[:cut]))
         command = Command.of(argv[cut + 1 :], before)
     # Megatron and torch print while they are imported; stdout is reserved for the result.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's about packages that are not installed
         findings = examine(flags, command)
         if options.device:
             findings["device"] = doctor_device.examine(findings["platform"]["name"])
     print(json.dumps(findings, indent=1) if options.json else as_text(findings, options.all))
-    return 1 if _fails(findings) else 0
-
-
-def _fails(findings: dict[str, Any]) -> bool:
-    wrong = any(each["level"] == "error" for each in findings["environment"])
-    return bool(findings["problems"]) or wrong or any("error" in each for each in findings.get("device", ()))
+    return 1 if doctor_text.fails(findings) else 0
 
 
 def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, Any]:
@@ -77,8 +80,7 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
     argv, of_the_job = read_and_beside(list(argv))
     # The example job has a parser of its own, whose flags and defaults nobody knows here.
     whole = bool(script or command) and not Command((), script, ()).is_example
-    args: argparse.Namespace | None = None
-    layers = ""
+    layers, operators, notes = "", [], []
     try:
         argv += [ACCEPT_MINDSPEED.name] if accept(argv) else []
     except MindSpeedDSAError as error:
@@ -106,11 +108,13 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
                 doctor_arguments.derive(args, int(world))
             layers = _selecting(args)
             problems += running.problems(args)
+            operators = doctor_operators.examine(running, args)
         except MindSpeedDSAError as error:
             problems.append(str(error))
         problems += _verify(running)
         problems += _without_target(running)
         sites = running.report()
+        notes += _without_model(running, whole)
         problems += [f"{s.target}: {s.reason}" for s in sites if s.state == "foreign"]
     if command is not None:
         surroundings = doctor_job.examine(command, argv, running)
@@ -126,10 +130,13 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
         "beside": others,
         "platform": _platform(running),
         "layers": layers,
-        "features": _features(running),
+        "features": _features(running, [site.as_dict() for site in sites]),
+        "operators": operators,
+        "changes": _changes(sites),
         "sites": [site.as_dict() for site in sites],
         "environment": environment.records(surroundings),
         "problems": list(dict.fromkeys(problems)),
+        "notes": notes,
     }
     session.disable()
     return findings
@@ -243,12 +250,32 @@ def _platform(running: session.Session | None) -> dict[str, Any]:
     return {"name": running.settings.platform, **platforms.describe(running.settings.platform)}
 
 
-def _features(running: session.Session | None) -> list[dict[str, Any]]:
+def _without_model(running: session.Session, whole: bool) -> list[str]:
+    """Say that switches of DSA act on DSA models, where a part of a command line has no such model."""
+    if whole or not fused_wanted(running.settings) or uses_dsa(running.settings):
+        return []
+    said = "fused-dsa acts on DSA models alone, and nothing here says --experimental-attention-variant dsa"
+    return [f"{said}: without it the job trains dense attention"]
+
+
+def _changes(sites: Sequence[SiteReport]) -> list[dict[str, Any]]:
+    """Return what a fork has changed in patched functions, and whether a patch drops it."""
+    return [
+        {"target": site.target, "features": site.features, "text": note, "lost": drift.LOST in note}
+        for site in sites
+        if site.state != "skipped"
+        for note in site.notes
+        if drift.is_change(note)
+    ]
+
+
+def _features(running: session.Session | None, sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     on = {feature.name for feature in running.features} if running else set()
     return [
         {
             "name": feature.name,
             "on": feature.name in on if running else None,
+            "state": doctor_text.state_of(feature.name, feature.name in on, sites) if running else "unknown",
             "switch": feature.flags[0].name if feature.flags else None,
             "set_by": start_report.who_set(feature, running.settings) if running else "unknown",
             "summary": feature.summary,
@@ -256,85 +283,3 @@ def _features(running: session.Session | None) -> list[dict[str, Any]]:
         }
         for feature in features.all_features()
     ]
-
-
-def as_text(findings: dict[str, Any], every_site: bool = False) -> str:
-    """The findings as text; sites of a platform's redirections only on request or with a problem."""
-    lines = ["versions:"]
-    lines += [f"  {name}: {version or 'not installed'}" for name, version in findings["versions"].items()]
-    if len(findings["megatron"]) > 1:
-        used, *hidden = findings["megatron"]
-        lines += ["", f"megatron-core {used} is used, and hides {' and '.join(hidden)}"]
-    if findings["beside"]:
-        lines += ["", "beside, other libraries that change Megatron:", *map(_other, findings["beside"])]
-    facts = findings["platform"]
-    plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
-    lines += ["", "platform: " + ", ".join(f"{key} {value}" for key, value in plain.items())]
-    for name, table in facts.items():
-        if isinstance(table, dict):
-            lines += [f"  {name}:", *(f"    {key}: {value}" for key, value in table.items())]
-    if findings["layers"]:
-        lines += ["", f"layers: {findings['layers']}"]
-    decided = [row for row in findings["features"] if row["on"] is not None]
-    if decided:
-        rows = [("feature", "state", "switch", "set by")]
-        rows += [
-            (_name(row), "on" if row["on"] else "off", row["switch"] or "(automatic)", row["set_by"])
-            for row in decided
-        ]
-        lines += ["", *start_report.aligned(rows)]
-    else:
-        lines += ["", "features: not resolved because of the problem below"]
-    support = {feature.name for feature in features.all_features() if feature.platform_support}
-    shown = [
-        site
-        for site in findings["sites"]
-        if every_site or site["state"] not in _IN_ORDER or not support.issuperset(site["features"])
-    ]
-    if len(shown) < len(findings["sites"]):
-        count = len(findings["sites"]) - len(shown)
-        lines += ["", f"{count} sites of the platform's redirections are in order (--all lists them)"]
-    if shown:
-        rows = [("state", "site", "stack, outermost first", "remarks")]
-        rows += [
-            (site["state"], site["target"], " > ".join(site["stack"]), "; ".join(_remarks(site)))
-            for site in shown
-        ]
-        lines += ["", *start_report.aligned(rows)]
-    if findings["environment"]:
-        lines += ["", "environment:", *map(_finding, findings["environment"])]
-    if "device" in findings:
-        title = "device, a model of two layers trained on it:"
-        lines += ["", title, *doctor_device.lines(findings["device"])]
-    lines += ["", *(f"PROBLEM: {text}" for text in findings["problems"])]
-    if not _fails(findings):
-        lines.append("no problems found")
-    return "\n".join(lines)
-
-
-def _other(each: dict[str, Any]) -> str:
-    said = [f"  {each['library']}, {each['release']}: changes {each['changes']}"]
-    said += [f"imported by {'; '.join(each['imports'][:3])}"] if each["imports"] else []
-    said += [f"has changed {', '.join(each['places'])}"] if each["places"] else []
-    said += [f"is no longer called in {', '.join(each['dropped'])}"] if each["dropped"] else []
-    return "; ".join([*said, each["do"]] if len(said) > 1 else said)
-
-
-def _finding(each: dict[str, str]) -> str:
-    level = each["level"] if each["level"] == "note" else each["level"].upper()
-    return f"  {level}: {each['who']}: {each['what']}; {each['do']} [{each['check']}]"
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['name']} ({row['plugin']})" if row["plugin"] else str(row["name"])
-
-
-def _remarks(site: dict[str, Any]) -> list[str]:
-    remarks = [site["reason"]] if site["reason"] else []
-    if site["rebound"]:
-        remarks.append(f"{site['rebound']} names rebound")
-    if site["stale"]:
-        holders = list(dict.fromkeys(site["stale"]))
-        more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
-        remarks.append(f"original also held by {', '.join(holders[:2])}{more}")
-    return remarks + list(site["notes"])

@@ -12,6 +12,9 @@ from mindspeed_dsa import features, settings
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.session import start_report
+from mindspeed_dsa.tools.cli import doctor_text
+
+_MANY = 12
 
 
 def list_features(argv: Sequence[str]) -> int:
@@ -36,31 +39,64 @@ def _range(feature: Feature) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the explanation of one flag or feature; status 2 for an unknown name."""
+    """Print the explanation of a flag or feature, or what a word occurs in; status 2 if nothing has it."""
     parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_dsa explain", description="Explains one flag or feature."
+        prog="python -m mindspeed_dsa explain",
+        description="Explains one flag or feature; another word is searched in their names and summaries.",
     )
     # A flag looks like an option to argparse; `explain --use-x` must work as it is typed.
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
-        parser.add_argument("name", help="a feature's name, or a flag in any spelling")
+        parser.add_argument("name", help="a feature's name, a flag in any spelling, or a word")
         parser.parse_args(list(argv))
     wanted = argv[0]
-    names: dict[str, list[Feature]] = {}
+    readers: dict[str, list[Feature]] = {}
+    flags = {name: flag for flag in settings.GENERAL_FLAGS for name in _spellings(flag)}
     for feature in everything():
-        for name in {feature.name, *(s for flag in feature.flags for s in _spellings(flag))}:
-            names.setdefault(name, []).append(feature)
-    general = {name: flag for flag in settings.GENERAL_FLAGS for name in _spellings(flag)}
-    if wanted in names:
-        print("\n\n".join(explain(feature) for feature in names[wanted]))
-    elif wanted in general:
-        print("\n".join(_flag_lines(general[wanted])))
+        for flag in feature.flags:
+            for name in _spellings(flag):
+                flags.setdefault(name, flag)
+                readers.setdefault(name, []).append(feature)
+    named = {feature.name: feature for feature in everything()}
+    if wanted in named:
+        lines = explain(named[wanted]).splitlines()
+    elif wanted in flags:
+        lines = [*_flag_lines(flags[wanted]), *_readers(flags[wanted], readers.get(wanted, ()))]
+    elif found := _search(wanted.lower()):
+        lines = [*found, "", "`python -m mindspeed_dsa explain NAME` says more about one of them."]
     else:
-        close = difflib.get_close_matches(wanted, [*names, *general], n=3)
+        close = difflib.get_close_matches(wanted, [*named, *flags], n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         hint += "".join(f"\n{plugin.message}" for plugin in features.broken_plugins())
         print(f"no feature or flag is called {wanted!r}{hint}", file=sys.stderr)
         return 2
+    print("\n".join(map(doctor_text.wrapped, lines)))
     return 0
+
+
+def _readers(flag: Flag, known: Sequence[Feature]) -> list[str]:
+    """Write which features read a flag, and where more is said."""
+    if not known:
+        return []
+    names = ", ".join(feature.label for feature in known)
+    switched = [feature for feature in known if feature.flags[0] is flag]
+    return [
+        f"read by {len(known)} feature{'s' if len(known) > 1 else ''}: {names}",
+        *(f"{feature.label}: {feature.summary}" for feature in switched[:1]),
+        f"`python -m mindspeed_dsa explain {(switched or known)[0].name}` says what that patches",
+    ]
+
+
+def _search(word: str) -> list[str]:
+    """Write the features and flags in whose names or summaries a word occurs; of many flags the names."""
+    rows = [
+        f"{feature.label}: {feature.summary}"
+        for feature in everything()
+        if word in feature.name or word in feature.summary.lower()
+    ]
+    found = [flag for flag in (*settings.GENERAL_FLAGS, *features.all_flags()) if word in flag.name]
+    if len(found) > _MANY:
+        return [*rows, "", f"flags: {', '.join(flag.name for flag in found)}"]
+    return [*rows, *(f"{flag.name}: {flag.help}" for flag in found)]
 
 
 def explain(feature: Feature) -> str:

@@ -68,6 +68,25 @@ def test_explain_by_flag_environment_and_feature(capsys):
     assert "did you mean verify-before-model?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("--use-fused-dsa", "explain fused-dsa"),
+        ("--experimental-attention-variant", "read by"),
+        ("MINDSPEED_DSA_USE_FUSED_DSA", "--use-fused-dsa"),
+        ("swap", "swap-optimizer: "),
+        ("npu", "npu-platform: "),
+        ("Streams", "--two-streams: "),
+    ],
+)
+def test_explain_fits_a_screen(capsys, name, said):
+    assert main(["explain", name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(said in line for line in lines)
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+
+
 def test_doctor_lists_every_feature_when_all_are_off(capsys):
     from mindspeed_dsa.features import all_features
 
@@ -75,7 +94,8 @@ def test_doctor_lists_every_feature_when_all_are_off(capsys):
     findings = json.loads(done.stdout)
     assert done.returncode == 0, findings["problems"]
     assert set(findings) == {
-        *"versions megatron beside platform layers features sites environment problems".split()
+        *"versions megatron beside platform layers features operators changes sites".split(),
+        *"environment problems notes".split(),
     }
     assert [row["name"] for row in findings["features"]] == [f.name for f in all_features()]
     assert findings["versions"]["megatron-core"]
@@ -96,16 +116,16 @@ def test_doctor_with_dsa_patches_for_real():
 def test_doctor_reports_a_problem_with_status_1():
     done = command("doctor", "--experimental-attention-variant", "dsa", "--dsa-spec-dispach")
     assert done.returncode == 1
-    assert "did you mean --dsa-spec-dispatch?" in done.stdout
+    assert "did you mean --dsa-spec-dispatch?" in " ".join(done.stdout.split())
 
 
 def test_doctor_says_why_nothing_is_decided():
     from mindspeed_dsa.tools.cli import doctor
 
-    text = doctor.as_text(doctor.examine(["--swap-optimizer", "--reuse-fp32-param"]))
+    text = " ".join(doctor.as_text(doctor.examine(["--swap-optimizer", "--reuse-fp32-param"])).split())
     assert "swap-optimizer (switched on by argv (--swap-optimizer)) cannot be combined with" in text
-    assert "features: not resolved because of the problem below" in text
-    assert "unknown" not in text.replace("platform: name unknown", "")
+    assert "features: not resolved because of the problem above" in text
+    assert "unknown" not in text.replace("platform unknown", "")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +151,7 @@ def test_doctor_reads_a_job_with_shared_selections_behind_its_script(model):
         "21 of 78 layers (1-3, 7, 11, ..., 75) of the decoder select keys, and 1 of 1 of multi-token "
         "prediction; the others attend to keys selected below"
     )
-    assert f"layers: {findings['layers']}" in doctor.as_text(findings)
+    assert f"layers: {findings['layers']}" in " ".join(doctor.as_text(findings).split())
     (problem,) = findings["problems"]
     assert "begins with layer 40" in problem
     assert "--decoder-last-pipeline-num-layers 40" in problem

@@ -64,6 +64,7 @@ def test_explain_knows_its_flags(run):
     done = run("-m", "mindspeed_dsa", "explain", "MINDSPEED_DSA_ROUTER_LOAD_INTERVAL")
     assert done.returncode == 0, done.stderr
     assert "router-load (plug-in mindspeed-dsa-router-load 0.1.0)" in done.stdout
+    done = run("-m", "mindspeed_dsa", "explain", "router-load")
     assert "TopKRouter.forward" in done.stdout
 
 

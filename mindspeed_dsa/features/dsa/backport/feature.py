@@ -138,6 +138,7 @@ FEATURE = dsa_repair(
             "MLA does not pass the indexer's inputs on, and split, it loses the rotary key's gradient",
             params=("hidden_states", "packed_seq_params", "inference_context"),
             versions=_RELEASES,
+            in_place_of="layers with DSA",
         ),
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
