@@ -11,7 +11,7 @@ EXTRAS = {
     # release that the tests were run on (docs/design/compatibility.md). `tokenizers` reads the Hugging
     # Face tokenizer file that the example job accepts.
     "megatron": ["torch>=2.7,<2.15", "megatron-core>=0.12.1,<0.20", "numpy", "tokenizers"],
-    "triton": ["triton>=3.3; platform_system == 'Linux'"],
+    "triton": ["triton>=3.4; platform_system == 'Linux'"],
     # Fused RMSNorm and SwiGLU on GPUs.
     "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
     # Progress of `python -m mindspeed_dsa weights`.

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from mindspeed_dsa import log
 from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, choose
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
@@ -14,6 +20,8 @@ from tests.ops import oracle
 from tests.ops.random_inputs import random_indices
 from tests.ops.test_sparse_flash_attention import attention_inputs, expected_of
 from tests.ops.triton_backend import DEVICE, attention, common
+
+ROOT = Path(__file__).parents[2]
 
 SHAPES = [
     # rows, heads, dim, value_dim, topk
@@ -390,16 +398,43 @@ def test_tiles_of_other_gpus_compute_the_same(heads, capability, dtype, toleranc
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_compilers_before_3_7_are_for_the_interpreter_only(operator, monkeypatch):
+def test_compilers_before_3_4_are_for_the_interpreter_only(operator, monkeypatch):
     on_a_gpu_of(monkeypatch, 9, 0)
-    monkeypatch.setattr(common.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(common.triton, "__version__", "3.3.1")
     shape = shape_of(operator, 16)
-    with pytest.raises(BackendUnavailable, match=r"need triton 3\.7 or later, and 3\.6\.0 is installed"):
+    with pytest.raises(BackendUnavailable, match=r"need triton 3\.4 or later, and 3\.3\.1 is installed"):
         choose(operator, "triton", shape)
     assert choose(operator, "auto", shape).__name__.endswith(f"{operator}.chunked")
     monkeypatch.setattr(common, "interpreted", lambda: True)
     assert common.unsupported_here(ShapeClass("cpu", torch.float32, shape.sizes)) is None
     choose.cache_clear()
+
+
+WITHOUT_BRANCHES = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import pytest, triton
+triton.__version__ = "3.6.0"
+from mindspeed_dsa.ops.triton import common
+assert not common.TAKES_BRANCHES.value
+chosen = "head-of-glm and True or odd-sizes and True"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]))
+"""
+
+
+def test_compilers_before_3_7_get_kernels_without_branches():
+    command = [sys.executable, "-c", WITHOUT_BRANCHES, __file__]
+    done = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_slower_kernels_are_told_of_once(monkeypatch, capsys):
+    on_a_gpu_of(monkeypatch, 8, 0)
+    monkeypatch.setattr(common, "TAKES_BRANCHES", triton.language.constexpr(False))
+    log.forget()
+    for _ in range(2):
+        assert common.unsupported_here(shape_of("sparse_flash_attention", 16)) is None
+    assert capsys.readouterr().err.count("to slower code") == 1
 
 
 def test_an_explicit_request_names_the_limit():

@@ -19,6 +19,8 @@ def speed_up() -> None:
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # releases before 3.6 are written otherwise, and stay as slow as they are
     _search_once_per_launch(interpreter)
     interpreter._get_np_dtype = _dtypes_looked_up(interpreter)
     interpreter._patch_builtin = _called_directly(interpreter)

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from mindspeed_dsa.ops.triton.common import LOG2E as LOG2E_VALUE
-from mindspeed_dsa.ops.triton.common import add_rows, is_key, load_rows, load_rows_at, product, store_rows
+from mindspeed_dsa.ops.triton.common import (
+    TAKES_BRANCHES,
+    add_rows,
+    is_key,
+    load_rows,
+    load_rows_at,
+    product,
+    store_rows,
+)
 
 LOG2E: tl.constexpr = tl.constexpr(LOG2E_VALUE)
 
@@ -31,8 +39,12 @@ def unchained(scores, rest, scale_log2, heads, TAIL_DIM: tl.constexpr):
 
     Where it finds that a product feeds another product it gives all columns of the first to every warp
     group, so that with 64 rows both groups of a program compute the same. It does not look through a branch.
+    Older compilers take no branch here: they get the sum alone, and both groups compute the same.
     """
-    if heads > 0:
+    if TAKES_BRANCHES:
+        if heads > 0:
+            scores = add_scaled(scores, rest, scale_log2, TAIL_DIM)
+    else:
         scores = add_scaled(scores, rest, scale_log2, TAIL_DIM)
     return scores
 

@@ -16,14 +16,18 @@ import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
 
+from mindspeed_dsa import log
 from mindspeed_dsa.ops.backend import ShapeClass
 from mindspeed_dsa.ops.checks import names_key
 from mindspeed_dsa.ops.triton.launch import DoesNotCompile, capability_of, load, on_grid, rehearsal
 
+_log = log.get("ops")
 LOG2E: float = math.log2(math.e)
-# What the kernels are written in came with 3.3. Compilers before 3.7 fail at a loop with a branch between
-# products of warp groups, and without it let both groups of a program compute the same.
-_OLDEST, _OLDEST_ON_GPU = Version("3.3"), Version("3.7")
+# What the kernels are written in came with 3.3; on GPUs none before 3.4, torch 2.8's, was tried.
+_OLDEST, _OLDEST_ON_GPU = Version("3.3"), Version("3.4")
+# Compilers before it fail at a loop with a branch between products of warp groups.
+_TAKES_BRANCHES = Version("3.7")
+TAKES_BRANCHES: tl.constexpr = tl.constexpr(Version(triton.__version__) >= _TAKES_BRANCHES)
 # The least compute capability, times ten, with bf16 products and asynchronous copies.
 _LEAST_CAPABILITY = 80
 # Blocks of a product have at least this many rows, columns and inner numbers.
@@ -139,13 +143,21 @@ def unsupported_here(shape: ShapeClass) -> str | None:
         if Version(triton.__version__) < _OLDEST_ON_GPU:
             return (
                 f"on GPUs its kernels need triton {_OLDEST_ON_GPU} or later, and {triton.__version__} is "
-                "installed, which compiles them to code that does its work twice or fails to compile them"
+                "installed"
             )
         capability = capability_of(shape.place)
         if capability < _LEAST_CAPABILITY:
             return (
                 f"its kernels need compute capability {_LEAST_CAPABILITY / 10}, and this GPU is of "
                 f"{capability // 10}.{capability % 10}"
+            )
+        if not TAKES_BRANCHES.value:
+            _log.warning(
+                "triton %s compiles the kernels to slower code than %s, and they have not run with it on any "
+                "GPU: python -m mindspeed_dsa doctor --device trains a small model with them",
+                triton.__version__,
+                _TAKES_BRANCHES,
+                once=True,
             )
         return None
     if shape.device == "cpu" and interpreted():
