@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa import platforms
 from mindspeed_dsa.tools.compare import job
 
 LIMIT = 600.0
@@ -23,11 +24,13 @@ def examine(platform: str) -> list[dict[str, Any]]:
     """Try the device in a process of its own, which it may take down.
 
     Args:
-        platform: of the device.
+        platform: its name; another word where none was found.
 
     Returns:
         Each stage with its ``seconds``, or with an ``error`` of one line.
     """
+    if platform not in platforms.PLATFORMS:
+        return [{"stage": "start", "error": "there is no platform to train on"}]
     with tempfile.TemporaryDirectory(prefix="mindspeed_dsa-") as folder:
         log = Path(folder) / "log"
         with _started(platform, log) as (process, late):

@@ -74,6 +74,16 @@ def test_the_platform_is_handed_on(process):
     assert doctor_device.examine("cuda") == [{"stage": "cuda", "seconds": 1}]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_nothing_trains_where_no_platform_was_found(process, capsys):
+    process(GOOD)
+    assert main(["doctor", "--device", "--mindspeed-platform", "cuda"]) == 1
+    printed = capsys.readouterr().out
+    assert "  FAILED: start: there is no platform to train on\n" in printed
+    assert printed.count("FAILED") == 1
+    assert "platform cuda was asked for" in printed
+
+
 def test_an_error_has_its_innermost_place():
     try:
         device.stages(device.CASES[0], None).__next__()[1].__globals__["fill"](torch.nn.Linear(2, 2).half)
