@@ -271,11 +271,17 @@ def _changes(sites: Sequence[SiteReport]) -> list[dict[str, Any]]:
 
 def _features(running: session.Session | None, sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     on = {feature.name for feature in running.features} if running else set()
+    states = {
+        feature.name: doctor_text.state_of(feature.name, feature.name in on, sites) if running else "unknown"
+        for feature in features.all_features()
+    }
+    supplies = {feature.name: feature.supplies for feature in features.all_features() if feature.supplies}
+    states = doctor_text.with_suppliers(states, supplies)
     return [
         {
             "name": feature.name,
             "on": feature.name in on if running else None,
-            "state": doctor_text.state_of(feature.name, feature.name in on, sites) if running else "unknown",
+            "state": states[feature.name],
             "switch": feature.flags[0].name if feature.flags else None,
             "set_by": start_report.who_set(feature, running.settings) if running else "unknown",
             "summary": feature.summary,

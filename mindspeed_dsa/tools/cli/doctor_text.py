@@ -15,6 +15,8 @@ WIDTH = 110
 """Columns of the screen; tables that are asked for take what they need."""
 _IN_ORDER = ("applied", "pending", "skipped")
 _GIB = 2**30
+NOT_NEEDED = "not needed here"
+"""State of a feature that is on and all of whose sites are skipped."""
 
 
 def as_text(findings: Mapping[str, Any], everything: bool = False) -> str:
@@ -91,7 +93,8 @@ def _versions(findings: Mapping[str, Any]) -> Iterator[str]:
         for key, value in facts.items()
         if not isinstance(value, dict) and key != "name"
     ]
-    yield f"platform {facts['name']}{': ' if plain else ''}{', '.join(plain)}"
+    name = f"platform {facts.get('name', '')}".rstrip()
+    yield f"{name}{': ' if plain else ''}{', '.join(plain)}"
     for name, table in facts.items():
         if isinstance(table, dict):
             yield f"  {name}:"
@@ -110,8 +113,13 @@ def _features(findings: Mapping[str, Any]) -> Iterator[str]:
     yield "on, by what switches them on:" if groups else "no feature is on"
     for by in sorted(groups, key=lambda each: each.startswith(("platform", "default"))):
         yield f"  {by}: {', '.join(groups[by])}"
-    if idle := [_name(row) for row in findings["features"] if row["state"] == "not needed here"]:
-        yield f"  not needed here, each of their sites is skipped: {', '.join(idle)}"
+    idle: dict[str, list[str]] = {}
+    for row in findings["features"]:
+        if row["state"] not in ("on", "off"):
+            idle.setdefault(row["state"], []).append(_name(row))
+    for state, names in sorted(idle.items(), reverse=True):
+        skipped = ", each of their sites is skipped" if state == NOT_NEEDED else ""
+        yield f"  {state}{skipped}: {', '.join(names)}"
 
 
 def _by(row: Mapping[str, Any]) -> str:
@@ -210,4 +218,18 @@ def state_of(name: str, is_on: bool, sites: Sequence[Mapping[str, Any]]) -> str:
     if not is_on:
         return "off"
     states = {site["state"] for site in sites if name in site["features"]}
-    return "not needed here" if states == {"skipped"} else "on"
+    return NOT_NEEDED if states == {"skipped"} else "on"
+
+
+def with_suppliers(states: Mapping[str, str], supplies: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Say of a feature that is not needed because a backport does its work that it is in that backport.
+
+    Args:
+        states: of all features, by name.
+        supplies: by name of a backport, the features whose work it does.
+    """
+    found = dict(states)
+    for backport, names in supplies.items():
+        if states[backport] == "on":
+            found |= {name: f"in {backport}" for name in names if states.get(name) == NOT_NEEDED}
+    return found

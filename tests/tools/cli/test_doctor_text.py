@@ -51,6 +51,20 @@ def test_a_feature_of_which_every_site_is_skipped_is_not_needed_here(findings):
     assert all(site["target"] in everything for site in findings["sites"])
 
 
+def test_what_a_backport_does_is_in_it(findings):
+    """As fused-dsa on releases that have no DSA to patch."""
+    states = {"dsa-backport": "on", "fused-dsa": doctor_text.NOT_NEEDED, "dsa-absorb": "off"}
+    supplies = {"dsa-backport": ("fused-dsa", "dsa-absorb")}
+    assert doctor_text.with_suppliers(states, supplies) == {**states, "fused-dsa": "in dsa-backport"}
+    idle = {**states, "dsa-backport": doctor_text.NOT_NEEDED}
+    assert doctor_text.with_suppliers(idle, supplies) == idle
+    rows = [
+        {**row, "state": "in dsa-backport"} if row["name"] == "fused-dsa" else row
+        for row in findings["features"]
+    ]
+    assert "in dsa-backport: fused-dsa" in told(findings, features=rows)
+
+
 def test_what_a_fork_changed_is_lost_or_kept(findings):
     lost = "this feature does not call it for layers with DSA, where your change would be lost"
     note = f"your fork changed this function; {lost}"
