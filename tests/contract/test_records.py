@@ -5,6 +5,7 @@ Nothing here needs the network.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import shutil
@@ -20,7 +21,7 @@ from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.session import records
 from mindspeed_dsa.session.checks import checker
 from mindspeed_dsa.session.records import RELEASES, Development, Records
-from mindspeed_dsa.tools.compat import pages
+from mindspeed_dsa.tools.compat import pages, releases
 from mindspeed_dsa.tools.compat.trained import Verdict, judge
 
 MEGATRON_PATCHES = [(feature, patch) for feature, patch in records.megatron_patches()]
@@ -191,15 +192,11 @@ def test_what_a_backport_supplies():
     assert judge(needy, "0.15.3", record(facts), (backport,)).word == "not in this release"
     other = dataclasses.replace(backport, supplies=("g",))
     assert judge(feature, "0.15.3", record(facts), (other,)).word == "not in this release"
-    row = next(
-        line
-        for line in pages.compatibility(
-            (dataclasses.replace(backport, doc="old.md"), feature), record(facts)
-        ).splitlines()
-        if line.startswith("| f ")
-    )
-    cells = dict(zip(RELEASES, row.split(" | ")[1:], strict=True))
-    assert cells["0.15.3"] == "by [old](../features/old.md)"
+    served = (dataclasses.replace(backport, doc="old.md"), feature)
+    _, *rows = csv.reader(releases.compatibility_matrix(served, record(facts)).splitlines())
+    _, *words = next(row for row in rows if row[0] == "f")
+    cells = dict(zip(RELEASES, words, strict=True))
+    assert cells["0.15.3"] == "by old"
     assert cells["0.13.1"] == "not in this release"
 
 
@@ -294,7 +291,7 @@ def test_pages_and_records_hold_what_is_shipped_alone(monkeypatch):
     foreign = Feature("foreign", "a plug-in's", patches=(patch(),), distribution="corp 1.0")
     monkeypatch.setattr("mindspeed_dsa.features.all_features", lambda: (*built_in(), foreign))
     assert foreign not in shipped()
-    assert "foreign" not in pages.compatibility(shipped(), records.load())
+    assert "foreign" not in releases.compatibility_matrix(shipped(), records.load())
     assert all(feature is not foreign for feature, _ in records.megatron_patches())
 
 
@@ -302,9 +299,11 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "shipped", lambda: (Feature("f", "does f", doc="f.md"),))
     assert pages.stale(tmp_path) == [
         "compatibility.md is out of date; run make docs",
+        "compatibility.csv is out of date; run make docs",
         "README.md is out of date; run make docs",
         "  - write docs/npu.md",
         "  - write docs/design/npu.md",
+        "  - write docs/support.md",
         "  - write docs/design/environment.md",
         "  - write docs/zh/translations.json",
         "  - write docs/design/beside.md",
@@ -313,7 +312,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
     (tmp_path / "design").mkdir()
     (tmp_path / "design" / "npu.md").write_text("<!-- operators:begin -->\n<!-- operators:end -->\n")
     assert any("products:begin" in text for text in pages.stale(tmp_path))
-    for name in ("npu.md", "design/npu.md", "migrate.md"):
+    for name in ("npu.md", "design/npu.md", "migrate.md", "support.md"):
         shutil.copy(pages.docs_folder() / name, tmp_path / name)
     shutil.copytree(pages.docs_folder() / "zh", tmp_path / "zh")
     (tmp_path / "design" / "environment.md").write_text("<!-- checks:begin -->\n<!-- checks:end -->\n")
@@ -326,7 +325,7 @@ def test_stale_and_missing_pages_are_named(tmp_path, monkeypatch):
         "# F\n<!-- flags:begin --><!-- flags:end -->\n<!-- patched:begin -->old<!-- patched:end -->\nEnd\n"
     )
     assert pages.stale(tmp_path)
-    written = {"compatibility.md", "README.md", "environment.md", "f.md"}
+    written = {"compatibility.md", "compatibility.csv", "support.md", "README.md", "environment.md", "f.md"}
     assert {path.name for path in pages.write_all(tmp_path)} == written
     assert pages.stale(tmp_path) == []
     text = page.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.session import records
 from mindspeed_dsa.session.records import Development, Records
-from mindspeed_dsa.tools.compat import pages, trained
+from mindspeed_dsa.tools.compat import releases, trained
 from mindspeed_dsa.tools.compat.trained import Result, Trained
 from tests.matrix.record import Record
 from tests.support.drift_packages import write
@@ -144,16 +145,17 @@ def test_the_page_says_trained_only_where_tests_have(tmp_path):
     results(tmp_path, "0.16.1", f={"refused": {"EP2": "runs on npu"}})
     results(tmp_path, "main", version="0.20.0", f={"trained": {"EP2": ""}})
     table = trained.merge(Trained(), tmp_path, (FEATURE,), KNOWN)
-    page = pages.compatibility((FEATURE,), KNOWN, table)
-    heading, row = (
-        next(line for line in page.splitlines() if line.startswith(begin)).strip("| ").split(" | ")
-        for begin in ("| Feature | 0.12.1", "| f ")
-    )
+    heading, row = csv.reader(releases.compatibility_matrix((FEATURE,), KNOWN, table).splitlines())
     cells = dict(zip(heading, row, strict=True))
-    assert cells["0.15.3"] == "**fails**"
+    assert cells["feature"] == "f"
+    assert cells["0.15.3"] == "fails"
     assert cells["0.16.1"] == "fits"
     assert cells["0.13.1"] == "not in this release"
-    assert cells["main, 2026-08-22"] == "**trained**"
+    assert cells["main, 2026-08-22"] == "trained"
+    lacking = releases.exceptions((FEATURE,), KNOWN, table)
+    assert lacking.splitlines()[2].startswith("| f | not in this release: 0.12.1 to 0.13.1; not recorded: ")
+    assert lacking.endswith("; fails: 0.15.3 |\n")
+    page = releases.compatibility((FEATURE,), KNOWN, table)
     assert "* f: fails: CP2: it broke (0.15.3)" in page
     assert "* f: refused: runs on npu (0.16.1)" in page
     assert "| f | EP2 (main) |" in page
