@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mindspeed_dsa
+from mindspeed_dsa import platforms, session
 from mindspeed_dsa.features.platform.without_apex import feature, functions
 
 pytest.importorskip("megatron.core")
@@ -86,3 +87,11 @@ def test_off_where_a_library_has_kernels(monkeypatch, library):
     assert not feature.has_no_norm_kernel(None)
     installed.clear()
     assert feature.has_no_norm_kernel(None)
+
+
+@pytest.mark.parametrize(("installed", "on"), [((), ["gradient-norm-on-device"]), (("amp_C",), [])])
+def test_a_gpu_has_nothing_else_that_nobody_switched_on(monkeypatch, installed, on):
+    monkeypatch.setattr(platforms, "detect", lambda requested: "cuda")
+    monkeypatch.setattr(feature, "find_spec", lambda name: name if name in installed else None)
+    _, active = session.resolve({}, ["train.py"], complete=False)
+    assert [each.name for each in active] == on
