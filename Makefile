@@ -191,6 +191,7 @@ docs: $(STAMP)  ## write the generated pages
 	$(BIN)/python -m mindspeed_dsa.tools.compat docs
 	$(BIN)/python -m benchmarks.plan.page
 	$(BIN)/python -m benchmarks.plan.recipes
+	$(BIN)/python -m benchmarks.figures
 
 site: $(STAMP)  ## the pages as a site in runs/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)

@@ -128,7 +128,7 @@ def _word(
     records: Records,
     matrix: trained.Trained,
 ) -> str:
-    """What is known of a feature on a release, in one of the page's words."""
+    """Word of the page for a feature on a release."""
     verdict = judge(feature, release, records, features)
     result = matrix.of(feature.name, release)
     by = f"by {verdict.backport}" if verdict.backport else ""

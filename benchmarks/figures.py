@@ -1,0 +1,139 @@
+"""``python -m benchmarks.figures``: fills the tables of pages whose figures are in ``benchmarks/results``.
+
+A table stands between ``<!-- figures:begin -->`` and ``<!-- figures:end -->``; ``make docs`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- figures:begin -->\n", "<!-- figures:end -->"
+GLM = "GLM-5.2, 64 heads, 4096 tokens"
+SMALL, LARGE = "DeepSeek-V3.2, 64 heads, 4096 tokens", "DeepSeek-V3.2, 128 heads, 8192 tokens"
+_ENGLISH = {
+    "heading": "| a training step | stock Megatron | with `--use-fused-dsa` | where it ran |",
+    GLM: "one layer of GLM-5.2's sizes, 64 heads, 4096 tokens, bf16",
+    SMALL: "one layer of DeepSeek-V3.2's sizes, 64 heads, 4096 tokens, bf16",
+    LARGE: "the same with 128 heads, 8192 tokens",
+    "cpu": "a layer's sparse attention, indexer and loss, forward and backward, 4096 tokens, fp32",
+    "none": "does not fit",
+    "h100": "one H100",
+    "cores": "two CPU cores",
+}
+_CHINESE = {
+    "heading": "| 一个训练步 | 原生 Megatron | 加上 `--use-fused-dsa` | 实测环境 |",
+    GLM: "GLM-5.2 尺寸的一层，64 头、4096 token、bf16",
+    SMALL: "DeepSeek-V3.2 尺寸的一层，64 头、4096 token、bf16",
+    LARGE: "同一层，128 头、8192 token",
+    "cpu": "一层的稀疏注意力、indexer 和 loss，前向加反向，4096 token、fp32",
+    "none": "显存放不下",
+    "h100": "单张 H100",
+    "cores": "两个 CPU 核",
+}
+_EXAMPLES = ("example, fp32", "example, bf16")
+_MEMORY_FLAGS = (
+    "swap-attention",
+    "recompute-norm",
+    "recompute-activation-function",
+    "virtual-optimizer",
+    "swap-optimizer",
+    "reuse-fp32-param",
+)
+
+
+@functools.cache
+def metrics(name: str) -> dict[str, Any]:
+    """The metrics of ``benchmarks/results/NAME.json``."""
+    found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["metrics"]
+    return found
+
+
+def step(side: Mapping[str, Any] | str, none: str) -> str:
+    """Milliseconds and GiB of a training step; ``none`` for one that ran out of memory."""
+    if isinstance(side, str):
+        return none
+    mib = side["peak_mib"]
+    return f"{side['step_ms']:.3g} ms, " + (f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB")
+
+
+def front(words: Mapping[str, str], docs: str) -> str:
+    """The table of README: steps on an H100 and one row of a CPU.
+
+    Args:
+        words: of the language.
+        docs: path from the page to ``docs/``.
+    """
+    layers, cpu = metrics("gpu-h100")["layer"], metrics("dsa-cpu")
+    lines = [words["heading"], "| --- | ---: | ---: | --- |"]
+    for name in (GLM, SMALL, LARGE):
+        stock, fused = (step(layers[name][side], words["none"]) for side in ("stock", "fused"))
+        where = f"[{words['h100']}]({docs}design/gpu.md#measured-on-one-h100)"
+        lines.append(f"| {words[name]} | {stock} | **{fused}** | {where} |")
+    seconds, mib = cpu["seconds"], cpu["extra_peak_mib"]
+    stock, fused = (f"{seconds[side]:.3g} s, {mib[side]:,.0f} MiB" for side in ("megatron", "fused"))
+    where = f"[{words['cores']}]({docs}design/benchmarks.md#dsa)"
+    lines.append(f"| {words['cpu']} | {stock} | **{fused}** | {where} |")
+    return "\n".join(lines) + "\n"
+
+
+def training_steps() -> str:
+    """The table of ``docs/design/gpu.md``: steps with and without fused DSA."""
+    lines = ["| training step | stock | fused DSA | losses apart |", "| --- | ---: | ---: | ---: |"]
+    layers = metrics("gpu-h100")["layer"]
+    for name in (GLM, SMALL, LARGE, *_EXAMPLES):
+        found, words = layers[name], _ENGLISH.get(name, f"{name}, the example's model")
+        stock, fused = (step(found[side], "does not fit") for side in ("stock", "fused"))
+        apart = f"{found['apart']['lm_loss']:.1e}" if "apart" in found else "-"
+        lines.append(f"| {words} | {stock} | **{fused}** | {apart} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_flags() -> str:
+    """The table of ``docs/memory.md``: six flags in a small model on an H100."""
+    lines = ["| One H100, small model in bf16 | peak, MiB | at rest, MiB | time of a step |"]
+    lines.append("| --- | ---: | ---: | ---: |")
+    for name in _MEMORY_FLAGS:
+        found = metrics("gpu-h100")["features"][name]
+        peak, rest = (
+            f"{found[each]['off']:.0f} to {found[each]['on']:.0f}" for each in ("peak_mib", "rest_mib")
+        )
+        lines.append(f"| `--{name}` | {peak} | {rest} | {found['step_ratio']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "README.md": lambda: front(_ENGLISH, "docs/"),
+    "docs/zh/README.md": lambda: front(_CHINESE, "../"),
+    "docs/memory.md": memory_flags,
+    "docs/design/gpu.md": training_steps,
+}
+"""What makes the table of a page."""
+
+
+def filled(text: str, table: str) -> str:
+    """The page with its table replaced.
+
+    Raises:
+        ValueError: the page does not hold both marks.
+    """
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page lacks {BEGIN.strip()} or {END}")
+    return f"{before}{BEGIN}{table}{end}{after}"
+
+
+def write() -> None:
+    """Write all tables."""
+    for name, table in TABLES.items():
+        page = ROOT / name
+        page.write_text(filled(page.read_text(encoding="utf-8"), table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
