@@ -30,6 +30,7 @@ def tune(job: Job) -> None:
         "they do not see each other."
     )
     now = [made("--sft"), made("--sft-tokenizer-prompt-format", "default"), made(MASK_PROMPTS.name)]
+    now.append(made("--no-create-attention-mask-in-dataloader"))  # which its data set asserts
     job.becomes(_STAGE, now, why)
     job.is_dropped(_DATA, "--sft says it.")
     tokenizer = made(_TOKENIZER, "SFTTokenizer")

@@ -27,8 +27,8 @@ _ENGINE = (
     "`python -m mindspeed_dsa weights export` writes (docs/weights.md)"
 )
 _FSDP2 = (
-    "trains by FSDP2, from a YAML file, without Megatron: models of transformers (docs/transformers.md) and "
-    "TorchTitan (docs/torchtitan.md) train so with this library's operators"
+    "trains by FSDP2, from a YAML file: models of transformers (docs/hosts/transformers.md) "
+    "and TorchTitan (docs/hosts/torchtitan.md) train so with this library's operators"
 )
 _KINDS = {
     r"convert_ckpt\w*|\w*ckpt_dequant": _WEIGHTS,

@@ -103,7 +103,9 @@ def test_variables_of_a_script_stay_variables(tmp_path: Path) -> None:
 # -- fine-tuning -------------------------------------------------------------------------------
 
 TUNE = "--stage sft --is-instruction-dataset"
-SFT = "--sft --sft-tokenizer-prompt-format default --sft-mask-prompts"
+SFT = (
+    "--sft --sft-tokenizer-prompt-format default --sft-mask-prompts --no-create-attention-mask-in-dataloader"
+)
 TOKENIZER = "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path /t"
 CHATS = "--tokenizer-type SFTTokenizer --tokenizer-model /t"
 
