@@ -218,7 +218,7 @@ VARIABLES: tuple[Variable, ...] = (
         "ever. In `AIV` mode 1091 is the most",
         "3600",
         "a rank that alone writes a checkpoint is waited for; the manual wants the groups' own time-out "
-        "(`--distributed-timeout-minutes`) above it",
+        "above it, 10 minutes by default: `--distributed-timeout-minutes 70`",
         (_MANUAL, _SCRIPT),
         lambda value: value == "0" or _at_least(1836)(value),
     ),
