@@ -50,8 +50,8 @@ def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     """Return ranges of rows that are sent one by one: in order, as large but for one row, never an empty one.
 
     Args:
-        rows: how many there are.
-        chunks: how many ranges are wanted; fewer where there are fewer rows.
+        rows: number of rows.
+        chunks: number of ranges that are wanted; fewer where there are fewer rows.
     """
     chunks = max(1, min(chunks, rows))
     edges = [rows * index // chunks for index in range(chunks + 1)]

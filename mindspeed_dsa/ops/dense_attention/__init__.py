@@ -109,7 +109,7 @@ def takes_parts(plain: Tensor, rope: int, value_dim: int) -> bool:
 
     Args:
         plain: queries without their rotary part, ``[..., dim]``; keys are as wide.
-        rope: width of that part.
+        rope: width of the rotary part.
         value_dim: width of values.
     """
     return Npu().declines_parts(plain.device.type, plain.dtype, plain.shape[-1], rope, value_dim) is None
@@ -173,16 +173,16 @@ def attention_of_parts_backward(
     """Return the gradients of :func:`attention_of_parts`.
 
     Args:
-        grad_out: as ``out``.
-        query: as for :func:`attention_of_parts`, and so are the next four.
+        grad_out: gradient of ``out``, in its shape and dtype.
+        query: argument of :func:`attention_of_parts`; so are the next four.
         query_rope: rotary part of the query.
-        key: without its rotary part.
+        key: key without its rotary part.
         key_rope: rotary part of all heads' key.
-        value: of these keys.
+        value: values of these keys.
         out: result of :func:`attention_of_parts`, and so is the next one.
-        statistics: beside it.
-        softmax_scale: as in forward.
-        backend: as in forward.
+        statistics: second result of it.
+        softmax_scale: factor of the scores, forward's.
+        backend: name that forward got.
 
     Returns:
         Gradients of query, query_rope, key, key_rope and value in their shapes, in the dtype of the query or

@@ -138,8 +138,8 @@ def reads_sizes(weight: Tensor, layout: Layout) -> bool:
     """Return whether the host reads numbers of rows in products with a weight, by the backend of ``auto``.
 
     Args:
-        weight: as :func:`grouped_matmul` takes it, for rows of the same dtype.
-        layout: its own.
+        weight: weight of :func:`grouped_matmul`, for rows of the same dtype.
+        layout: layout of the weight.
     """
     chosen: GroupedMatmul = choose(OPERATOR, "auto", _shape_class(weight, weight, layout))
     return chosen.READS_SIZES

@@ -112,7 +112,7 @@ def of_counted_routing(routing_map: Tensor, rows: int) -> RowMap:
 
     Args:
         routing_map: ``[tokens, experts]`` bool.
-        rows: how many entries it has. With another number rows are missing, or have any token and expert.
+        rows: number of its entries. With another number rows are missing, or have any token and expert.
     """
     (tokens, experts), device = routing_map.shape, routing_map.device
     entries = routing_map.int()

@@ -32,7 +32,7 @@ def project_as_they_arrive(heads: Tensor, weight: Tensor, group: ProcessGroup) -
     Args:
         heads: ``[s, b, heads / t * dim]``, all rows of the rank's heads; ``s`` is a multiple of ``t``.
         weight: ``[hidden, heads * dim]``, the parameter, of the same dtype.
-        group: of the ``t`` ranks, which all call this.
+        group: the ``t`` ranks, which all call this.
 
     Returns:
         ``[s / t, b, hidden]``, the rank's own rows.
