@@ -36,6 +36,7 @@ _CHINESE = {
     "cores": "两个 CPU 核",
 }
 _EXAMPLES = ("example, fp32", "example, bf16")
+_STAGES = (("warmup", 1.0, (1, 5, 10, 20, 40, 80, 120)), ("sparse", 0.01, (1, 10, 40)))
 _MEMORY_FLAGS = (
     "swap-attention",
     "recompute-norm",
@@ -94,7 +95,7 @@ def training_steps() -> str:
 
 
 def memory_flags() -> str:
-    """The table of ``docs/memory.md``: six flags in a small model on an H100."""
+    """The table of ``docs/design/memory.md``: six flags in a small model on an H100."""
     lines = ["| One H100, small model in bf16 | peak, MiB | at rest, MiB | time of a step |"]
     lines.append("| --- | ---: | ---: | ---: |")
     for name in _MEMORY_FLAGS:
@@ -106,11 +107,26 @@ def memory_flags() -> str:
     return "\n".join(lines) + "\n"
 
 
+def curves() -> str:
+    """The table of ``docs/curves.md``: a warm-up of the example's model."""
+    lines = [
+        "| stage | step | indexer loss over its coefficient | gradient norm |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for stage, coefficient, steps in _STAGES:
+        found = metrics("curves-cpu")[stage]
+        for step in steps:
+            loss, norm = found["indexer_loss"][step - 1] / coefficient, found["grad_norm"][step - 1]
+            lines.append(f"| {stage} | {step} | {loss:.2g} | {norm:.2g} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": lambda: front(_ENGLISH, "docs/"),
     "docs/zh/README.md": lambda: front(_CHINESE, "../"),
-    "docs/memory.md": memory_flags,
+    "docs/design/memory.md": memory_flags,
     "docs/design/gpu.md": training_steps,
+    "docs/curves.md": curves,
 }
 """What makes the table of a page."""
 

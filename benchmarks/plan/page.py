@@ -73,7 +73,8 @@ def planned(more: str = "", flags: str = FLAGS, model: str = MODEL) -> Plan:
 def blocks() -> dict[str, list[str]]:
     """Generated blocks by page, in the order in which the page has them."""
     glm = f"{command(GLM, 'glm-5.2')}\n\n{_sentence(planned('', GLM, 'glm-5.2'))}\n"
-    return {"planner.md": [f"{command(FLAGS, MODEL)}\n\n{tables()}\n", glm], "glm-5.md": [glm]}
+    deepseek = f"{command(FLAGS, MODEL)}\n\n{tables()}\n"
+    return {"planner.md": [glm], "design/planner.md": [deepseek], "design/glm-5.md": [glm]}
 
 
 def command(flags: str, model: str) -> str:

@@ -20,7 +20,7 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / RANKS_PER_NODE))}
 # Threads that wait do not spin: ranks of a node share its cores.
 export OMP_WAIT_POLICY=passive
-# Each attempt has a store of its own; one that all share loses attempts (docs/survival.md).
+# Each attempt has a store of its own; one that all share loses attempts (docs/design/survival.md).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Megatron-LM asks for it with tensor or context parallelism before Blackwell.
 export CUDA_DEVICE_MAX_CONNECTIONS=1

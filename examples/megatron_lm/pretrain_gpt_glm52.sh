@@ -5,7 +5,7 @@
 #   MEGATRON_LM=~/Megatron-LM TINY=1 ./pretrain_gpt_glm52.sh               8 narrow layers, without accelerator
 #   TINY=1 NPROC=2 ./pretrain_gpt_glm52.sh --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6
 #
-# Flags behind the script's name are added at the end. docs/glm-5.md says what is what, and what to plan first.
+# Flags behind the script's name are added at the end. docs/design/glm-5.md says what is what, and what to plan first.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 

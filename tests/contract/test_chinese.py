@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
-from mindspeed_dsa.tools.compat.translation import Translation, between
+from mindspeed_dsa.tools.compat.pages import Translation
 
 ROOT = Path(__file__).parents[2]
 ENGLISH = {
@@ -118,10 +118,6 @@ def test_what_is_not_translated_or_needs_no_translation_is_named(tmp_path):
         "2, 4",
         "`--flag`",
     ]
-    assert (
-        words.table("| a key | 3 |\n| --- | --- |\n|  | `--x` |\n")
-        == "| 键 | 3 |\n| --- | --- |\n|  | `--x` |\n"
-    )
     assert words.problems() == [
         f"  - translate in docs/{tmp_path.name}/words.json: 'a query'",
         f"  - nothing says any more, in docs/{tmp_path.name}/words.json: 'gone'",
@@ -131,9 +127,3 @@ def test_what_is_not_translated_or_needs_no_translation_is_named(tmp_path):
 def test_a_file_that_is_no_json_is_named(tmp_path):
     with pytest.raises(MindSpeedDSAError, match=r"words\.json"):
         Translation(tmp_path / "words.json")
-
-
-def test_a_section_is_what_stands_between_its_markers():
-    page = "a\n<!-- x:begin -->\n| b |\n<!-- x:end -->\nc\n"
-    assert between(page, "x") == "| b |\n"
-    assert between(page, "y") == ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from os.path import normpath
@@ -28,7 +29,6 @@ from mindspeed_dsa.session.environment import checks_of
 from mindspeed_dsa.session.records import ROOT, load
 from mindspeed_dsa.tools.compat import trained
 from mindspeed_dsa.tools.compat.releases import compatibility, compatibility_matrix, exceptions, linked, table
-from mindspeed_dsa.tools.compat.translation import Translation, Word, between
 
 TABLE = "design/compatibility.md"
 MATRIX = "design/compatibility.csv"
@@ -57,6 +57,47 @@ platform. A flag beside the word switches the feature on, and its `--no-` form o
 Megatron's own. Which of them one job can have at once is on the page [Features together](../design/pairs.md).
 """
 _SESSION = "The session's own rows, always on"
+Word = Callable[[str], str]
+_PLAIN = re.compile(r"[\W\d_]*|`[^`]*`")
+"""What is the same in every language: numbers, and what stands as code."""
+
+
+class Translation:
+    """The translations of one file: texts of declarations, and theirs in another language.
+
+    A text is found by itself, not by a name: a declaration that is worded anew has no translation until
+    somebody has read both, and a translation that nothing asks for any more is named.
+
+    Args:
+        file: a JSON object, from texts to theirs.
+
+    Raises:
+        MindSpeedDSAError: it cannot be read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            self._said: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise MindSpeedDSAError(f"mindspeed_dsa: {file} cannot be read: {error}") from None
+        self._asked: dict[str, None] = {}
+
+    def __call__(self, text: str) -> str:
+        """Return a text's translation; itself where there is none, which :meth:`problems` names."""
+        if _PLAIN.fullmatch(text):
+            return text
+        self._asked[text] = None
+        return self._said.get(text, text)
+
+    def problems(self) -> list[str]:
+        """Return what is not translated, and what is and need not be, as `make docs` prints it."""
+        where = f"docs/{self._file.parent.name}/{self._file.name}"
+        lacking = [f"  - translate in {where}: {text!r}" for text in self._asked if text not in self._said]
+        unused = [
+            f"  - nothing says any more, in {where}: {text!r}" for text in self._said.keys() - self._asked
+        ]
+        return lacking + sorted(unused)
 
 
 def docs_folder() -> Path:
@@ -143,7 +184,6 @@ def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
             "releases": npu_releases(words),
             "environment": npu_environment(words),
         },
-        "migrate.md": {"census": words.table(between(_read(docs / "migrate.md"), "census"))},
     }
     problems += words.problems()
     return {docs / "zh" / name: each for name, each in sections.items()}

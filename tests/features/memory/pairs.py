@@ -1,6 +1,6 @@
 """Every two memory features together: the same training as without any, or a refusal with its reason.
 
-``python -m tests.features.memory.pairs`` tries all of them and writes the table of ``docs/memory.md``.
+``python -m tests.features.memory.pairs`` tries all of them and writes the table of ``docs/design/memory.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.memory_events import EVENTS
 from tests.support.pool import WorkerPool
 
-DOCS = Path(__file__).parents[3] / "docs" / "memory.md"
+DOCS = Path(__file__).parents[3] / "docs" / "design" / "memory.md"
 BEGIN, END = "<!-- pairs:begin -->", "<!-- pairs:end -->"
 SMALL = {"swap_attention_min_bytes": 0}  # the tested model has no large tensors
 FEATURES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Tables of ``docs/migrate.md`` and its Chinese page, from the launch scripts of MindSpeed-LLM.
+"""Tables of the pages about MindSpeed, from the launch scripts of MindSpeed-LLM.
 
 ``MINDSPEED_LLM=DIR python -m tests.tools.migrate.census`` writes them; ``test_census.py`` compares.
 """
@@ -18,6 +18,7 @@ from mindspeed_dsa.tools.migrate.translate import KINDS, Translation
 
 ROOT = Path(__file__).parents[3]
 PAGES = {"en": ROOT / "docs" / "migrate.md", "zh": ROOT / "docs" / "zh" / "migrate.md"}
+DESIGN = ROOT / "docs" / "design" / "migrate.md"
 RELEASE = Version("0.16.1")
 FOLDERS = {
     "pretrain": ("examples/mcore", "pretrain*.sh"),
@@ -35,16 +36,10 @@ FLAGSHIPS = (
 )
 _HEADS = {
     "en": {
-        "refused": "refused",
-        "nothing": "nothing",
-        "count": "{} ({})",
         "script": "script",
         "flags": "flags",
     },
     "zh": {
-        "refused": "被拒绝的 flag",
-        "nothing": "无",
-        "count": "{}\uff08{}\uff09",  # brackets of full width
         "script": "脚本",
         "flags": "flag",
     },
@@ -73,21 +68,20 @@ def translated() -> Translations:
     }
 
 
-def census(translations: Translations, language: str = "en") -> str:
+def census(translations: Translations) -> str:
     """Return the table of refused flags, the most frequent ones first."""
-    heads = _HEADS[language]
     counts = {
         kind: Counter(flag for _, each in found for flag in {outcome.given.flag for outcome in each.refused})
         for kind, found in translations.items()
     }
     whole = sum(counts.values(), Counter[str]())
-    columns = [heads["count"].format(kind, len(found)) for kind, found in translations.items()]
-    lines = [f"| {heads['refused']} | {' | '.join(columns)} |", "| --- " * (len(counts) + 1) + "|"]
+    columns = [f"{kind} ({len(found)})" for kind, found in translations.items()]
+    lines = [f"| refused | {' | '.join(columns)} |", "| --- " * (len(counts) + 1) + "|"]
     for flag, _ in sorted(whole.items(), key=lambda item: (-item[1], item[0])):
         row = " | ".join(str(count[flag] or "") for count in counts.values())
         lines.append(f"| `{flag}` | {row} |")
     clean = [sum(not each.refused for _, each in found) for found in translations.values()]
-    return "\n".join([*lines, f"| {heads['nothing']} | " + " | ".join(map(str, clean)) + " |"])
+    return "\n".join([*lines, "| nothing | " + " | ".join(map(str, clean)) + " |"])
 
 
 def releases(language: str = "en") -> str:
@@ -110,18 +104,22 @@ def releases(language: str = "en") -> str:
     return "\n".join(lines)
 
 
-def page(text: str, language: str, translations: Translations) -> str:
-    """Return a page with its tables made anew."""
-    for name, table in {"releases": releases(language), "census": census(translations, language)}.items():
-        block = rf"(<!-- {name}:begin -->\n).*?(\n<!-- {name}:end -->)"
-        text, count = re.subn(
-            block, lambda match, table=table: match[1] + table + match[2], text, flags=re.DOTALL
-        )  # type: ignore[misc]
-        assert count == 1, name
+def pages(translations: Translations) -> dict[Path, str]:
+    """Return the pages with their tables made anew."""
+    found = {
+        file: _filled(file.read_text(encoding="utf-8"), "releases", releases(language))
+        for language, file in PAGES.items()
+    }
+    return {**found, DESIGN: _filled(DESIGN.read_text(encoding="utf-8"), "census", census(translations))}
+
+
+def _filled(text: str, name: str, table: str) -> str:
+    block = rf"(<!-- {name}:begin -->\n).*?(\n<!-- {name}:end -->)"
+    text, count = re.subn(block, lambda match: match[1] + table + match[2], text, flags=re.DOTALL)
+    assert count == 1, name
     return text
 
 
 if __name__ == "__main__":
-    found = translated()
-    for language, file in PAGES.items():
-        file.write_text(page(file.read_text(encoding="utf-8"), language, found), encoding="utf-8")
+    for file, text in pages(translated()).items():
+        file.write_text(text, encoding="utf-8")
