@@ -81,7 +81,7 @@ def child(way: str, what: str, length: int, quick: bool) -> Metrics:
     import torch
     import transformers
 
-    from mindspeed_dsa.integrations.transformers import use
+    from mindspeed_dsa.integrations.transformers import apply_dsa
 
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_GIB * 2**30,) * 2)
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def child(way: str, what: str, length: int, quick: bool) -> Metrics:
     model = transformers.DeepseekV32Model(config)
     in_use = None
     if way == WAYS[2]:
-        in_use = use(model, loss_coefficient=1.0 if what == PASSES[2] else 0.0)
+        in_use = apply_dsa(model, loss_coeff=1.0 if what == PASSES[2] else 0.0)
     ids = torch.randint(config.vocab_size, (1, length))
 
     def one_pass() -> None:

@@ -44,6 +44,9 @@ _HOME = {
     "validate": "session",
 }
 
+_MODULES = ("rl", "transformers", "weights")
+"""Modules that need torch, as attributes without an import of their own: ``mindspeed_dsa.rl.decode``."""
+
 __all__ = [
     "Conflict",
     "Feature",
@@ -67,6 +70,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")  # which sets the attribute
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -15,6 +15,9 @@ SHARED = ("megatron", "parallel", "context_parallel", "runs")
 """Rooms for code that features of at least two kinds, or a kind and a higher room, use."""
 SMALLEST, LARGEST = 60, 500
 SMALL = {
+    "rl": "names that stay, for programs",
+    "transformers": "names that stay, for programs",
+    "weights": "names that stay, for programs",
     "megatron_adaptor": "the one line in a training script",
     "tools.compat.__main__": "the command behind `make compat` and `make docs`",
     "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",

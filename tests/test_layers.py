@@ -35,7 +35,7 @@ ORDER = (
     {"features"},
     {"session"},
     {"tools"},
-    {"", "__main__", "megatron_adaptor"},
+    {"", "__main__", "megatron_adaptor", "rl", "transformers", "weights"},
 )
 """Rooms, lowest first: a module imports its own room and lower ones. ``""`` is the package's public face."""
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

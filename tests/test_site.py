@@ -66,6 +66,8 @@ def test_the_reference_has_every_public_name_with_what_it_does(site):
     page = html(site / "docs" / "reference" / "index.html")
     assert all(f'id="mindspeed_dsa.{name}"' in page for name in mindspeed_dsa.__all__)
     assert 'id="mindspeed_dsa.ops.dsa.sparse_flash_attention"' in page
+    assert 'id="mindspeed_dsa.rl.write_recording"' in page
+    assert 'id="mindspeed_dsa.transformers.apply_dsa"' in page
     assert "Switch features on from code" in page
     assert ":func:" not in page
 

@@ -27,7 +27,13 @@ PACKAGE = "mindspeed_dsa"
 SOURCES = ROOT / "runs" / "site-sources"
 REFERENCE = "docs/reference.md"
 INDEX, FEATURES, CHINESE = "docs/README.md", "docs/features/README.md", "docs/zh/README.md"
-PUBLIC = ("mindspeed_dsa", "mindspeed_dsa.ops.dsa")
+PUBLIC = (
+    "mindspeed_dsa",
+    "mindspeed_dsa.ops.dsa",
+    "mindspeed_dsa.transformers",
+    "mindspeed_dsa.rl",
+    "mindspeed_dsa.weights",
+)
 """Modules whose ``__all__`` is the public interface."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
 ROLE = re.compile(r":(?:func|class|meth|attr|data|mod|exc):`")
@@ -154,7 +160,8 @@ def reference() -> str:
 
 def _exported(module: str) -> list[str]:
     """Read ``__all__`` without importing the module, which may need torch."""
-    file = ROOT / module.replace(".", "/") / "__init__.py"
+    place = ROOT / module.replace(".", "/")
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(
             getattr(name, "id", "") == "__all__" for name in node.targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral
 from typing import NamedTuple
 
@@ -26,6 +27,22 @@ class RowForm:
     sequences: tuple[int, ...] | None = None
     """Lengths of the packed sequences of the whole batch, one after the other, each of them causal; none of
     them is in two rows of the batch."""
+
+    @classmethod
+    def of_cu_seqlens(cls, cu_seqlens: Tensor) -> RowForm:
+        """Return the form of packed sequences that are told by their bounds, as FlashAttention's are.
+
+        Waits for a device that holds the bounds. Sequences without a row are left out; bounds without any
+        sequence give the form of no rows.
+
+        Args:
+            cu_seqlens: ``[sequences + 1]`` int32 (or int64): 0, and the end of each sequence, which is the
+                begin of the next one.
+
+        Raises:
+            ValueError: the bounds are no such tensor.
+        """
+        return cls(_lengths(f"{cls.__name__}.of_cu_seqlens", cu_seqlens) or None)
 
     def __post_init__(self) -> None:
         lengths: object = self.sequences
@@ -77,6 +94,84 @@ class RowForm:
 
 TO_LAST_KEY = RowForm()
 """Causal rows, the last of which sees every key."""
+
+
+def form_of(
+    operator: str,
+    cu_seqlens: Tensor | None,
+    form: RowForm | None,
+    batch: int,
+    query_length: int,
+    key_length: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> RowForm | None:
+    """Return the form of a call that may have been given ``cu_seqlens`` in place of one.
+
+    Args:
+        operator: name in an error.
+        cu_seqlens: see :meth:`RowForm.of_cu_seqlens`, of the whole batch; or None.
+        form: the call's form, which is the result without ``cu_seqlens``.
+        batch: number of rows of sequences.
+        query_length: rows of each.
+        key_length: keys of each.
+        starts: the call's, which ``cu_seqlens`` replaces, and so is the next one.
+        ends: see there.
+
+    Raises:
+        ValueError: there is another form beside ``cu_seqlens``, or the bounds are not those of such rows.
+    """
+    if cu_seqlens is None:
+        return form
+    require(
+        form is None and starts is None and ends is None,
+        operator,
+        "cu_seqlens says which keys rows see; pass neither form nor starts and ends beside it",
+    )
+    lengths = _lengths(operator, cu_seqlens)
+    rows, end = batch * query_length, sum(lengths)
+    require(
+        query_length == key_length,
+        operator,
+        f"cu_seqlens bounds rows and keys alike, got {query_length} rows and {key_length} keys; pass ends",
+    )
+    require(
+        end == rows,
+        operator,
+        f"cu_seqlens ends at {end}, and {batch} times {query_length} rows at {rows}; give padding behind the "
+        "last sequence a bound of its own",
+    )
+    require(
+        _fill(lengths, batch, query_length),
+        operator,
+        f"cu_seqlens has a sequence in two of the {batch} rows of the batch; pack into a batch of one",
+    )
+    return RowForm(lengths or None)
+
+
+def _lengths(operator: str, cu_seqlens: object) -> tuple[int, ...]:
+    """Return the lengths of the sequences that have rows, of bounds ``[sequences + 1]``."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(
+            f"{operator}: cu_seqlens is a tensor, [sequences + 1] int32; got {type(cu_seqlens).__name__}"
+        )
+    require(
+        cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0,
+        operator,
+        lambda: f"cu_seqlens must be [sequences + 1] int32, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}",
+    )
+    bounds = cu_seqlens.tolist()
+    require(bounds[0] == 0, operator, lambda: f"cu_seqlens begins with 0, got {bounds[0]}")
+    lengths = tuple(end - begin for begin, end in pairwise(bounds))
+    falls = next((at for at, length in enumerate(lengths, 1) if length < 0), 0)
+    require(
+        not falls,
+        operator,
+        lambda: (
+            f"cu_seqlens must not descend, and entry {falls}, {bounds[falls]}, is below the one before it"
+        ),
+    )
+    return tuple(length for length in lengths if length)
 
 
 def _fill(lengths: tuple[int, ...], batch: int, query_length: int) -> bool:

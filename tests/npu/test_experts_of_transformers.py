@@ -9,7 +9,7 @@ import torch
 from mindspeed_dsa import platforms
 
 platforms.prepare(platforms.detect("npu"))
-from mindspeed_dsa.integrations.transformers import experts, use
+from mindspeed_dsa.integrations.transformers import experts, apply_dsa
 from tests.hosts.transformers.models import build, tokens
 from tests.npu.device import counts
 
@@ -19,7 +19,7 @@ losses = []
 for devices in ((), ("npu",)):
     experts._DEVICES = devices
     model = build("deepseek_v32").bfloat16().npu()
-    use(model)
+    apply_dsa(model)
     with counts.counted() as found:
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()

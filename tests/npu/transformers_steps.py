@@ -25,12 +25,12 @@ SIZES = {
 
 def main() -> None:
     """Train two steps in bf16 on the device, with our operators and the indexers' losses."""
-    from mindspeed_dsa.integrations.transformers import use
+    from mindspeed_dsa.integrations.transformers import apply_dsa
     from mindspeed_dsa.ops.backend import calls
 
     device = sys.argv[1]
     model = build("deepseek_v32", **SIZES).to(device, torch.bfloat16)
-    in_use = use(model)
+    in_use = apply_dsa(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     rows = torch.randint(VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
     losses, norms = [], []

@@ -77,7 +77,7 @@ ROW_KINDS = {
 
 
 @pytest.mark.parametrize("rows", ROW_KINDS)
-@pytest.mark.parametrize("stage", ["sparse", "warm-up"])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "by head"])
 def test_the_function_is_the_formula_with_gradients(rows, stage, absorbed):
     options, sees = ROW_KINDS[rows]
@@ -178,7 +178,7 @@ def test_keys_of_another_layer_are_attended_to_without_an_indexer():
 
 
 WRONG = {
-    "stage": ({"stage": "dense"}, "stage must be one of"),
+    "stage": ({"stage": "dense"}, "stage must be .sparse. or .warmup., got .dense."),
     "value_dim": ({"value_dim": 4}, "value_dim goes with an absorbed key"),
     "form and ends": ({"form": dsa.RowForm(), "ends": torch.arange(ROWS)}, "pass one or the other"),
     "form": ({"form": dsa.RowForm((5,))}, "do not fill"),
@@ -220,7 +220,7 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("stage", ["sparse", "warm-up"])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("name", UNLIKE)
 def test_operands_that_do_not_fit_are_named_where_attention_is_dense(name, stage):
     """PyTorch's attention broadcasts some of them; there it would be another function without an error."""
@@ -321,12 +321,22 @@ def test_the_module_trains_its_indexer_alone_and_when_asked():
     with torch.no_grad():
         assert module(hidden, *main).loss is None
     assert module.eval()(hidden, *main).loss is None
-    module.train().stage = "warm-up"
+    module.train().stage = "warmup"
     warm = module(hidden, *main)
     out, _ = expected(*(x.double() for x in main), [x.double() for x in module.indexer(hidden)], CAUSAL)
     assert torch.allclose(warm.out.double(), out, atol=1e-5)
     assert warm.loss is not None
     assert warm.topk_indices is None
+
+
+def test_the_former_spelling_of_warmup_is_the_stage():
+    options = {"topk": TOPK, "softmax_scale": SCALE}
+    operands = *main_inputs(False, torch.float32), *indexer_inputs(BATCH, ROWS)
+    former, plain = (
+        dsa.deepseek_sparse_attention(*operands, stage=stage, **options) for stage in ("warm-up", "warmup")
+    )
+    assert former.topk_indices is None
+    assert torch.equal(former.out, plain.out)
 
 
 def test_the_module_gives_what_the_function_does():

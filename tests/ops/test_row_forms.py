@@ -31,11 +31,11 @@ OPERATORS = [
     *BY_RANGES.items(),
     (
         "sparse_flash_attention",
-        lambda form: dsa.sparse_flash_attention(QUERY, KEY[:, :, 0], SELECTED, 0.3, value_dim=4, form=form),
+        lambda **rows: dsa.sparse_flash_attention(QUERY, KEY[:, :, 0], SELECTED, 0.3, value_dim=4, **rows),
     ),
     (
         "indexer_kl_loss",
-        lambda form: dsa.indexer_kl_loss(*INDEX, QUERY, KEY[:, :, 0], SELECTED, 0.3, form=form),
+        lambda **rows: dsa.indexer_kl_loss(*INDEX, QUERY, KEY[:, :, 0], SELECTED, 0.3, **rows),
     ),
 ]
 
@@ -81,3 +81,87 @@ def test_a_form_alone_says_which_of_more_keys_rows_see():
     query, _, weights = (x[:, -3:] for x in INDEX)
     found = dsa.lightning_indexer(query, INDEX.key, weights, TOPK, form=dsa.RowForm()).topk_indices
     assert torch.equal(found, SELECTED[:, -3:])
+
+
+# -- cu_seqlens --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BY_RANGES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_sequences_say_what_their_lengths_do(name, dtype):
+    """Sequences without a row, which frameworks pad such tensors with, change nothing."""
+    operator = BY_RANGES[name]
+    bounds = torch.tensor([0, 3, 3, 8, 16, 16], dtype=dtype)
+    assert torch.equal(operator(cu_seqlens=bounds), operator(form=dsa.RowForm((3, 5, 8))))
+    assert torch.equal(operator(cu_seqlens=torch.tensor([0, 8, 16])), operator())
+    assert not torch.equal(operator(cu_seqlens=bounds), operator())
+
+
+def test_operators_on_selected_keys_take_bounds_too():
+    """There the form says nothing that the indices do not: it spares a device."""
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
+    for name, operator in OPERATORS[len(BY_RANGES) :]:
+        with_bounds, plain = operator(cu_seqlens=bounds), operator()
+        same = [with_bounds, plain] if isinstance(plain, torch.Tensor) else [with_bounds.out, plain.out]
+        assert torch.equal(*same), name
+
+
+def test_the_module_takes_bounds():
+    module = dsa.DeepSeekSparseAttention(
+        dsa.Indexer(12, heads=4, head_dim=8, rope_dim=0), topk=2, softmax_scale=0.3
+    )
+    hidden = torch.randn(BATCH, ROWS, 12, generator=torch.Generator().manual_seed(1))
+    by_bounds = module(hidden, QUERY, KEY, KEY, cu_seqlens=torch.tensor([0, 3, 8, 16], dtype=torch.int32))
+    by_lengths = module(hidden, QUERY, KEY, KEY, form=dsa.RowForm((3, 5, 8)))
+    assert torch.equal(by_bounds.topk_indices, by_lengths.topk_indices)
+    assert torch.equal(by_bounds.loss, by_lengths.loss)
+
+
+WRONG_BOUNDS = {
+    "a list": ([0, 8, 16], "cu_seqlens is a tensor, .*got list"),
+    "floats": (torch.tensor([0.0, 8, 16]), r"must be \[sequences \+ 1\] int32, got \[3\] torch.float32"),
+    "two axes": (torch.tensor([[0, 8, 16]]), r"must be \[sequences \+ 1\] int32, got \[1, 3\]"),
+    "nothing": (torch.tensor([], dtype=torch.int32), r"must be \[sequences \+ 1\] int32, got \[0\]"),
+    "lengths": (torch.tensor([8, 8]), "begins with 0, got 8"),
+    "descending": (torch.tensor([0, 9, 8, 16]), "entry 2, 8, is below the one before it"),
+    "no bound behind the padding": (torch.tensor([0, 8, 12]), "ends at 12, and 2 times 8 rows at 16"),
+    "of one row of the batch": (torch.tensor([0, 3, 8]), "ends at 8, and 2 times 8 rows at 16"),
+    "too far": (torch.tensor([0, 8, 17]), "ends at 17, and 2 times 8 rows at 16"),
+    "cut by the end of a row": (torch.tensor([0, 5, 10, 16]), "a sequence in two of the 2 rows"),
+}
+
+
+@pytest.mark.parametrize(("bounds", "message"), WRONG_BOUNDS.values(), ids=WRONG_BOUNDS)
+def test_bounds_that_do_not_fit_are_refused_in_words(bounds, message):
+    for name, operator in OPERATORS:
+        with pytest.raises(ValueError, match=f"{name}: cu_seqlens .*{message.removeprefix('cu_seqlens ')}"):
+            operator(cu_seqlens=bounds)
+
+
+def test_bounds_beside_another_form_are_refused():
+    bounds, starts = torch.tensor([0, 8, 16]), torch.zeros(ROWS, dtype=torch.int32)
+    for name, operator in OPERATORS:
+        with pytest.raises(ValueError, match=f"{name}: .*pass neither form nor starts and ends beside it"):
+            operator(cu_seqlens=bounds, form=dsa.RowForm((8, 8)))
+    for operator in BY_RANGES.values():
+        with pytest.raises(ValueError, match="pass neither form nor starts and ends"):
+            operator(cu_seqlens=bounds, starts=starts)
+
+
+def test_bounds_of_fewer_rows_than_keys_are_refused():
+    query, _, weights = (x[:, -3:] for x in INDEX)
+    with pytest.raises(ValueError, match="bounds rows and keys alike, got 3 rows and 8 keys; pass ends"):
+        dsa.lightning_indexer(query, INDEX.key, weights, TOPK, cu_seqlens=torch.tensor([0, 3, 6]))
+
+
+def test_bounds_become_a_form_once_for_all_layers():
+    assert dsa.RowForm.of_cu_seqlens(torch.tensor([0, 3, 3, 8, 16])) == dsa.RowForm((3, 5, 8))
+    assert dsa.RowForm.of_cu_seqlens(torch.tensor([0])) == dsa.RowForm()
+    with pytest.raises(ValueError, match=r"RowForm\.of_cu_seqlens: cu_seqlens begins with 0"):
+        dsa.RowForm.of_cu_seqlens(torch.tensor([3, 8]))
+
+
+def test_bounds_of_no_rows_are_those_of_an_empty_batch():
+    empty = [x[:0] for x in INDEX]
+    found = dsa.lightning_indexer(*empty, TOPK, cu_seqlens=torch.tensor([0], dtype=torch.int32))
+    assert found.topk_indices.shape == (0, ROWS, TOPK)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write
+from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write_recording
 from mindspeed_dsa.runs import selections
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.selection_rows import WrongRows, check, decode, encode
@@ -114,7 +114,7 @@ def test_a_recording_as_engines_hand_it_over(tmp_path):
 def test_selections_that_are_handed_over_come_back(tmp_path):
     seen = np.concatenate([np.arange(9), np.arange(14)]).astype(np.int32) + 1
     array = np.stack([chosen(seen, 6, seed) for seed in range(3)], axis=1).astype(np.int64)
-    path = write(tmp_path, HEADER, [Handed(7, 1, array, (0, 9))])
+    path = write_recording(tmp_path, HEADER, [Handed(7, 1, array, (0, 9))])
     assert path.is_file()
     found = Recording.open(tmp_path).array(7, 1)
     assert np.array_equal(found.reshape(-1, 6), in_order(array.reshape(-1, 6)))
@@ -141,7 +141,7 @@ def test_selections_that_are_handed_over_come_back(tmp_path):
 )
 def test_nothing_is_left_of_selections_that_are_wrong(tmp_path, array, words):
     with pytest.raises(RunError, match=words):
-        write(tmp_path, HEADER, [Handed(1, 0, array)])
+        write_recording(tmp_path, HEADER, [Handed(1, 0, array)])
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +203,7 @@ def test_nothing_is_left_of_ranks_that_a_job_in_another_layout_lacks(tmp_path):
 def test_selections_handed_over_damage_no_file_and_count_last(tmp_path):
     before = [record(tmp_path, rank).path.read_bytes() for rank in (0, 2)]
     array = np.stack([chosen(np.arange(1, 9, dtype=np.int32), 6, 50 + seed) for seed in range(3)], axis=1)
-    path = write(tmp_path, HEADER, [Handed(1, 0, array)])
+    path = write_recording(tmp_path, HEADER, [Handed(1, 0, array)])
     assert [(tmp_path / f"rank0000{rank}.selections").read_bytes() for rank in (0, 2)] == before
     assert path.name == "rank00003.selections"
     found = Recording.open(tmp_path).array(1, 0)[: len(array)]

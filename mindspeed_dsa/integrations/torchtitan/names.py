@@ -108,7 +108,7 @@ class SparseOptions:
         index_heads: heads of the indexer.
         index_dim: size of each.
         loss_coeff: factor of the indexer's loss, a mean over the rows of a step; with 0 it is not trained.
-        stage: ``"sparse"`` or ``"warm-up"``, see :data:`mindspeed_dsa.ops.dsa.attention.Stage`.
+        stage: ``"sparse"`` or ``"warmup"``, see :data:`mindspeed_dsa.ops.dsa.attention.Stage`.
         rope_layout: of the indexer: ``"halves"`` as in DeepSeek-V3.2 or ``"pairs"`` as in GLM-5.
         backend: of the operators.
     """
@@ -117,7 +117,7 @@ class SparseOptions:
     index_heads: int = 64
     index_dim: int = 128
     loss_coeff: float = 0.01
-    stage: Literal["sparse", "warm-up"] = "sparse"
+    stage: Literal["sparse", "warmup", "warm-up"] = "sparse"
     rope_layout: Literal["halves", "pairs"] = "halves"
     backend: str = "auto"
 

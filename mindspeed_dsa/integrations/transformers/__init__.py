@@ -1,7 +1,7 @@
 """Hugging Face's transformers as host: attention and indexer of its DSA models on these operators.
 
-:func:`use` serves models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers' registry of
-attention functions. The page is docs/hosts/transformers.md.
+:func:`apply_dsa` serves models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers'
+registry of attention functions. The page is docs/hosts/transformers.md.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ from mindspeed_dsa.integrations.transformers.loss_graph import (
 from mindspeed_dsa.integrations.transformers.masks import ranges_mask
 from mindspeed_dsa.ops.dsa import Stage
 
-__all__ = ["NAME", "InUse", "Stage", "use"]
+__all__ = ["NAME", "InUse", "Stage", "apply_dsa", "use"]
 
 
-def use(
-    model: nn.Module, *, stage: Stage = "sparse", loss_coefficient: float = 0.0, backend: str = "auto"
+def apply_dsa(
+    model: nn.Module,
+    *,
+    stage: Stage = "sparse",
+    loss_coeff: float = 0.0,
+    backend: str = "auto",
+    loss_coefficient: float | None = None,
 ) -> InUse:
     """Have a model of transformers select keys, attend and, when it trains, compute its indexers' loss here.
 
@@ -52,12 +57,13 @@ def use(
     Args:
         model: of transformers, of type ``deepseek_v32`` or ``glm_moe_dsa``; also inside of other modules, as
             PEFT's. Before FSDP2's ``fully_shard`` or after it.
-        stage: of the training: in ``"warm-up"`` rows attend to every key that they see, in ``"sparse"`` to
+        stage: of the training: in ``"warmup"`` rows attend to every key that they see, in ``"sparse"`` to
             those that the indexer selects. In evaluation, too.
-        loss_coefficient: of the indexers' loss, the sum over layers of the mean over tokens. If it is not 0,
+        loss_coeff: factor of the indexers' loss, the sum over layers of the mean over tokens. If it is not 0,
             layers in training mode whose indexer has a parameter that requires a gradient compute it, and it
             is added to the ``loss`` that the model returns for ``labels``.
         backend: of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        loss_coefficient: former name of ``loss_coeff``.
 
     Returns:
         An object that has the losses, and undoes it.
@@ -68,17 +74,23 @@ def use(
         BackendUnavailable: there is no such backend for the model's device.
     """
     if stage not in get_args(Stage):
-        raise ValueError(f"use(model, stage={stage!r}): choose one of {', '.join(get_args(Stage))}")
-    if not 0 <= loss_coefficient < inf:
-        raise ValueError(f"use(model, loss_coefficient={loss_coefficient}): it is 0 or positive, and finite")
+        raise ValueError(f"apply_dsa(model, stage={stage!r}): choose sparse or warmup")
+    if loss_coefficient is not None:
+        if loss_coeff:
+            raise ValueError("apply_dsa(model): loss_coefficient is another name of loss_coeff; pass one")
+        loss_coeff = loss_coefficient
+    if not 0 <= loss_coeff < inf:
+        raise ValueError(f"apply_dsa(model, loss_coeff={loss_coeff}): it is 0 or positive, and finite")
     theirs, family = family_of(model)
     kind = family.named(f"{family.prefix}Attention")
     attentions = {name: module for name, module in theirs.named_modules() if isinstance(module, kind)}
     check_indexer(theirs, family)
-    check(theirs, attentions, backend, with_loss=loss_coefficient > 0)
-    return InUse(
-        theirs, family, list(attentions.values()), Losses(theirs, stage, float(loss_coefficient), backend)
-    )
+    check(theirs, attentions, backend, with_loss=loss_coeff > 0)
+    return InUse(theirs, family, list(attentions.values()), Losses(theirs, stage, float(loss_coeff), backend))
+
+
+use = apply_dsa
+"""Former name of :func:`apply_dsa`."""
 
 
 class InUse:
@@ -191,9 +203,9 @@ class InUse:
             return
         if not any(parameter.requires_grad for indexer in indexers for parameter in indexer.parameters()):
             raise ValueError(
-                f"mindspeed_dsa: use() was given loss_coefficient={losses.coefficient}, and no parameter of "
+                f"mindspeed_dsa: apply_dsa() was given loss_coeff={losses.coefficient}, and no parameter of "
                 "an indexer requires a gradient; let them (with PEFT name 'wq_b', 'wk' and 'weights_proj' in "
-                "target_modules, or 'indexer' in modules_to_save), or take loss_coefficient=0"
+                "target_modules, or 'indexer' in modules_to_save), or take loss_coeff=0"
             )
         for indexer in indexers:
             # Its output is indices, on which FSDP2 hooks nothing that would gather it again.

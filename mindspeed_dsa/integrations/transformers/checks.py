@@ -1,4 +1,4 @@
-"""Checks of what :func:`use` is given: releases of transformers, models, devices; one message for each."""
+"""Checks of :func:`apply_dsa`: releases of transformers, models, devices; one message for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_dsa.ops.lightning_indexer import OPERATOR
 
 RELEASES = SpecifierSet(">=5.20,<6")
 """Releases of transformers whose layers are called as :mod:`.layers` has it."""
-_WHO = "mindspeed_dsa.integrations.transformers.use(model)"
+_WHO = "mindspeed_dsa.integrations.transformers.apply_dsa(model)"
 _LOADED_WITH = ("eager", "sdpa")
 _DEVICES = ("cpu", "cuda", "npu")
 
@@ -76,7 +76,7 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
     if len(outer) > 1:
         raise ValueError(
             f"{_WHO}: {type(model).__name__} has {len(outer)} models of transformers in it "
-            f"({', '.join(type(whole).__name__ for whole in outer)}); call use() with each to be served"
+            f"({', '.join(type(whole).__name__ for whole in outer)}); call apply_dsa() with each to be served"
         )
     kind = found[0].config.model_type
     if kind not in FAMILIES:
@@ -126,7 +126,7 @@ def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool)
             if device not in _DEVICES and backend == "auto":
                 raise BackendUnavailable(
                     f"{_WHO}: {name} is on {device!r}, for which there is no backend; move the model to one "
-                    f"of {', '.join(_DEVICES)}, or take the slow and exact use(model, backend='reference')"
+                    f"of {', '.join(_DEVICES)}, or take the slow and exact backend='reference'"
                 )
             if backend != "auto":
                 config = model.config
@@ -144,7 +144,7 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
     config = model.config
     implementation = config._attn_implementation
     if any(hasattr(attention, ATTRIBUTE) for attention in attentions.values()):
-        yield "the operators are in use already; call undo() of what the first use() returned"
+        yield "the operators are in use already; call undo() of what the first apply_dsa() returned"
         return
     if implementation == NAME:
         yield (
@@ -177,12 +177,12 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
         yield (
             f"{what} quantised; the operators, and the indexer's training, want bf16, fp16 or fp32. Load it "
             "dequantised (for FP8: quantization_config=FineGrainedFP8Config(dequantize=True)), or without "
-            "use() for inference"
+            "apply_dsa() for inference"
         )
     if with_loss and _splits_heads(model):
         yield (
             "its heads are on several tensor parallel ranks, and the indexer's loss is of all heads; load it "
-            "with fsdp_size, and ep_size for its experts, in place of tp_size, or take loss_coefficient=0"
+            "with fsdp_size, and ep_size for its experts, in place of tp_size, or take loss_coeff=0"
         )
 
 
@@ -222,5 +222,5 @@ def check_indexer(model: Any, family: Family) -> None:
     if problem:
         raise ImportError(
             f"{_WHO}: the {kind.__name__} of transformers {version('transformers')} {problem}; install a "
-            "release that docs/hosts/transformers.md lists as tried, or train without use()"
+            "release that docs/hosts/transformers.md lists as tried, or train without apply_dsa()"
         )

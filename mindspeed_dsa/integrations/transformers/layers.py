@@ -24,6 +24,7 @@ from mindspeed_dsa.ops.dsa import (
     is_faster_by_head,
     lightning_indexer,
 )
+from mindspeed_dsa.ops.dsa.attention import is_dense
 
 NAME = "mindspeed_dsa"
 """Of the attention implementation, as ``model.config._attn_implementation`` has it."""
@@ -103,20 +104,20 @@ class Layer(threading.local):
 
     def is_dense(self, keys: int) -> bool:
         """Return whether rows attend to every key that they see."""
-        return self.losses.stage == "warm-up" or keys <= self.topk
+        return is_dense(self.losses.stage) or keys <= self.topk
 
 
 def count_rows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note how many rows a layer is called with: a hook before its ``forward``.
 
     Raises:
-        ValueError: another attention has been set since :func:`use`.
+        ValueError: another attention has been set since :func:`apply_dsa`.
     """
     asked = attention.config._attn_implementation
     if asked != NAME:
         raise ValueError(
-            f"mindspeed_dsa: attention {asked!r} was set on a model that use() had put on {NAME!r}; call "
-            f"undo() of what use() returned first, or set_attn_implementation({NAME!r}) to go back"
+            f"mindspeed_dsa: attention {asked!r} was set on a model that apply_dsa() had put on {NAME!r}; "
+            f"call undo() of what apply_dsa() returned first, or set_attn_implementation({NAME!r}) to go back"
         )
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     getattr(attention, ATTRIBUTE).rows = hidden.shape[1]
@@ -250,14 +251,14 @@ def attend(
     layer: Layer | None = getattr(module, ATTRIBUTE, None)
     if layer is None or indices is None:
         raise ValueError(
-            f"attention {NAME!r} is for models that mindspeed_dsa.integrations.transformers.use() was "
+            f"attention {NAME!r} is for models that mindspeed_dsa.integrations.transformers.apply_dsa() was "
             f"called with, and {type(module).__name__} is not of one; call it, or load with "
             "attn_implementation='sdpa'"
         )
     if dropout:
         raise ValueError(
             f"mindspeed_dsa: attention_dropout of layer {module.layer_idx} has been set to {dropout} since "
-            "use(), and the operators have no dropout; set it to 0.0"
+            "apply_dsa(), and the operators have no dropout; set it to 0.0"
         )
     operands, scores = layer.operands, layer.scores
     layer.operands = layer.scores = None

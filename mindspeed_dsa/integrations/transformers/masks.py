@@ -63,7 +63,7 @@ def rows_of(mask: Tensor) -> Rows:
             raise ValueError(
                 "mindspeed_dsa: the attention mask adds to the scores of keys that it does not hide; the "
                 "operators add nothing: give 0 for visible keys and -10000 or less for others, or "
-                "undo() what use() did"
+                "undo() what apply_dsa() did"
             )
         mask = _checked(found, gaps)
     elif mask.dtype != torch.int32 or mask.shape[-1] not in (0, _WIDTH):
@@ -198,6 +198,6 @@ def _checked(found: _Found, has_gaps: bool | None = None) -> Tensor:
         raise ValueError(
             f"mindspeed_dsa: row {row} of sequence {batch} sees {int(found.counts[batch, row])} keys that "
             "are not one behind the other; the operators take one range for each row, such as causal rows, "
-            "padding at either end and packed documents. Put padding at an end, or undo() what use() did"
+            "padding at either end and packed documents. Put padding at an end, or undo() apply_dsa()"
         )
     return found.ranges[:, None]

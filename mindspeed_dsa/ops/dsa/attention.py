@@ -15,17 +15,18 @@ from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_loss, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import IndexerOutput, lightning_indexer
 from mindspeed_dsa.ops.precision import outside_autocast
-from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, form_of, visible_ranges
 from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from mindspeed_dsa.ops.sparse_flash_attention.by_head import sparse_attention_by_head
 
 OPERATOR = "deepseek_sparse_attention"
 
-Stage = Literal["sparse", "warm-up"]
+Stage = Literal["sparse", "warmup", "warm-up"]
 """Stages of DSA's training, DeepSeek-V3.2-Exp report, section 2.1.1.
 
 ``sparse``: rows attend to the keys that the indexer selects, and its loss compares distributions on these.
-``warm-up``: rows attend to every key that they see, and so does the loss; nothing is selected.
+``warmup``: rows attend to every key that they see, and so does the loss; nothing is selected. ``warm-up`` is
+the former spelling, which stays.
 """
 
 
@@ -60,6 +61,7 @@ def deepseek_sparse_attention(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
     form: RowForm | None = None,
+    cu_seqlens: Tensor | None = None,
     row_mask: Tensor | None = None,
     reduction: str = "mean",
     tp_group: ProcessGroup | None = None,
@@ -96,6 +98,8 @@ def deepseek_sparse_attention(
         form: instead of both: ``RowForm(lengths)`` for the packed documents of the whole batch, one after the
             other, none of them in two rows of the batch; ``RowForm()`` for rows that are causal up to the
             last of more keys, as behind a cache.
+        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
+            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
         row_mask: ``[batch, rows]`` bool, True for rows that count in the loss (all by default).
         reduction: of the loss: ``"mean"`` over the rows that count, or their ``"sum"``.
         tp_group: process group whose ranks hold the other heads, for the loss.
@@ -108,7 +112,7 @@ def deepseek_sparse_attention(
 
     Source: DeepSeek-V3.2-Exp report, section 2.1.
     """
-    require(stage in get_args(Stage), OPERATOR, f"stage must be one of {get_args(Stage)}, got {stage!r}")
+    require(stage in get_args(Stage), OPERATOR, f"stage must be 'sparse' or 'warmup', got {stage!r}")
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, rows, heads, dim]")
     batch, rows, heads, dim = query.shape
@@ -141,6 +145,7 @@ def deepseek_sparse_attention(
         check_float(OPERATOR, query=query, key=key, value=value)
         width = value.shape[-1]
         require(width <= dim, OPERATOR, f"values may be no wider than keys, {dim}; got {width}")
+    form = form_of(OPERATOR, cu_seqlens, form, batch, rows, keys, starts, ends)
     if form is not None:
         require(
             starts is None and ends is None, OPERATOR, "a form says starts and ends; pass one or the other"
@@ -157,7 +162,7 @@ def deepseek_sparse_attention(
         "backend": backend,
     }
     longest = max(form.sequences, default=0) if form is not None and form.sequences is not None else keys
-    dense = stage == "warm-up" or (longest <= topk and selected is None)
+    dense = is_dense(stage) or (longest <= topk and selected is None)
     if with_loss or not (dense or selected is not None):
         if index_query is None or index_key is None or index_weights is None:
             raise ValueError(
@@ -216,6 +221,11 @@ def deepseek_sparse_attention(
         **loss_options,
     )
     return DSAOutput(out, loss, selected.topk_indices)
+
+
+def is_dense(stage: Stage) -> bool:
+    """Return whether rows attend to every key that they see in a stage."""
+    return stage != "sparse"
 
 
 def attend_to_selected(

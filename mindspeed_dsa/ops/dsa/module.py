@@ -163,7 +163,8 @@ class DeepSeekSparseAttention(nn.Module):
             angles: of the indexer's rotary embedding, see there.
             with_loss: whether to compute the loss; default: in training, where a parameter of the indexer
                 requires a gradient.
-            **rows: ``starts``, ``ends``, ``form``, ``row_mask``, ``reduction`` and ``tp_group`` as there.
+            **rows: ``starts``, ``ends``, ``form``, ``cu_seqlens``, ``row_mask``, ``reduction`` and
+                ``tp_group`` as there.
         """
         if with_loss is None:
             trains = any(parameter.requires_grad for parameter in self.indexer.parameters())

@@ -35,7 +35,7 @@ from mindspeed_dsa.ops.indexer_kl_loss.protocol import (
 from mindspeed_dsa.ops.lightning_indexer import selected_scores
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.precision import outside_autocast, wide
-from mindspeed_dsa.ops.row_ranges import RowForm, visible_ranges
+from mindspeed_dsa.ops.row_ranges import RowForm, form_of, visible_ranges
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 if TYPE_CHECKING:  # mypy checks the modules against the protocol
@@ -67,6 +67,7 @@ def indexer_kl_loss(
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     form: RowForm | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Return the loss of the sparse stage: both distributions live on the selected keys.
@@ -100,6 +101,8 @@ def indexer_kl_loss(
             the next two.
         key_rope: beside ``query_rope`` only.
         form: of rows that list as many keys as they see.
+        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
+            them causal, instead of a form; see :meth:`.RowForm.of_cu_seqlens`.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -117,6 +120,7 @@ def indexer_kl_loss(
     whole_key = key if key_rope is None else _as_wide("key_rope", key, key_rope)
     rows = check_inputs(index_query, index_key, index_weights, whole, whole_key, False)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
+    form = form_of(OPERATOR, cu_seqlens, form, *rows, key.shape[1])
     if form is not None:
         form.check(OPERATOR, *rows, key.shape[1])
     check_supplied(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
@@ -270,6 +274,7 @@ def dense_indexer_kl_loss(
     tp_group: dist.ProcessGroup | None = None,
     use_relu: bool = True,
     form: RowForm | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Return the loss of the warm-up stage: both distributions live on every visible key.
@@ -294,6 +299,8 @@ def dense_indexer_kl_loss(
         tp_group: tensor-parallel process group whose ranks hold the other heads, equally many each.
         use_relu: whether the indexer clamps the product of each head at zero.
         form: what the host knows of ``starts`` and ``ends``, or instead of both: npu then need not read them.
+        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
+            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -306,6 +313,7 @@ def dense_indexer_kl_loss(
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 3.
     """
     rows = check_inputs(index_query, index_key, index_weights, query, key, True)
+    form = form_of(OPERATOR, cu_seqlens, form, *rows, key.shape[1], starts, ends)
     ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device, form)
     shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
     chosen: Loss = choose(OPERATOR, backend, shape)

@@ -25,7 +25,7 @@ from mindspeed_dsa.ops.checks import (
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.lightning_indexer.protocol import GradientIndexer, Indexer, IndexerCall
 from mindspeed_dsa.ops.precision import outside_autocast, without_autocast
-from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, form_of, visible_ranges
 
 OPERATOR = "lightning_indexer"
 
@@ -58,6 +58,7 @@ def lightning_indexer(
     use_relu: bool = True,
     key_receiver: Tensor | None = None,
     form: RowForm | None = None,
+    cu_seqlens: Tensor | None = None,
     in_order: bool = True,
     backend: str = "auto",
 ) -> IndexerOutput:
@@ -85,6 +86,8 @@ def lightning_indexer(
             which is then not rounded to the dtype of ``key``. A backend that autograd differentiates does not
             use it.
         form: what the host knows of ``starts`` and ``ends``, or instead of both: npu then need not read them.
+        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
+            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
         in_order: whether the keys of a row are to be ascending. If not, they may come in any order, -1 still
             at the tail: npu then need not sort them.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
@@ -98,6 +101,7 @@ def lightning_indexer(
     check_operands(OPERATOR, query, key, weights)
     require(topk >= 1, OPERATOR, f"topk must be at least 1, got {topk}")
     batch, query_length = query.shape[:2]
+    form = form_of(OPERATOR, cu_seqlens, form, batch, query_length, key.shape[1], starts, ends)
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device, form)
     chosen: Indexer = choose(OPERATOR, backend, shape_class(query, topk))
     chosen = unless_empty(OPERATOR, chosen, query, key)

@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.lightning_indexer import check_operands, shape_class
 from mindspeed_dsa.ops.precision import outside_autocast
 from mindspeed_dsa.ops.quantised_indexer.arithmetic import MOST_DIMENSIONS, QuantisedCall
-from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, visible_ranges
+from mindspeed_dsa.ops.row_ranges import Ranges, RowForm, form_of, visible_ranges
 
 OPERATOR = "quantised_indexer"
 
@@ -48,6 +48,7 @@ def quantised_indexer(
     ends: Tensor | None = None,
     use_relu: bool = True,
     form: RowForm | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Select the ``topk`` visible keys with the highest FP8 index score for every query row.
@@ -72,6 +73,8 @@ def quantised_indexer(
         ends: see there.
         use_relu: whether the product of each head is clamped at zero.
         form: what the host knows of ``starts`` and ``ends``, or instead of both.
+        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
+            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
@@ -90,6 +93,7 @@ def quantised_indexer(
         head_dim <= MOST_DIMENSIONS, OPERATOR, f"head_dim must be at most {MOST_DIMENSIONS}, got {head_dim}"
     )
     (batch, query_length), key_length = query.shape[:2], key.shape[1]
+    form = form_of(OPERATOR, cu_seqlens, form, batch, query_length, key_length, starts, ends)
     ranges = visible_ranges(OPERATOR, batch, query_length, key_length, starts, ends, query.device, form)
     if query.dtype == torch.float64:
         query, key = query.float(), key.float()

@@ -17,7 +17,7 @@ from mindspeed_dsa.ops.backend import Call, ShapeClass, choose, count_call, plan
 from mindspeed_dsa.ops.checks import check_float, check_heads, check_shape, check_topk_indices, require
 from mindspeed_dsa.ops.compiled import outside_graphs
 from mindspeed_dsa.ops.precision import outside_autocast, wide, without_autocast
-from mindspeed_dsa.ops.row_ranges import RowForm
+from mindspeed_dsa.ops.row_ranges import RowForm, form_of
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import Attention, AttentionCall, GradientAttention
 
 OPERATOR = "sparse_flash_attention"
@@ -57,6 +57,7 @@ def sparse_flash_attention(
     key_receiver: Tensor | None = None,
     key_rope_receiver: Tensor | None = None,
     form: RowForm | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
     """Attend with every query head to the keys its row selected, with one shared key-value head.
@@ -102,6 +103,8 @@ def sparse_flash_attention(
         key_rope_receiver: the same for ``key_rope``.
         form: of rows that list as many keys as they see, at most ``topk``, as the indexer's do, where the
             host knows it: npu then need not read the indices. None: it reads them.
+        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
+            them causal, instead of a form; see :meth:`.RowForm.of_cu_seqlens`.
         backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
@@ -139,6 +142,7 @@ def sparse_flash_attention(
     check_shape(OPERATOR, "key_value", key_value, (batch, None, key_dim), shape_of_keys)
     check_float(OPERATOR, query=query, key_value=key_value)
     check_topk_indices(OPERATOR, topk_indices, query, key_value.shape[1])
+    form = form_of(OPERATOR, cu_seqlens, form, batch, rows, key_value.shape[1])
     if form is not None:
         form.check(OPERATOR, batch, rows, key_value.shape[1])
     require(1 <= value_dim <= dim, OPERATOR, f"value_dim must lie in [1, {dim}], got {value_dim}")

@@ -43,7 +43,7 @@ def test_one_converter_under_two_names():
     [
         ({"top_k": 3}, "no option 'top_k'; it has topk"),
         ({"topk": 0, "loss_coeff": -1}, "topk is 0.*loss_coeff is -1"),
-        ({"stage": "dense"}, "stage is 'dense'.*sparse, warm-up"),
+        ({"stage": "dense"}, "stage is 'dense'.*sparse, warmup"),
         ({"index_dim": 8}, "index_dim is 8, less than the model's 16 rotary dimensions"),
     ],
 )
@@ -186,5 +186,5 @@ def test_the_indexers_rotary_embedding(layout):
 
 
 def test_indexers_learn_in_frozen_layers_that_fsdp2_gathers_for_backward(pool):
-    for stage in ("warm-up", "sparse"):
+    for stage in ("warmup", "sparse"):
         assert pool.run("tests.hosts.torchtitan.sharded:compare", world_size=2, stage=stage) == [[], []]

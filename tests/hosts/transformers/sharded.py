@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from mindspeed_dsa.integrations.transformers import use
+from mindspeed_dsa.integrations.transformers import apply_dsa
 from tests.hosts.transformers.models import build, close, tokens
 
 COEFFICIENT = 0.5
@@ -117,7 +117,7 @@ def compare(
     wrap: Callable[[Any], Any],
     before: bool = False,
     own_loss: bool = False,
-    stage: str = "warm-up",
+    stage: str = "warmup",
     bound: float = 1e-4,
 ) -> list[str]:
     """Return which losses and gradients of two steps are not those of one process with the batch of all.
@@ -130,18 +130,18 @@ def compare(
         stage: of the training.
         bound: of a difference, as a share of the largest value.
     """
-    options: dict[str, Any] = {"stage": stage, "loss_coefficient": COEFFICIENT}
+    options: dict[str, Any] = {"stage": stage, "loss_coeff": COEFFICIENT}
     ids = tokens(2 * dist.get_world_size())
     alone = make()
-    whole = use(alone, **options)
+    whole = apply_dsa(alone, **options)
     step(alone, whole, ids, own_loss)
     expected = gradients(alone)
     assert expected
 
     model = make()
-    in_use = use(model, **options) if before else None
+    in_use = apply_dsa(model, **options) if before else None
     model = wrap(model)
-    in_use = in_use or use(model, **options)
+    in_use = in_use or apply_dsa(model, **options)
     own = ids.chunk(dist.get_world_size())[dist.get_rank()]
     wrong = []
     for _ in range(2):
@@ -200,7 +200,7 @@ def compare_mixed_precision(kind: str) -> list[str]:
     found = []
     for reshard in (True, False):
         model = shard(built(kind, "indexers"), "", mp_policy=policy, reshard_after_forward=reshard)
-        step(model, use(model, stage="warm-up", loss_coefficient=COEFFICIENT), tokens())
+        step(model, apply_dsa(model, stage="warmup", loss_coeff=COEFFICIENT), tokens())
         found.append(gradients(model))
     ours, expected = found
     assert expected
@@ -210,7 +210,7 @@ def compare_mixed_precision(kind: str) -> list[str]:
 def gathered_at_once(kind: str) -> list[int]:
     """Layers whose weights are whole when backward comes to each layer, the last one first."""
     model = shard(built(kind, "indexers"), "")
-    in_use = use(model, stage="warm-up", loss_coefficient=COEFFICIENT)
+    in_use = apply_dsa(model, stage="warmup", loss_coeff=COEFFICIENT)
     found: list[int] = []
 
     def count(gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What :func:`use` does not serve is one message with what serves; undo leaves nothing behind."""
+"""What :func:`apply_dsa` does not serve is one message with what serves; undo leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_dsa.integrations.transformers import NAME, checks, use
+from mindspeed_dsa.integrations.transformers import NAME, apply_dsa, checks
 from mindspeed_dsa.ops.backend import BackendUnavailable
 from tests.hosts.transformers.models import build, close, tokens
 
@@ -46,7 +46,7 @@ def asked_for_another():
 
 def in_use():
     model = build("deepseek_v32")
-    use(model)
+    apply_dsa(model)
     return model
 
 
@@ -57,7 +57,7 @@ def two_models():
 def sharing_a_configuration():
     model = build("deepseek_v32")
     other = type(model)(model.config)
-    use(model)
+    apply_dsa(model)
     return other
 
 
@@ -68,11 +68,16 @@ WRONG = {
     "quantised": (quantised, {}, "layers.1.self_attn.kv_b_proj.weight .* quantised.*dequantize=True"),
     "dropout": (lambda: build("deepseek_v32", attention_dropout=0.1), {}, "attention_dropout=0.0"),
     "twice": (in_use, {}, r"call undo\(\)"),
-    "several": (two_models, {}, "2 models of transformers .*call use\\(\\) with each"),
+    "several": (two_models, {}, "2 models of transformers .*call apply_dsa\\(\\) with each"),
     "another's configuration": (sharing_a_configuration, {}, r"copy\.deepcopy\(\)"),
-    "infinite coefficient": (lambda: build("deepseek_v32"), {"loss_coefficient": float("inf")}, "finite"),
-    "stage": (lambda: build("deepseek_v32"), {"stage": "dense"}, "choose one of sparse, warm-up"),
-    "coefficient": (lambda: build("deepseek_v32"), {"loss_coefficient": -1.0}, "0 or positive"),
+    "infinite coefficient": (lambda: build("deepseek_v32"), {"loss_coeff": float("inf")}, "finite"),
+    "stage": (lambda: build("deepseek_v32"), {"stage": "dense"}, "choose sparse or warmup"),
+    "coefficient": (lambda: build("deepseek_v32"), {"loss_coeff": -1.0}, "0 or positive"),
+    "two coefficients": (
+        lambda: build("deepseek_v32"),
+        {"loss_coeff": 0.5, "loss_coefficient": 0.5},
+        "another name of loss_coeff",
+    ),
     "backend's name": (lambda: build("deepseek_v32"), {"backend": "cudnn"}, "choose one of"),
 }
 
@@ -83,14 +88,14 @@ def test_bad_input_is_one_message_and_changes_nothing(name):
     model = make()
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        use(model, **options)
+        apply_dsa(model, **options)
     assert getattr(getattr(model, "config", None), "_attn_implementation", None) == before
 
 
 def test_a_backend_that_cannot_run_here_is_named_with_the_reason():
     model = build("deepseek_v32")
     with pytest.raises(BackendUnavailable, match="'npu' cannot run"):
-        use(model, backend="npu")
+        apply_dsa(model, backend="npu")
     layer = model.model.layers[0].self_attn
     weight = SimpleNamespace(
         device=SimpleNamespace(type="mps"), is_floating_point=lambda: True, dtype=torch.float32
@@ -98,21 +103,21 @@ def test_a_backend_that_cannot_run_here_is_named_with_the_reason():
     elsewhere = SimpleNamespace(attention_dropout=0.0, named_parameters=lambda: [("q_a_proj.weight", weight)])
     with pytest.raises(BackendUnavailable, match=r"'mps'.*cpu, cuda, npu.*backend='reference'"):
         checks.check(model, {"layer": elsewhere}, "auto", False)
-    use(model)  # nothing of that was applied
+    apply_dsa(model)  # nothing of that was applied
     assert layer.config._attn_implementation == NAME
 
 
 def test_releases_without_these_models_are_named(monkeypatch):
     monkeypatch.setattr(checks, "version", lambda _: "4.57.6")
     with pytest.raises(ImportError, match=r"transformers 4\.57\.6 .*pip install 'transformers.*5\.20"):
-        use(build("deepseek_v32"))
+        apply_dsa(build("deepseek_v32"))
 
     def missing(_):
         raise checks.PackageNotFoundError
 
     monkeypatch.setattr(checks, "version", missing)
     with pytest.raises(ImportError, match=r"pip install 'mindspeed_dsa\[transformers\]'"):
-        use(build("deepseek_v32"))
+        apply_dsa(build("deepseek_v32"))
 
 
 def unlike_indexers():
@@ -145,9 +150,9 @@ def test_an_indexer_that_returns_other_than_indices_is_refused(monkeypatch, numb
     model = build("deepseek_v32")
     monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(ImportError, match=rf"DeepseekV32Indexer of transformers \S+ {message}"):
-        use(model)
+        apply_dsa(model)
     monkeypatch.undo()
-    use(model)  # nothing of that was applied
+    apply_dsa(model)  # nothing of that was applied
 
 
 @pytest.mark.parametrize(
@@ -166,15 +171,15 @@ def test_tensor_parallel_ranks_are_refused_where_heads_are_split(monkeypatch, pl
     monkeypatch.setattr(model, "_tp_plan", plan)
     if refused:
         with pytest.raises(ValueError, match=r"its heads are on several tensor parallel ranks.*ep_size"):
-            use(model, loss_coefficient=0.1)
-        use(model)
+            apply_dsa(model, loss_coeff=0.1)
+        apply_dsa(model)
     else:
-        use(model, loss_coefficient=0.1)
+        apply_dsa(model, loss_coeff=0.1)
 
 
 def test_another_attention_set_later_is_refused():
     model = build("deepseek_v32")
-    use(model)
+    apply_dsa(model)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"attention 'sdpa' was set .*undo\(\)"):
         model(tokens())
@@ -184,7 +189,7 @@ def test_another_attention_set_later_is_refused():
 
 def test_dropout_set_later_is_refused():
     model = build("deepseek_v32")
-    use(model)
+    apply_dsa(model)
     model.model.layers[1].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"layer 1 has been set to 0\.1"):
         model(tokens())
@@ -202,14 +207,14 @@ def hooks_of(model):
 def test_undo_leaves_nothing_behind():
     model = build("glm_moe_dsa sharing", attn_implementation="sdpa")
     before, hooks = attributes(model), hooks_of(model)
-    in_use = use(model, loss_coefficient=0.5)
+    in_use = apply_dsa(model, loss_coeff=0.5)
     model(tokens(), labels=tokens())
     in_use.undo()
     in_use.undo()
     assert attributes(model) == before
     assert hooks_of(model) == hooks
     assert model.config._attn_implementation == "sdpa"
-    use(model).undo()
+    apply_dsa(model).undo()
 
 
 def test_files_are_the_model_s_own(tmp_path):
@@ -218,7 +223,7 @@ def test_files_are_the_model_s_own(tmp_path):
     model = build("deepseek_v32").eval()
     expected = model(tokens()).logits
     keys = set(model.state_dict())
-    use(model, loss_coefficient=0.5)
+    apply_dsa(model, loss_coeff=0.5)
     assert set(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
@@ -229,7 +234,7 @@ def test_files_are_the_model_s_own(tmp_path):
 def test_a_copy_has_losses_of_its_own():
     """A teacher that is called between a model and its loss does not take the place of that loss."""
     model = build("glm_moe_dsa sharing")
-    in_use = use(model, loss_coefficient=0.5)
+    in_use = apply_dsa(model, loss_coeff=0.5)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -250,7 +255,7 @@ def test_a_copy_has_losses_of_its_own():
 def test_a_copy_computes_as_the_model_does():
     model = build("deepseek_v32").eval()
     expected = model(tokens()).logits
-    in_use = use(model)
+    in_use = apply_dsa(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight.zero_()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.integrations.transformers import NAME, experts, use
+from mindspeed_dsa.integrations.transformers import NAME, apply_dsa, experts
 from tests.hosts.transformers.models import INPUTS, KINDS, build, close
 from tests.hosts.transformers.test_parity import step
 
@@ -35,7 +35,7 @@ def test_logits_and_gradients_are_transformers_own(calls, name):
     logits, gradients = step(model, INPUTS["causal"])
     gradients = {key: gradient.clone() for key, gradient in gradients.items()}
     assert calls == []
-    in_use = use(model)
+    in_use = apply_dsa(model)
     assert model.config._experts_implementation == NAME
     ours, of_ours = step(model, INPUTS["causal"])
     rows = INPUTS["causal"]["input_ids"].numel() * 2
@@ -51,12 +51,12 @@ def test_logits_and_gradients_are_transformers_own(calls, name):
 
 def test_what_was_asked_for_and_other_devices_stay(calls, monkeypatch):
     model = build("deepseek_v32", experts_implementation="batched_mm")
-    in_use = use(model)
+    in_use = apply_dsa(model)
     assert model.config._experts_implementation == "batched_mm"
     in_use.undo()
     monkeypatch.setattr(experts, "_DEVICES", ("npu",))
     model = build("deepseek_v32")
-    use(model)
+    apply_dsa(model)
     assert model.config._experts_implementation == "grouped_mm"
     step(model, INPUTS["few keys"])
     assert calls == []
@@ -65,7 +65,7 @@ def test_what_was_asked_for_and_other_devices_stay(calls, monkeypatch):
 def test_a_model_that_is_moved_later_looks_at_each_call(calls, monkeypatch):
     with torch.device("meta"):
         model = build("deepseek_v32")
-    use(model)
+    apply_dsa(model)
     assert model.config._experts_implementation == NAME
     model.to_empty(device="cpu")
     with torch.no_grad():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_dsa.integrations.transformers import use
+from mindspeed_dsa.integrations.transformers import apply_dsa
 from tests.hosts.transformers.models import INPUTS, TOPK, build, close, tokens
 from tests.ops import oracle
 
@@ -35,7 +35,7 @@ class Scores(TorchFunctionMode):
 
 def expected_losses(model, stage, inputs, monkeypatch):
     """Losses of the layers with an indexer, each of its own operands: from transformers' tensors."""
-    if stage == "warm-up":
+    if stage == "warmup":
         model = copy.deepcopy(model)
         for layer in model.model.layers:
             if layer.self_attn.indexer is not None:
@@ -72,12 +72,12 @@ def expected_losses(model, stage, inputs, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["causal", "left padding", "right padding", "packed"])
-@pytest.mark.parametrize("stage", ["sparse", "warm-up"])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
 def test_losses_and_their_gradients_are_the_formula_s(name, stage, kind, monkeypatch):
     model = build(name)
     losses, indexers = expected_losses(model, stage, INPUTS[kind], monkeypatch)
-    in_use = use(model, stage=stage, loss_coefficient=1.0)
+    in_use = apply_dsa(model, stage=stage, loss_coeff=1.0)
     model(**INPUTS[kind], use_cache=False)
     assert in_use.losses.keys() == losses.keys()
     for layer, expected in losses.items():
@@ -98,7 +98,7 @@ def gradients(model, **options):
 def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
     model = build("deepseek_v32")
     plain, without = gradients(model)
-    in_use = use(model, loss_coefficient=0.25)
+    in_use = apply_dsa(model, loss_coeff=0.25)
     output, found = gradients(model)
     assert close(output.loss, plain.loss + 0.25 * in_use.loss.detach())
     assert {name for name in found if name not in without} == {
@@ -113,7 +113,7 @@ def test_the_model_s_loss_has_it_and_the_model_s_gradients_do_not():
 
 def test_microbatches_weigh_as_their_tokens_do():
     model = build("deepseek_v32")
-    in_use = use(model, loss_coefficient=0.5)
+    in_use = apply_dsa(model, loss_coeff=0.5)
     labels = tokens().clone()
     labels[:, :20] = -100
     plain = model(tokens(), labels=labels, num_items_in_batch=100).loss - 0.5 * in_use.loss * (2 * 20 / 100)
@@ -124,7 +124,7 @@ def test_microbatches_weigh_as_their_tokens_do():
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa sharing"])
 def test_layers_that_are_recomputed_give_the_same_losses_and_gradients(name):
     model = build(name)
-    in_use = use(model, loss_coefficient=0.5)
+    in_use = apply_dsa(model, loss_coeff=0.5)
     output, expected = gradients(model)
     losses = dict(in_use.losses)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -141,7 +141,7 @@ def test_layers_that_are_recomputed_give_the_same_losses_and_gradients(name):
 
 def test_there_is_no_loss_in_evaluation_without_gradients_or_with_frozen_indexers():
     model = build("glm_moe_dsa")
-    in_use = use(model, loss_coefficient=0.5)
+    in_use = apply_dsa(model, loss_coeff=0.5)
     plain = build("glm_moe_dsa")(tokens(), labels=tokens()).loss
     with torch.no_grad():
         assert close(model(tokens(), labels=tokens()).loss, plain)
@@ -158,7 +158,7 @@ def test_warm_up_trains_indexers_alone_and_then_the_sparse_stage_both():
     """As the page has it: attention is dense and the model frozen, until indexers know where it looks."""
     model = build("deepseek_v32")
     dense = build("deepseek_v32", index_topk=1000)(tokens()).logits.detach()
-    in_use = use(model, stage="warm-up", loss_coefficient=1.0)
+    in_use = apply_dsa(model, stage="warmup", loss_coeff=1.0)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." in name)
     before = {name: x.clone() for name, x in model.named_parameters()}

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_dsa.integrations.transformers import NAME, masks, use
+from mindspeed_dsa.integrations.transformers import NAME, apply_dsa, masks
 from tests.hosts.transformers.models import INPUTS, KINDS, build, close, tokens
 from tests.npu.counting import counted
 
@@ -38,7 +38,7 @@ def compare(name, kind, **options):
     logits, gradients = step(model, INPUTS[kind])
     gradients = {key: x.clone() for key, x in gradients.items()}
     calls = []
-    in_use = use(model)
+    in_use = apply_dsa(model)
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(
             lambda module, *_: calls.append(module.config._attn_implementation)
@@ -83,7 +83,7 @@ def test_masks_of_the_user_are_read():
     given = {"bool": visible, "float": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)}
     with torch.no_grad():
         expected = model(ids, attention_mask=given["float"]).logits
-        use(model)
+        apply_dsa(model)
         for mask in given.values():
             assert close(model(ids, attention_mask=mask).logits, expected)
         with pytest.raises(ValueError, match="not one behind the other"):
@@ -116,7 +116,7 @@ def test_a_mask_hides_by_any_large_number_and_serves_a_whole_batch(hidden):
     mask = torch.zeros(1, 1, 24, 24).masked_fill((distance < 0) | (distance >= 15), hidden)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
-        use(model)
+        apply_dsa(model)
         assert close(model(ids, attention_mask=mask).logits, expected)
 
 
@@ -132,7 +132,7 @@ WRONG_MASKS = {
 def test_a_mask_that_is_more_than_visible_keys_is_refused(kind):
     make, message = WRONG_MASKS[kind]
     model = build("deepseek_v32")
-    use(model)
+    apply_dsa(model)
     mask = torch.full((24, 24), torch.finfo().min).triu(1)[None, None]
     with pytest.raises(ValueError, match=message):
         model(tokens(1, 24), attention_mask=make(mask))
@@ -145,7 +145,7 @@ def test_models_in_16_bits_run_near_those_in_32(dtype):
     exact = model(tokens()).logits.detach()
     model.to(dtype)
     theirs = model(tokens()).logits.float().detach()
-    use(model)
+    apply_dsa(model)
     ours = model(tokens()).logits.float().detach()
     assert ours.dtype == torch.float32
     assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
@@ -156,7 +156,7 @@ def test_autocast_computes_in_its_dtype():
     exact = model(tokens()).logits.detach()
     with torch.autocast("cpu", torch.bfloat16):
         theirs = model(tokens()).logits.float().detach()
-        use(model)
+        apply_dsa(model)
         ours = model(tokens()).logits.float().detach()
     assert (ours - exact).norm() < 1.3 * (theirs - exact).norm()
 
@@ -187,7 +187,7 @@ def test_generated_tokens_are_eager_s(name, way):
         **WAYS[way],
     }
     expected = model.generate(**copy.deepcopy(options))
-    use(model)
+    apply_dsa(model)
     found = model.generate(**copy.deepcopy(options))
     assert torch.equal(found.sequences, expected.sequences)
     assert all(close(ours, theirs) for ours, theirs in zip(found.logits, expected.logits, strict=True))
@@ -196,7 +196,7 @@ def test_generated_tokens_are_eager_s(name, way):
 def test_a_row_behind_a_cache_expands_no_key(monkeypatch):
     """Keys that do not stay latent would be expanded anew, all of them, for every new token."""
     model = build("deepseek_v32").eval()
-    use(model)
+    apply_dsa(model)
     rows = []
     kind = type(model.model.layers[0].self_attn)
     expand = kind.expand_kv
@@ -218,7 +218,7 @@ def test_an_up_projection_that_somebody_replaced_is_called():
         "return_dict_in_generate": True,
     }  # fmt: skip
     expected = model.generate(tokens(1, 20), **options).logits
-    use(model)
+    apply_dsa(model)
     found = model.generate(tokens(1, 20), **options).logits
     assert all(close(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
@@ -231,7 +231,7 @@ def test_threads_that_share_a_model_have_calls_of_their_own(monkeypatch):
         before = model(tokens(1, 30), use_cache=True)
         inputs = {"input_ids": tokens(1, 1), "cache": before.cache}
         expected = model(**copy.deepcopy(inputs)).logits
-        use(model)
+        apply_dsa(model)
     indexer = model.model.layers[0].self_attn.indexer
     select = indexer.forward
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_dsa.integrations.transformers import use
+from mindspeed_dsa.integrations.transformers import apply_dsa
 from tests.hosts.transformers.models import build, tokens
 from tests.hosts.transformers.sharded import TRAINED, WRAPPED
 
@@ -85,7 +85,7 @@ def test_layers_are_gathered_and_freed_one_after_the_other(pool):
 
 def test_nothing_of_frozen_layers_is_kept_for_the_backward_of_the_warm_up():
     model = build("deepseek_v32")
-    use(model, stage="warm-up", loss_coefficient=1.0)
+    apply_dsa(model, stage="warmup", loss_coeff=1.0)
     frozen = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".indexer." in name)

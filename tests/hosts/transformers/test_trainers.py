@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from mindspeed_dsa.integrations.transformers import use
+from mindspeed_dsa.integrations.transformers import apply_dsa
 from tests.hosts.transformers.models import build, close, tokens
 
 pytestmark = pytest.mark.full
@@ -28,7 +28,7 @@ def test_the_trainer_trains_indexers_and_reports_the_sum(tmp_path, accumulated):
 
     def train(batch, steps, accumulate):
         model = build("deepseek_v32")
-        use(model, loss_coefficient=0.5)
+        apply_dsa(model, loss_coeff=0.5)
         arguments = TrainingArguments(
             output_dir=str(tmp_path), per_device_train_batch_size=batch, max_steps=2, logging_steps=1,
             gradient_accumulation_steps=accumulate, learning_rate=1e-3, max_grad_norm=0.0,
@@ -54,10 +54,10 @@ def adapted(before, **options):
     model = build("deepseek_v32")
     config = peft.LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, **options)
     if before:
-        use(model, loss_coefficient=0.5)
+        apply_dsa(model, loss_coeff=0.5)
         return peft.get_peft_model(model, config)
     model = peft.get_peft_model(model, config)
-    use(model, loss_coefficient=0.5)
+    apply_dsa(model, loss_coeff=0.5)
     return model
 
 
@@ -98,10 +98,10 @@ def test_accelerate_moves_weights_of_layers_that_are_offloaded(before):
     model = build("deepseek_v32").eval()
     expected = model(tokens()).logits
     if before:
-        in_use = use(model)
+        in_use = apply_dsa(model)
     model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     if not before:
-        in_use = use(model)
+        in_use = apply_dsa(model)
     with torch.no_grad():
         assert close(model(tokens()).logits, expected)
     in_use.undo()

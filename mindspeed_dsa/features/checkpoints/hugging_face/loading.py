@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_dsa import log as package_log
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.checkpoints.agreement import decided, together
 from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
@@ -82,20 +83,22 @@ def goes_on(job: Any) -> bool:
     return bool(folder) and decided(lambda: (Path(folder) / TRACKER).is_file(), _WHO)
 
 
-def load(chunks: Any, folder: Path, job: Any, log: Log, megatron: Megatron | None = None) -> None:
+def load(
+    chunks: Any, folder: Path, job: Any, log: Log | None = None, megatron: Megatron | None = None
+) -> None:
     """Read a model's weights into chunks that this rank holds, before its optimizer is made.
 
     Args:
         chunks: of the model, in whatever wrappers; all ranks call it together.
         folder: of the files.
         job: Megatron's arguments of the model.
-        log: says how long it took.
+        log: says how long it took; default: the package's.
         megatron: whose model it is.
 
     Raises:
         RunError: the files do not fit, or are damaged; on all ranks.
     """
-    megatron = megatron or Megatron()
+    log, megatron = log or package_log.get(), megatron or Megatron()
     began = time.perf_counter()
     shape = Shape.of(job)
     files = together(lambda: weights_of(folder), _WHO)

@@ -30,7 +30,7 @@ class Handed(NamedTuple):
     documents: Sequence[int] = (0,)
 
 
-def write(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
+def write_recording(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
     """Write selections that somebody hands over as one more file of a recording, and return its path.
 
     The new file replaces what the others say of the same rows.

@@ -188,7 +188,8 @@ COC = Feature(
     flags=(
         Flag(
             "--use-ascend-coc",
-            "Hide the communication of tensor parallel linear layers behind their matmuls.",
+            "Hide the communication of tensor parallel linear layers behind their matmuls, on any device; "
+            "--tp-comm-overlap-chunks 0 is the same under a neutral name.",
         ),
         Flag(
             "--coc-parallel-num",

@@ -1,0 +1,20 @@
+"""Selections of a rollout in training, under names that stay.
+
+What an engine has recorded is decoded, and handed over with each microbatch; the page is
+docs/hosts/dsa-in-rl.md. Recordings in files are on docs/features/dsa-recorded-selections.md.
+"""
+
+from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write_recording
+from mindspeed_dsa.features.dsa.recorded_selections.replay import SelectionError, hand_over
+from mindspeed_dsa.features.dsa.recorded_selections.rollout import decode, hand_over_requests
+from mindspeed_dsa.runs.selections import Recording
+
+__all__ = [
+    "Handed",
+    "Recording",
+    "SelectionError",
+    "decode",
+    "hand_over",
+    "hand_over_requests",
+    "write_recording",
+]
