@@ -115,8 +115,8 @@ def form_of(
         batch: number of rows of sequences.
         query_length: rows of each.
         key_length: keys of each.
-        starts: the call's, which ``cu_seqlens`` replaces, and so is the next one.
-        ends: see there.
+        starts: first visible keys of the rows, which ``cu_seqlens`` replaces.
+        ends: one past the last visible keys, which it replaces too.
 
     Raises:
         ValueError: there is another form beside ``cu_seqlens``, or the bounds are not those of such rows.

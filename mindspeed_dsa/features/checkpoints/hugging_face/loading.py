@@ -92,7 +92,7 @@ def load(
         chunks: of the model, in whatever wrappers; all ranks call it together.
         folder: of the files.
         job: Megatron's arguments of the model.
-        log: says how long it took; default: the package's.
+        log: logger that says how long it took; default: the package's.
         megatron: whose model it is.
 
     Raises:
