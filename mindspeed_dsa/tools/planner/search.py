@@ -222,7 +222,7 @@ def text(found: list[Found], given: Sequence[str]) -> str:
                 f"{own.tokens_per_second:,.0f}",
                 f"{own.utilisation():.1%}",
                 f"{own.worst.total / GIB:.1f}",
-                f"{own.worst.host / GIB:.1f}",
+                f"{max(each.host for each in own.ranks) / GIB:.1f}",
                 own.time.limit,
             )
         )

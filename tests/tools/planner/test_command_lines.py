@@ -205,7 +205,14 @@ def test_a_nodes_host_is_a_limit(capsys):
     assert roomy.node_host == 8 * max(each.host for each in roomy.ranks) > 64 * GIB
     assert "which does NOT fit the 64 assumed" in report.text(small)
     job = example("--num-layers 8 --swap-optimizer", 8, any_layout=True)
-    assert "host GiB" in search.text(search.search(job, device("h100")), EXAMPLE.split())
+    found = search.search(job, device("h100"))
+    head, *rows = [
+        line for line in search.text(found, EXAMPLE.split()).splitlines() if not line.startswith(" ")
+    ][1:]
+    assert "host GiB" in head
+    at = head.index("host GiB")
+    largest = [max(rank.host for rank in each.plan.ranks) / GIB for each in found]
+    assert [row[at:].split()[0] for row in rows[: len(found)]] == [f"{each:.1f}" for each in largest]
 
 
 def test_memory_is_what_devices_report():
