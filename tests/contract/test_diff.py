@@ -77,6 +77,13 @@ def test_text_names_features_sites_and_sums_up(tmp_path, capsys):
     assert text.endswith("4 targets: 2 ok, 1 missing, 1 out of range; 0 would stop a feature\n")
 
 
+def test_changes_stand_at_the_end(tmp_path, capsys):
+    fork = FILES | {"megatron/core/a.py": FILES["megatron/core/a.py"].replace("@", "*")}
+    assert main(["diff", str(write(tmp_path / "fork", fork))]) == 0
+    end = capsys.readouterr().out.split("\n\n")[-2]
+    assert end.startswith("changed in these sources, and patched:\n  f: your fork changed this function")
+
+
 def test_fork_with_another_root_and_one_changed_function(tmp_path, capsys):
     fork = {name.replace("megatron/", "src/corp_megatron/"): text for name, text in FILES.items()}
     fork["src/corp_megatron/core/a.py"] = fork["src/corp_megatron/core/a.py"].replace("@", "*")

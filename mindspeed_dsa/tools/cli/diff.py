@@ -20,6 +20,7 @@ from mindspeed_dsa.patches.drift import Checker, Finding
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.session import records
+from mindspeed_dsa.tools.cli.doctor_text import wrapped
 from mindspeed_dsa.tools.compat import refresh, trained
 
 _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
@@ -170,6 +171,7 @@ def _text(tree: SourceTree, root: str, release: str | None, results: Sequence[Fe
     lines = [f"{root} {release or '(release unknown)'} in {tree.label}"]
     count: Counter[str] = Counter()
     failing = 0
+    changed: list[str] = []
     for feature in results:
         lines += ["", feature.name + (f": refused, {feature.refused}" if feature.refused else "")]
         for site in feature.sites:
@@ -179,9 +181,13 @@ def _text(tree: SourceTree, root: str, release: str | None, results: Sequence[Fe
             optional = "" if site.required else " (optional)"
             lines.append(f"  {word:<18}{site.kind:<8}{site.target}{optional}")
             lines += [f"{'':<28}{message}" for message in site.messages]
+            if site.state == "changed" or (site.fatal and not feature.refused):
+                changed += [f"  {feature.name}: {message}" for message in site.messages]
         if not feature.sites:
             lines.append("  patches nothing of Megatron")
     counted = ", ".join(f"{number} {word}" for word, number in count.most_common())
+    if changed:
+        lines += ["", "changed in these sources, and patched:", *map(wrapped, changed)]
     lines += ["", f"{sum(count.values())} targets: {counted}; {failing} would stop a feature"]
     return lines
 

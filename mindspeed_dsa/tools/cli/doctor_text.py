@@ -71,6 +71,8 @@ def _verdict(findings: Mapping[str, Any]) -> Iterator[str]:
     if not fails(findings):
         warnings = sum(each["level"] == "warning" for each in findings["environment"])
         yield "no problems found" + (f"; {_number(warnings, 'warning')} below" if warnings else "")
+    if lost := sum(bool(each["lost"]) for each in findings.get("changes", ())):
+        yield f"LOST: {_number(lost, 'change')} of this fork, below"
     yield from (f"note: {text}" for text in findings.get("notes", ()))
 
 
