@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,18 @@ def counted(states: dict[str, int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of text, padded."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    """Columns of text, padded by what a terminal shows."""
+    widths = [max(_columns(row[column]) for row in rows) for column in range(len(rows[0]))]
+    padded = (
+        (cell + " " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
     return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def _columns(text: str) -> int:
+    # Chinese characters are two columns wide
+    return len(text) + sum(unicodedata.east_asian_width(each) in "WF" for each in text)
 
 
 def _remarks(site: SiteReport, support: set[str]) -> list[str]:

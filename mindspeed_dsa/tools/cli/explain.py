@@ -22,9 +22,12 @@ def list_features(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(
         prog="python -m mindspeed_dsa features", description="Lists all features with their switches."
     ).parse_args(list(argv))
-    rows = [("feature", "switch", "megatron-core", "what it does")]
-    rows += [(f.label, features.switch_of(f), _range(f), f.summary) for f in features.all_features()]
-    print("\n".join(start_report.aligned(rows)))
+    rows = [("feature", "switch", "megatron-core")]
+    rows += [(f.label, features.switch_of(f), _range(f)) for f in features.all_features()]
+    head, *lines = start_report.aligned(rows)
+    print(f"{head}\n    what it does")
+    for line, feature in zip(lines, features.all_features(), strict=True):
+        print(f"{line}\n{doctor_text.wrapped(f'    {feature.summary}')}")
     print("\n`python -m mindspeed_dsa explain NAME` says more about one of them.")
     for plugin in features.broken_plugins():
         print(f"\nPROBLEM: {plugin.message}")
@@ -35,7 +38,7 @@ def _range(feature: Feature) -> str:
     if "megatron-core" in feature.requires.versions:
         return feature.requires.versions["megatron-core"]
     ranges = list(dict.fromkeys(patch.versions for patch in feature.patches))
-    return " or ".join(ranges) if ranges and all(ranges) else "any"
+    return (ranges[0] if len(ranges) == 1 else "by site") if ranges and all(ranges) else "any"
 
 
 def run(argv: Sequence[str]) -> int:

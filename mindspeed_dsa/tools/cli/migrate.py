@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -13,6 +13,7 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.session import start_report
 from mindspeed_dsa.settings import did_you_mean
+from mindspeed_dsa.tools.cli.doctor_text import wrapped
 from mindspeed_dsa.tools.migrate import scripts
 from mindspeed_dsa.tools.migrate.translate import KINDS, Translation, table
 
@@ -26,6 +27,41 @@ what takes their place.
 Exit status: 0 everything is served; 1 a flag that changes results is not, one is unknown, or a script is no
 training by Megatron; 2 a script cannot be read, or contradicts itself."""
 _WIDTH = 60
+_ENGLISH: dict[str, str] = {
+    **{str(kind): text for kind, text in KINDS.items()},
+    "refused": "NOT SERVED",
+    "head": "flag|verdict|now",
+    "as it is": "(as it is)",
+    "flags": "{} flags: ",
+    "count": "{} {}",
+    "comma": ", ",
+    "change results": " ({} of them change results)",
+    "problem": "PROBLEM: ",
+    "note": "note: ",
+    "written": "written: ",
+    "instead": ". Nothing is translated.",
+}
+_CHINESE: dict[str, str] = {
+    "same": "同名可用",
+    "megatron": "换成 Megatron 的参数",
+    "unchanged": "不变",
+    "not needed": "不需要",
+    "not served": "不支持",
+    "unknown": "未知",
+    "refused": "不支持（结果会变）",
+    "head": "参数|结论|现在",
+    "as it is": "（照旧）",
+    "flags": "{} 个参数：",
+    "count": "{1} {0} 个",
+    "comma": "，",
+    "change results": "（其中 {} 个会改变结果）",
+    "problem": "问题：",
+    "note": "提示：",
+    "written": "已写出：",
+    "instead": "。不转换。",
+}
+_WORDS = {"en": _ENGLISH, "zh": _CHINESE}
+"""Words of the report by language; reasons and notes are in English."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         new = "" if not written else str(scripts.write(each, options.overwrite))
         records.append({**each.record(), "new": new})
         if not options.json:
-            print(_text(each, new, options.all))
+            print(_text(each, new, options.all, _WORDS[options.lang]))
     if options.json:
         print(json.dumps({"megatron_core": str(release or ""), "scripts": records}, indent=1))
     elif len(migrated) > 1:
@@ -69,26 +105,28 @@ def _release(text: str | None) -> Version | None:
         ) from error
 
 
-def _text(migrated: scripts.Migrated, new: str, everything: bool) -> str:
+def _text(migrated: scripts.Migrated, new: str, everything: bool, words: Mapping[str, str]) -> str:
     found = migrated.translation
     if migrated.instead:
-        return f"{migrated.path}: {migrated.instead}. Nothing is translated.\n"
-    rows = [("flag", "verdict", "now", "why")]
+        return f"{migrated.path}: {migrated.instead}{words['instead']}\n"
+    rows, reasons = [words["head"].split("|")], [""]
     for each in found.outcomes:
         plain = each.kind == "unchanged" and each.now == str(each.given) and not each.why
         if plain and not everything:
             continue
-        verdict = "NOT SERVED" if each.results else KINDS[each.kind]
-        now = "(as it is)" if each.now == str(each.given) else each.now
-        rows.append((_short(str(each.given)), verdict, _short(now), each.why))
-    lines = [f"{migrated.path}: {_counted(found)}", ""]
-    lines += start_report.aligned(rows)
+        now = words["as it is"] if each.now == str(each.given) else each.now
+        verdict = words["refused" if each.results else each.kind]
+        rows.append([_short(str(each.given)), verdict, _short(now)])
+        reasons.append(each.why)
+    lines = [f"{migrated.path}: {_counted(found, words)}", ""]
+    for row, why in zip(start_report.aligned(rows), reasons, strict=True):
+        lines += [row, *([wrapped(f"    {why}")] if why else [])]
     lines += [
         "",
-        *(f"PROBLEM: {text}" for text in found.problems),
-        *(f"note: {text}" for text in migrated.notes),
+        *(wrapped(f"{words['problem']}{text}") for text in found.problems),
+        *(wrapped(f"{words['note']}{text}") for text in migrated.notes),
     ]
-    lines += [f"written: {new}"] if new else []
+    lines += [f"{words['written']}{new}"] if new else []
     return "\n".join([*lines, ""])
 
 
@@ -96,11 +134,12 @@ def _short(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
-def _counted(found: Translation) -> str:
+def _counted(found: Translation, words: Mapping[str, str]) -> str:
     counts = found.counts()
-    parts = [f"{counts[kind]} {text}" for kind, text in KINDS.items() if counts[kind]]
-    refused = f" ({counts['change results']} of them change results)" if counts["change results"] else ""
-    return f"{counts['flags']} flags: {', '.join(parts)}{refused}"
+    parts = [words["count"].format(counts[kind], words[kind]) for kind in KINDS if counts[kind]]
+    refused = counts["change results"]
+    more = words["change results"].format(refused) if refused else ""
+    return f"{words['flags'].format(counts['flags'])}{words['comma'].join(parts)}{more}"
 
 
 def _summary(migrated: Sequence[scripts.Migrated]) -> str:
@@ -135,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("scripts", nargs="*", metavar="SCRIPT", help="launch scripts: *.sh, *.yaml, *.py")
     add("--megatron", metavar="RELEASE", help="of Megatron-core that will train; default: the installed one")
+    add("--lang", choices=sorted(_WORDS), default="en", help="of verdicts; reasons are in English")
     add("--all", action="store_true", help="print flags of Megatron's own as well")
     add("--dry-run", action="store_true", help="write no script")
     add("--overwrite", action="store_true", help="replace scripts that an earlier call has written")

@@ -44,6 +44,16 @@ def test_flag_by_flag(script, tmp_path, capsys, flags, status, printed):
     assert (f"written: {new}" in out) == (status != 2)
 
 
+def test_verdicts_in_chinese_on_a_screen(script, capsys):
+    path = script("--qk-rope-head-dim 64 --bf16 --fix-router")
+    assert main(["migrate", "--megatron", "0.16.1", "--dry-run", "--lang", "zh", path]) == 1
+    out = capsys.readouterr().out
+    assert "3 个参数：换成 Megatron 的参数 1 个，不变 1 个，不支持 1 个（其中 1 个会改变结果）" in out  # noqa: RUF001
+    row = next(line for line in out.splitlines() if line.startswith("--fix-router"))
+    assert "不支持（结果会变）" in row  # noqa: RUF001
+    assert max(map(len, out.splitlines())) <= 150
+
+
 def test_json_of_several_scripts(script, tmp_path, capsys):
     paths = [script("--use-ascend-coc", "a.sh"), script("--n-group 2", "b.sh")]
     assert main(["migrate", "--dry-run", "--json", *paths]) == 0

@@ -41,7 +41,7 @@ _HEADS = {
     },
     "zh": {
         "script": "脚本",
-        "flags": "flag",
+        "flags": "参数",
     },
 }
 _WHOLE = {"en": "whole", "zh": "全部支持"}
