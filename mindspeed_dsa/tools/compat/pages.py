@@ -58,6 +58,7 @@ Megatron's own. Which of them one job can have at once is on the page [Features 
 """
 _SESSION = "The session's own rows, always on"
 Word = Callable[[str], str]
+_OLDEST_TORCH_NPU = Version("2.7")
 _PLAIN = re.compile(r"[\W\d_]*|`[^`]*`")
 """What is the same in every language: numbers, and what stands as code."""
 
@@ -85,7 +86,7 @@ class Translation:
 
     def __call__(self, text: str) -> str:
         """Return a text's translation; itself where there is none, which :meth:`problems` names."""
-        if _PLAIN.fullmatch(text):
+        if text not in self._said and _PLAIN.fullmatch(text):
             return text
         self._asked[text] = None
         return self._said.get(text, text)
@@ -234,7 +235,7 @@ def kinds(by_kind: Mapping[str, Sequence[Feature]], folder: str, word: Word = st
 
 def _marked(switch: str, word: Word) -> str:
     """Set the flag's name as code."""
-    said = re.sub(r"automatic|Megatron's", lambda found: word(found[0]), switch)
+    said = re.sub(r", automatic| \(Megatron's\)|automatic", lambda found: word(found[0]), switch)
     return re.sub(r"^--[\w-]+", r"`\g<0>`", said, flags=re.ASCII)
 
 
@@ -248,9 +249,10 @@ def npu_operators() -> str:
 
 def npu_releases(word: Word = str) -> str:
     """Releases of torch_npu with the CANN that each goes with."""
-    rows = [
-        [each.cann, ", ".join(each.torch_npu), ", ".join(compatible(each))] for each in reversed(RELEASES)
-    ]
+    rows = []
+    for each in reversed(RELEASES):
+        names = [name for name in each.torch_npu if Version(name) >= _OLDEST_TORCH_NPU]
+        rows += [[each.cann, ", ".join(names), ", ".join(compatible(each))]] if names else []
     return table([word("CANN"), "torch_npu", word("compatible with CANN")], rows)
 
 
@@ -267,7 +269,7 @@ def npu_environment(word: Word = str) -> str:
     rows = []
     for each in VARIABLES:
         value = word(UNSET) if each.recommended == UNSET else f"`{each.recommended}`"
-        sources = ", ".join(map(word, each.sources))
+        sources = word(", ").join(map(word, each.sources))
         rows.append([f"`{each.name}`", word(each.does), value, word(each.why), sources])
     header = ("Variable", "What it does", "Value", "Why", "From")
     return table([word(title) for title in header], rows)
