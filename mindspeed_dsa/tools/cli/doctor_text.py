@@ -206,6 +206,8 @@ def _remarks(site: Mapping[str, Any]) -> list[str]:
 
 def wrapped(line: str) -> str:
     """Return a line of prose in lines of the screen's width; rows of tables stay whole."""
+    if "\n" in line:
+        return "\n".join(map(wrapped, line.split("\n")))
     if "   " in line.strip():
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 4)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_dsa.features import all_features
 from mindspeed_dsa.ops import backend
 from mindspeed_dsa.tools.cli import doctor, doctor_operators, doctor_text
 
@@ -29,6 +30,8 @@ def test_the_answer_is_one_screen_and_begins_with_the_verdict(findings):
     problem = doctor.as_text({**findings, "problems": ["a " * 200]}).splitlines()
     assert problem[0].startswith("PROBLEM: a a")
     assert "no problems found" not in problem
+    parts = doctor.as_text({**findings, "problems": ["cannot be:\n  - a\n  - b"]}).splitlines()
+    assert parts[:3] == ["PROBLEM: cannot be:", "  - a", "  - b"]
     assert max(map(len, problem)) <= doctor_text.WIDTH
 
 
@@ -56,6 +59,10 @@ def test_what_a_backport_does_is_in_it(findings):
     states = {"dsa-backport": "on", "fused-dsa": doctor_text.NOT_NEEDED, "dsa-absorb": "off"}
     supplies = {"dsa-backport": ("fused-dsa", "dsa-absorb")}
     assert doctor_text.with_suppliers(states, supplies) == {**states, "fused-dsa": "in dsa-backport"}
+    newer = {"dsa-kernel-backend": "on", "fused-dsa": doctor_text.NOT_NEEDED}
+    supplies_newer = {each.name: each.supplies for each in all_features() if each.supplies}
+    found = doctor_text.with_suppliers({"dsa-backport": doctor_text.NOT_NEEDED, **newer}, supplies_newer)
+    assert found["fused-dsa"] == "in dsa-kernel-backend"
     idle = {**states, "dsa-backport": doctor_text.NOT_NEEDED}
     assert doctor_text.with_suppliers(idle, supplies) == idle
     rows = [

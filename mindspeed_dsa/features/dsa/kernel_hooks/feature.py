@@ -68,6 +68,7 @@ _OF_OPERATORS = tuple(
 
 FEATURE = Feature(
     name="dsa-kernel-backend",
+    supplies=("fused-dsa",),
     summary="Our DSA operators behind the kernel hooks of Megatron-core 0.19, on any device.",
     flags=(
         megatron_flag("--dsa-kernel-backend"),
