@@ -37,20 +37,22 @@ def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[
     }
 
 
-def sentence(lacks: Mapping[str, Sequence[str]]) -> str:
+def sentence(lacks: Mapping[str, Sequence[str]], unknown: int) -> str:
     """Return one sentence on which Megatron-LM to take.
 
     Args:
-        lacks: what :func:`lacking` returns.
+        lacks: result of :func:`lacking`.
+        unknown: number of flags that no release is known to have.
     """
+    each_flag = "all flags but the unknown ones" if unknown else "all flags"
     whole = [f"core_v{release}" for release, flags in lacks.items() if not flags]
     others = [f"core_v{release} does not: {', '.join(flags)}" for release, flags in lacks.items() if flags]
     if whole:
         serve = "serve" if len(whole) > 1 else "serves"
         names = " and ".join(filter(None, [", ".join(whole[:-1]), whole[-1]]))
-        return f"Megatron-LM: {names} {serve} all flags{''.join(f'; {each}' for each in others)}"
+        return f"Megatron-LM: {names} {serve} {each_flag}{''.join(f'; {each}' for each in others)}"
     fewest = min(reversed(list(lacks)), key=lambda release: len(lacks[release]))
-    return f"Megatron-LM: none of {', '.join(lacks)} serves all flags; core_v{fewest} refuses fewest"
+    return f"Megatron-LM: none of {', '.join(lacks)} serves {each_flag}; core_v{fewest} refuses fewest"
 
 
 def clone(lacks: Mapping[str, Sequence[str]]) -> str:

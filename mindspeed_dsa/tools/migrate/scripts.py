@@ -107,7 +107,8 @@ def _of_words(path: Path, found: Sequence[str], release: Version | None, render:
     translation = translate(flags, release)
     text = render(path.name, first, translation)
     script = next((word for word in first if word.endswith(".py")), "")
-    notes = (megatron_lm.sentence(megatron_lm.lacking(flags)),)
+    unknown = len(translation.of("unknown"))
+    notes = (megatron_lm.sentence(megatron_lm.lacking(flags), unknown),)
     return Migrated(path, script, translation, notes, text)
 
 
@@ -120,7 +121,10 @@ def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
     new = new or _behind(text, start, first, translation)
     notes += _left_out(flags, new)
     lacks = megatron_lm.lacking(flags)
-    said = [megatron_lm.sentence(lacks), *megatron_lm.program(path, start.script, megatron_lm.clone(lacks))]
+    said = [
+        megatron_lm.sentence(lacks, len(translation.of("unknown"))),
+        *megatron_lm.program(path, start.script, megatron_lm.clone(lacks)),
+    ]
     head = "".join(f"# {line}\n" for line in (*_head(path.name, translation), *map("Note: {}".format, notes)))
     shebang, rest = re.match(r"(#![^\n]*\n)?(.*)", new, re.DOTALL).groups("")  # type: ignore[union-attr]
     new = f"{shebang}{head}{megatron_lm.renamed(rest, start.script)}"

@@ -31,6 +31,7 @@ def script(tmp_path):
         ),
         ("--fix-router", 1, "1 not served (1 of them change results)"),
         ("--no-such-flag", 1, "Neither MindSpeed's nor Megatron's"),
+        ("--no-such-flag", 1, "serve all flags but the unknown ones"),
         ("--qk-rope-head-dim 8 --qk-pos-emb-head-dim 16", 2, "PROBLEM: --qk-rope-head-dim 8 means"),
     ],
 )
