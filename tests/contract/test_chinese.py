@@ -23,6 +23,7 @@ ENGLISH = {
     "npu.md": "docs/npu.md",
     "features.md": "docs/features/README.md",
     "troubleshooting.md": "docs/troubleshooting.md",
+    "weights.md": "docs/weights.md",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->\n", re.S)
