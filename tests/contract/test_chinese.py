@@ -24,6 +24,7 @@ ENGLISH = {
     "features.md": "docs/features/README.md",
     "troubleshooting.md": "docs/troubleshooting.md",
     "weights.md": "docs/weights.md",
+    "support.md": "docs/support.md",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->\n", re.S)

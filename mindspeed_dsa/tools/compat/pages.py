@@ -185,6 +185,7 @@ def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
             "releases": npu_releases(words),
             "environment": npu_environment(words),
         },
+        "support.md": {"exceptions": exceptions(shipped(), load(), trained.load(), "../features/", words)},
     }
     problems += words.problems()
     return {docs / "zh" / name: each for name, each in sections.items()}

@@ -57,7 +57,7 @@ _TORCH = (
     "unexpected keyword argument 'strides'`), and FSDP2's private classes have other names |\n\n"
     "2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU, 2.7.1 with empty stand-ins for "
     "the CUDA libraries. 2.6 is below the bound: its Inductor works with Triton 3.2 alone, and the kernels "
-    "here need 3.3. On CPUs, FSDP2 with messages in place of its collectives was tried with 2.13 and 2.14; "
+    "here need 3.4. On CPUs, FSDP2 with messages in place of its collectives was tried with 2.13 and 2.14; "
     "others have FSDP2's own. Private names of torch are in [one list](torch-privates.md).\n"
 )
 _NOTHING_TRAINED = trained.Trained()
@@ -98,8 +98,24 @@ def compatibility_matrix(
     return text.getvalue()
 
 
-def exceptions(features: Sequence[Feature], records: Records, matrix: trained.Trained) -> str:
-    """Features that some release lacks or that fail on one, with those releases."""
+def exceptions(
+    features: Sequence[Feature],
+    records: Records,
+    matrix: trained.Trained,
+    folder: str = "features/",
+    say: Callable[[str], str] = str,
+) -> str:
+    """Features that some release lacks or that fail on one, with those releases.
+
+    Args:
+        features: all of them.
+        records: facts of releases.
+        matrix: results of tests.
+        folder: where the features' pages lie.
+        say: translates words.
+    """
+    words = {word: say(word) for word in _LACKING}
+    colon, to = say(": "), say(" to ")
     rows = []
     for feature in features:
         lacking: dict[str, list[str]] = {}
@@ -108,9 +124,12 @@ def exceptions(features: Sequence[Feature], records: Records, matrix: trained.Tr
             if word in _LACKING:
                 lacking.setdefault(word, []).append(release)
         if lacking:
-            told = "; ".join(f"{word}: {_run_of(on, records)}" for word, on in lacking.items())
-            rows.append([linked(feature, "features/"), told])
-    return table(["Feature", "But"], rows)
+            told = "; ".join(
+                f"{words[word]}{colon}{_run_of(on, records).replace(' to ', to)}"
+                for word, on in lacking.items()
+            )
+            rows.append([linked(feature, folder), told])
+    return table([say("Feature"), say("But")], rows)
 
 
 def _run_of(releases: Sequence[str], records: Records) -> str:
