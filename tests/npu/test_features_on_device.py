@@ -99,6 +99,8 @@ ELSEWHERE = {
     "compile-regions": "the stand-in is a mode of dispatch, beside which torch compiles nothing",
 }
 """Features without a case here: the test that trains with them, or why no device does."""
+QUICK = {1: tuple(CASES[1]), 2: ("TP2", "CP2", "EP2", "PP2", "DP2", "pairs")}
+"""Cases of the quick tests, in bf16; fp32 and other layouts are long."""
 BOUNDS = {"bf16": (2e-3, 2e-2), "fp32": (2e-5, 5e-4)}
 """How far a loss and a norm of gradients may lie from the CPU platform's, as a part of it."""
 LIMIT = 1200
@@ -112,13 +114,22 @@ def complete(flags: str, precision: str) -> str:
     return " ".join((*(["--bf16"] if precision == "bf16" else []), fused, absorbed, flags))
 
 
+def is_quick(ranks: int, precision: str, name: str) -> bool:
+    """Return whether a case is one of the quick tests."""
+    return precision == "bf16" and name in QUICK[ranks]
+
+
 @functools.cache
-def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dict[str, dict[str, Any]]]:
-    """What each rank says of each case."""
-    own = folder / f"{platform}-{precision}-{ranks}"
+def results(
+    platform: str, ranks: int, precision: str, quick: bool, folder: Path
+) -> list[dict[str, dict[str, Any]]]:
+    """Results of each rank by case, of the quick ones or of the others."""
+    own = folder / f"{platform}-{precision}-{ranks}-{quick}"
     own.mkdir()
     cases = []
     for name, flags in CASES[ranks].items():
+        if is_quick(ranks, precision, name) != quick:
+            continue
         given = flags.replace("{folder}", str(own))
         if platform == "cpu":  # where the same products have no operator that communicates
             given = given.replace("--use-ascend-mc2", "")
@@ -144,17 +155,19 @@ def results(platform: str, ranks: int, precision: str, folder: Path) -> list[dic
 
 
 def rows() -> list[Any]:
-    """One row for each case and precision; fp32 with the long tests.
+    """One row for each case and precision.
 
     Rows of one group share their jobs, which run in one of pytest's processes.
     """
-    long = {"bf16": [], "fp32": [pytest.mark.full]}
     return [
         pytest.param(
             ranks,
             precision,
             name,
-            marks=[pytest.mark.xdist_group(f"{precision} on {ranks}"), *long[precision]],
+            marks=[
+                pytest.mark.xdist_group(f"{precision} on {ranks}, {is_quick(ranks, precision, name)}"),
+                *([] if is_quick(ranks, precision, name) else [pytest.mark.full]),
+            ],
         )
         for precision in BOUNDS
         for ranks, cases in CASES.items()
@@ -188,8 +201,9 @@ def test_every_feature_that_serves_npus_has_a_case(monkeypatch: pytest.MonkeyPat
 @pytest.mark.timeout(2 * LIMIT + 100)
 @pytest.mark.parametrize(("ranks", "precision", "name"), rows())
 def test_a_feature_trains_as_on_a_cpu(ranks: int, precision: str, name: str, folder: Path) -> None:
-    found = results("npu", ranks, precision, folder)
-    expected = results("cpu", ranks, precision, folder)
+    quick = is_quick(ranks, precision, name)
+    found = results("npu", ranks, precision, quick, folder)
+    expected = results("cpu", ranks, precision, quick, folder)
     for on_npu, on_cpu in zip(found, expected, strict=True):
         assert name in on_npu, on_npu.get("", "a case before it ended the job")
         got, wanted = on_npu[name], on_cpu[name]
