@@ -50,6 +50,8 @@ _TORCH = (
     "not looked into; a reduce-scatter whose sizes do not fit, where gloo ends the process "
     "instead of raising; one test of process groups that did not end in time. FSDP2 is refused below 2.10, "
     "compile-regions below 2.13 |\n"
+    "| 2.13.0 | 3.4.0, 3.5.1, 3.6.0 | Triton's kernels: interpreted, and compiled for 8.0 and 9.0 | "
+    "pass, with NumPy 2.2 for the interpreter; all operators with 3.4.0, attention with the others |\n"
     "| 2.13.0 | 3.9.0 | everything | pass; the release that this repository is developed with |\n"
     "| 2.14.1 | 3.8.0 | `patches`, `ops`, `parallel`, CPU platform, FSDP2, compile-regions | pass |\n"
     "| 2.15.0 | 3.9.0 | `patches`, `ops`, `parallel`, CPU platform, compile-regions | pass; not allowed "
@@ -57,7 +59,8 @@ _TORCH = (
     "unexpected keyword argument 'strides'`), and FSDP2's private classes have other names |\n\n"
     "2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU, 2.7.1 with empty stand-ins for "
     "the CUDA libraries. 2.6 is below the bound: its Inductor works with Triton 3.2 alone, and the kernels "
-    "here need 3.4. On CPUs, FSDP2 with messages in place of its collectives was tried with 2.13 and 2.14; "
+    "here need 3.3, on GPUs 3.4. On CPUs, FSDP2 with messages in place of its collectives was tried with "
+    "2.13 and 2.14; "
     "others have FSDP2's own. Private names of torch are in [one list](torch-privates.md).\n"
 )
 _NOTHING_TRAINED = trained.Trained()
