@@ -100,7 +100,7 @@ $(NPU_STAMP): setup.py constraints.txt
 test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without an NPU (x86-64 Linux, gcc)
 	libraries=$$($(NPU_BIN)/python -m tests.npu.device.libraries) && \
 		LD_LIBRARY_PATH="$$libraries$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-		$(NPU_BIN)/python -m pytest $(XDIST) --dist loadgroup -m "$(NPU_MARKS)" tests/npu $(ARGS)
+		$(NPU_BIN)/python -m pytest $(XDIST) --dist loadfile -m "$(NPU_MARKS)" tests/npu $(ARGS)
 
 FRAMEWORKS := tests/hosts/frameworks/requirements.txt
 

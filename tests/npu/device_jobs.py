@@ -1,4 +1,4 @@
-"""Training jobs of ``test_features_on_device.py``: cases of the example's model in one process.
+"""Training jobs of ``feature_cases.py``: cases of the example's model in one process.
 
 ``python tests/npu/device_jobs.py PLATFORM CASES``: ``CASES`` is a JSON list of ``[name, flags]``. Each
 rank prints a line of JSON for each case: losses, norms, operators called, or what was raised.

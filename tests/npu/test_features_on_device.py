@@ -1,193 +1,28 @@
-"""Every feature that serves NPUs trains on tensors of the device, and as the CPU platform does.
-
-Initial weights and data are the same on both, so losses and norms differ by the order of sums and the
-rounding of 16 bits alone.
-"""
+"""Every feature that serves NPUs trains on tensors of the device, and as the CPU platform does."""
 
 from __future__ import annotations
 
-import functools
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mindspeed_dsa import features, platforms, session
-from tests.npu import device_jobs
-from tests.npu.device import launch
-
-TP = "--tensor-model-parallel-size 2 --sequence-parallel"
-EP = "--expert-model-parallel-size 2"
-PP = "--pipeline-model-parallel-size 2"
-CP = "--context-parallel-size 2"
-GROUPED = "--moe-grouped-gemm --moe-permute-fusion"
-DENSE = "--experimental-attention-variant none"
-WIDE = "--global-batch-size 4"
-SHARDED = "--use-distributed-optimizer"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-SELECTIVE = "--recompute-granularity selective"
-
-CASES: dict[int, dict[str, str]] = {
-    1: {
-        "fused dsa": "",
-        "not absorbed": "--use-dsa-absorb off",
-        "fewer keys than operators take": "--dsa-indexer-topk 16",
-        "dense attention": DENSE,
-        "dense attention in parts": f"{DENSE} --qk-head-dim 64 --v-head-dim 64",
-        "digests of weights": "--initial-weights-dir {folder}/digests",
-        "fused operators": "--fused-operators all",
-        "grouped experts": GROUPED,
-        "linear cross entropy": "--fused-linear-cross-entropy",
-        "prediction": "--mtp-num-layers 1",
-        "prediction recomputed": "--mtp-num-layers 1 --mtp-recompute",
-        "indexers' warm-up": "--dsa-stage warmup",
-        "two streams": "--two-streams",
-        "host profile": "--host-profile {folder}/profile.json --host-profile-step 2",
-        "schedule trace": "--trace-schedule {folder}/trace --trace-schedule-step 2",
-        "calls recorded": "--record-collectives {folder}/calls",
-        "packs": "--pack-documents",
-        "full recompute": RECOMPUTED,
-        "recompute modules": f"{SELECTIVE} --recompute-modules moe_act --moe-grouped-gemm",
-        "recompute norms": "--recompute-norm",
-        "recompute activations": "--recompute-activation-function",
-        "swapped attention": "--swap-attention --swap-modules self_attention --swap-attention-min-bytes 1",
-        "swapped optimizer": f"--swap-optimizer {SHARDED}",
-        "virtual optimizer": "--virtual-optimizer all",
-        "reused weights": f"--reuse-fp32-param {SHARDED}",
-        "norms in fp32": "--init-norm-weight-in-fp32",
-        "indexers of some layers": "--dsa-indexer-topk-pattern CS --dsa-indexer-topk 16",
-        "selections recorded": (
-            "--dsa-record-selections {folder}/selections --dsa-record-selections-steps 1-2"
-        ),
-        "stretched rotary embeddings": "--rope-type yarn --yarn-original-max-position-embeddings 64",
-    },
-    2: {
-        "TP2": TP,
-        "CP2": CP,
-        "EP2": f"{EP} {GROUPED}",
-        "PP2": PP,
-        "DP2": SHARDED,
-        "FSDP2": "--use-torch-fsdp2 --fsdp2-shard-experts",
-        "CoC": f"--use-ascend-coc --coc-parallel-num 2 {TP}",
-        "MC2": f"--use-ascend-mc2 --hidden-size 256 {TP}",
-        "padded sequences": f"{CP} --seq-length 30",
-        "blocks of rows": f"--cp-block-rows 4 {CP}",
-        "transfers of experts behind products": f"--moe-alltoall-overlap-comm {EP}",
-        "pairs": f"--moe-fb-overlap {EP} {WIDE}",
-        "halves": f"--moe-batch-overlap --moe-batch-overlap-always --micro-batch-size 2 {EP} {WIDE}",
-        "balanced experts": f"--balanced-moe-experts --balanced-moe-hot-expert-num 1 {EP}",
-        "experts of tensor ranks": f"--moe-tp-extend-ep {TP}",
-        "dense CP2": f"{DENSE} {CP} --context-parallel-algo ulysses_cp_algo",
-        "SP-TP-SP": f"--mla-sp-tp-sp {DENSE} {TP} --seq-length 1024",  # in two pieces of rows
-        "split backward": f"--split-backward {PP}",
-        "recompute in bubbles": f"--recompute-in-bubble {SELECTIVE} --recompute-modules core_attn {PP}",
-        "DualPipeV": f"--schedules-method dualpipev --num-layers 4 {PP} {WIDE}",
-    },
-}
-"""Flags by number of ranks and name."""
-ELSEWHERE = {
-    "moe-router-load-report": "test_pretrain_gpt.py",
-    "moe-expert-placement": "test_pretrain_gpt.py",
-    "step-metrics": "test_pretrain_gpt.py",
-    "whole-checkpoints": "test_pretrain_gpt.py",
-    "load-hf": "test_pretrain_gpt.py",
-    "save-hf": "test_pretrain_gpt.py",
-    "sft-prompts": "changes what a tokenizer returns, which no device sees",
-    "accept-mindspeed-flags": "changes the command line",
-    "flash-attention": "calls the operator of dense-context-parallel, for layers without latent attention",
-    "compile-regions": "the stand-in is a mode of dispatch, beside which torch compiles nothing",
-}
-"""Features without a case here: the test that trains with them, or why no device does."""
-QUICK = {1: tuple(CASES[1]), 2: ("TP2", "CP2", "EP2", "PP2", "DP2", "pairs")}
-"""Cases of the quick tests, in bf16; fp32 and other layouts are long."""
-BOUNDS = {"bf16": (2e-3, 2e-2), "fp32": (2e-5, 5e-4)}
-"""How far a loss and a norm of gradients may lie from the CPU platform's, as a part of it."""
-LIMIT = 1200
-"""Seconds for all cases on one platform, which the first test of a group waits for."""
-
-
-def complete(flags: str, precision: str) -> str:
-    """A case's flags with those of its precision and, for sparse attention, of the fused operators."""
-    absorbed = "" if "--use-dsa-absorb" in flags or DENSE in flags else "--use-dsa-absorb on"
-    fused = "" if DENSE in flags else "--use-fused-dsa"
-    return " ".join((*(["--bf16"] if precision == "bf16" else []), fused, absorbed, flags))
-
-
-def is_quick(ranks: int, precision: str, name: str) -> bool:
-    """Return whether a case is one of the quick tests."""
-    return precision == "bf16" and name in QUICK[ranks]
-
-
-@functools.cache
-def results(
-    platform: str, ranks: int, precision: str, quick: bool, folder: Path
-) -> list[dict[str, dict[str, Any]]]:
-    """Results of each rank by case, of the quick ones or of the others."""
-    own = folder / f"{platform}-{precision}-{ranks}-{quick}"
-    own.mkdir()
-    cases = []
-    for name, flags in CASES[ranks].items():
-        if is_quick(ranks, precision, name) != quick:
-            continue
-        given = flags.replace("{folder}", str(own))
-        if platform == "cpu":  # where the same products have no operator that communicates
-            given = given.replace("--use-ascend-mc2", "")
-        if precision == "fp32" and "--reuse-fp32-param" in flags:
-            continue
-        cases.append([name, complete(given, precision)])
-    done = launch.run(
-        Path(device_jobs.__file__),
-        [platform, json.dumps(cases)],
-        ranks=ranks,
-        limit=LIMIT,
-        stand_in=platform == "npu",
-    )
-    found = []
-    for output in done.output:
-        rows = [
-            line[len(device_jobs.MARK) :] for line in output.splitlines() if line.startswith(device_jobs.MARK)
-        ]
-        found.append(dict(json.loads(row) for row in rows))
-    if done.codes != (0,) * ranks:
-        found.append({"": {"error": "\n".join(text[-3000:] for text in done.output)}})
-    return found
-
-
-def rows() -> list[Any]:
-    """One row for each case and precision.
-
-    Rows of one group share their jobs, which run in one of pytest's processes.
-    """
-    return [
-        pytest.param(
-            ranks,
-            precision,
-            name,
-            marks=[
-                pytest.mark.xdist_group(f"{precision} on {ranks}, {is_quick(ranks, precision, name)}"),
-                *([] if is_quick(ranks, precision, name) else [pytest.mark.full]),
-            ],
-        )
-        for precision in BOUNDS
-        for ranks, cases in CASES.items()
-        for name in cases
-        if not (precision == "fp32" and name in ("reused weights", "norms in fp32"))
-    ]
+from tests.npu import device_jobs, feature_cases
+from tests.npu.feature_cases import LIMIT, require_as_on_a_cpu, rows
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For what cases write."""
-    return tmp_path_factory.mktemp("cases")
+    return tmp_path_factory.mktemp("features")
 
 
 def test_every_feature_that_serves_npus_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platforms, "detect", lambda requested: "npu")
     trained = set()
-    for flags in (flags for cases in CASES.values() for flags in cases.values()):
-        variant = [] if DENSE in flags else ["--experimental-attention-variant", "dsa"]
-        argv = [*device_jobs.MODEL.split(), *complete(flags, "bf16").split(), *variant]
+    for flags in (flags for cases in feature_cases.CASES.values() for flags in cases.values()):
+        variant = [] if feature_cases.DENSE in flags else ["--experimental-attention-variant", "dsa"]
+        argv = [*device_jobs.MODEL.split(), *feature_cases.complete(flags, "bf16").split(), *variant]
         _, active = session.resolve({}, argv, complete=False)
         trained |= {feature.name for feature in active}
     serving = {
@@ -195,20 +30,10 @@ def test_every_feature_that_serves_npus_has_a_case(monkeypatch: pytest.MonkeyPat
         for feature in features.built_in()
         if "npu" in (feature.requires.platforms or ("npu",)) and not feature.name.startswith("cpu-")
     }
-    assert serving - trained == ELSEWHERE.keys()
+    assert serving - trained == feature_cases.ELSEWHERE.keys()
 
 
 @pytest.mark.timeout(2 * LIMIT + 100)
-@pytest.mark.parametrize(("ranks", "precision", "name"), rows())
-def test_a_feature_trains_as_on_a_cpu(ranks: int, precision: str, name: str, folder: Path) -> None:
-    quick = is_quick(ranks, precision, name)
-    found = results("npu", ranks, precision, quick, folder)
-    expected = results("cpu", ranks, precision, quick, folder)
-    for on_npu, on_cpu in zip(found, expected, strict=True):
-        assert name in on_npu, on_npu.get("", "a case before it ended the job")
-        got, wanted = on_npu[name], on_cpu[name]
-        assert "error" not in got, got["error"]
-        assert "error" not in wanted, wanted["error"]
-        for key, bound in zip(("lm_loss", "grad_norm"), BOUNDS[precision], strict=True):
-            assert len(got[key]) == device_jobs.STEPS
-            assert got[key] == pytest.approx(wanted[key], rel=bound), key
+@pytest.mark.parametrize(("precision", "name"), rows(1))
+def test_a_feature_trains_as_on_a_cpu(precision: str, name: str, folder: Path) -> None:
+    require_as_on_a_cpu(1, precision, name, folder)
