@@ -153,10 +153,28 @@ def test_collectives(tmp_path, ranks, lazy):
     run(tmp_path, COLLECTIVES, ranks, TORCH_NPU_DEVICE_CAPABILITY="8.0", **variables)
 
 
+OFFSETS = """
+import torch
+device = torch.device("npu:0")
+torch.npu.manual_seed(3)
+state = torch.npu.get_rng_state()
+state[8:16] = torch.tensor([4096], dtype=torch.int64).view(torch.uint8)
+torch.npu.set_rng_state(state)
+one = torch.randn(8, device=device)
+state[8:16] = torch.tensor([8192], dtype=torch.int64).view(torch.uint8)
+torch.npu.set_rng_state(state)
+assert not torch.equal(one.cpu(), torch.randn(8, device=device).cpu())
+"""
+
+
+def test_another_offset_draws_other_numbers(tmp_path):
+    run(tmp_path, OFFSETS, 1)
+
+
 def test_a_rank_that_fails_takes_the_others_with_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, time\nassert os.environ['RANK'] == '0', 'this rank'\ntime.sleep(100)\n")
-    done = launch.run(script, ranks=2, limit=60)
+    done = launch.run(script, ranks=2, limit=25)
     assert done.codes == (-9, 1)
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] failed(.|\n)*AssertionError: this rank"):
         done.require_success()

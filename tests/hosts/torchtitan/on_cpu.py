@@ -117,7 +117,8 @@ def record(folder: Path) -> None:
     prepare, tokens = Trainer.post_dataloading_process, []
 
     def prepared(self, input_dict, labels):
-        tokens.append(int((input_dict["input"] * torch.arange(1, input_dict["input"].shape[1] + 1)).sum()))
+        given = input_dict["input"]
+        tokens.append(int((given * torch.arange(1, given.shape[1] + 1, device=given.device)).sum()))
         return prepare(self, input_dict, labels)
 
     def weights(trainer):

@@ -7,6 +7,7 @@ platform do.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,4 +47,5 @@ def _state_of(generator: torch.Generator) -> Tensor:
         return known
     # A seed without a draw; or, after a resumption, an offset that another process has reached.
     seed, offset = (int.from_bytes(part, "little") for part in (key[-16:-8], key[-8:]))
-    return torch.Generator().manual_seed((seed + (offset << 40)) % (1 << 63)).get_state()
+    # A CPU's generator takes the lower 32 bits of its seed alone.
+    return torch.Generator().manual_seed(zlib.crc32(key[-16:]) if offset else seed).get_state()
