@@ -250,7 +250,7 @@ def test_a_recomputation_selects_the_same(pool, switches, overrides):
 
 # -- the page ----------------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "determinism.md"
+PAGE = ROOT / "docs" / "design" / "determinism.md"
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
