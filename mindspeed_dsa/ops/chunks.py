@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.checks import names_key
@@ -40,3 +41,12 @@ def row_chunks(key: Tensor, topk_indices: Tensor, scratch_per_entry: int) -> Ite
             indices = indices.masked_fill(invalid, 0)
             keys = key[b].index_select(0, indices.flatten()).view(*indices.shape, dim).to(dtype)
             yield Chunk(b, part, indices, invalid, keys.masked_fill_(invalid[..., None], 0))
+
+
+def scratch_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in memory that the caller may overwrite: ``[..., n, k]``, ``[..., k, m]`` -> ``[..., n, m]``.
+
+    Selective checkpointing keeps what ``mm`` and ``bmm`` return, and refuses a backward if it was changed. Of
+    products with ``out=`` it keeps nothing.
+    """
+    return torch.matmul(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))

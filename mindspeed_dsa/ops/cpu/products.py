@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_dsa.ops.chunks import scratch_product
+
 # Below this much work per product, or above this many threads, one batched call is faster than a loop.
 _LOOP_MIN_FLOPS = 4_000_000
 _LOOP_MAX_THREADS = 4
@@ -87,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
         fused = relu and _stays_finite(x, weight)
         out = _LINEAR(x, weight, None, "relu" if fused else "none", [], "")
         return out.relu_() if relu and not fused else out
-    out = torch.mm(x, weight.t())
+    out = scratch_product(x, weight.t())
     return out.relu_() if relu else out
 
 

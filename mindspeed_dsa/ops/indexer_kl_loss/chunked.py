@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
+from mindspeed_dsa.ops.chunks import scratch_product
 from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype, wide
 from mindspeed_dsa.ops.sparse_flash_attention.chunked import attention_sum as attention_sum
@@ -99,7 +100,7 @@ def dense_loss_and_gradients(
                 dist.all_reduce(target, group=tp_group)
             q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
             # [rows, index_heads, keys]
-            product = torch.matmul(q, keys.t())
+            product = scratch_product(q, keys.t())
             if call.index.use_relu:
                 product = product.relu_()
             per_row, grad = divergence_of_rows(torch.bmm(w[:, None], product)[:, 0], target, seen)
@@ -129,8 +130,8 @@ def _target(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
         seen: ``[rows, keys]`` bool.
     """
     if key.dim() == 2:
-        scores = torch.matmul(query, key.t())
+        scores = scratch_product(query, key.t())
     else:
-        scores = torch.bmm(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
+        scores = scratch_product(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
     scores = scores.masked_fill_(~seen[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
     return scores.sum(dim=1).masked_fill_(~seen, 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.chunks import row_chunks
+from mindspeed_dsa.ops.chunks import row_chunks, scratch_product
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.row_ranges import Ranges
@@ -84,10 +84,10 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
     out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)
     for chunk in row_chunks(call.key, topk_indices, 2 * heads):
         at = (chunk.batch, chunk.rows)
-        product = torch.bmm(query[at].to(dtype), chunk.keys.transpose(1, 2))
+        product = scratch_product(query[at].to(dtype), chunk.keys.transpose(1, 2))
         if call.use_relu:
             product = product.relu_()
-        scores = torch.bmm(weights[at].to(dtype)[:, None], product)[:, 0]
+        scores = scratch_product(weights[at].to(dtype)[:, None], product)[:, 0]
         out[at] = scores.masked_fill_(chunk.invalid, -torch.inf)
     return out
 
@@ -127,7 +127,7 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
     flat = query.reshape(rows * heads, dim)
     for first in range(0, key.shape[0], width):
         part = slice(first, first + width)
-        product = torch.mm(flat, key[part].to(query.dtype).t())
+        product = scratch_product(flat, key[part].to(query.dtype).t())
         if use_relu:
             product = product.relu_()
         scores[:, part] = torch.bmm(weights[:, None], product.view(rows, heads, -1))[:, 0]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import Algorithm, ShapeClass, algorithm, takes_every_call
+from mindspeed_dsa.ops.chunks import scratch_product
 from mindspeed_dsa.ops.cpu.blocks import Block, Scratch, add_to_keys, over_blocks, sum_in_order
 from mindspeed_dsa.ops.cpu.chunks import rows_of_sequences
 from mindspeed_dsa.ops.cpu.products import compute_dtype, product
@@ -226,7 +227,7 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
                 product(q_, keys.mT, products_)
             if call.use_relu:
                 products.relu_()
-            scores = torch.bmm(weights[at].to(dtype)[:, None], products)[:, 0]
+            scores = scratch_product(weights[at].to(dtype)[:, None], products)[:, 0]
             if block.invalid is not None:
                 scores.masked_fill_(block.invalid, -torch.inf)
             out[at][:, :width] = scores

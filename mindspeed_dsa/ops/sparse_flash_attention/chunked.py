@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.ops.backend import ShapeClass, takes_every_call
-from mindspeed_dsa.ops.chunks import row_chunks
+from mindspeed_dsa.ops.chunks import row_chunks, scratch_product
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
@@ -38,7 +38,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
     for chunk in row_chunks(key_value, topk_indices, 3 * heads):
         at = (chunk.batch, chunk.rows)
         # [n, heads, topk]
-        scores = torch.bmm(query[at].to(dtype) * softmax_scale, chunk.keys.transpose(1, 2))
+        scores = scratch_product(query[at].to(dtype) * softmax_scale, chunk.keys.transpose(1, 2))
         scores.masked_fill_(chunk.invalid[:, None], -torch.inf)
         lse[at] = scores.logsumexp(dim=-1)
         # A row without a key is 0/0 before it is masked.
@@ -97,7 +97,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
     for chunk in row_chunks(call.key_value, call.topk_indices, 3 * query.shape[2]):
         at = (chunk.batch, chunk.rows)
         # [n, heads, topk]
-        scores = torch.bmm(query[at].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
+        scores = scratch_product(query[at].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
         scores.masked_fill_(chunk.invalid[:, None], torch.finfo(dtype).min)
         summed[at] = scores.softmax(dim=-1).sum(dim=1).masked_fill_(chunk.invalid, 0)
     return summed
