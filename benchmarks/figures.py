@@ -66,7 +66,7 @@ def front(words: Mapping[str, str], docs: str) -> str:
     """The table of README: steps on an H100 and one row of a CPU.
 
     Args:
-        words: of the language.
+        words: texts in the language.
         docs: path from the page to ``docs/``.
     """
     layers, cpu = metrics("gpu-h100")["layer"], metrics("dsa-cpu")

@@ -45,7 +45,7 @@ class Model:
     """Released model of the table.
 
     Attributes:
-        title: as its publisher writes it.
+        title: name, as its publisher writes it.
         released: where its weights are.
         small: a small one of its kind has been trained.
     """

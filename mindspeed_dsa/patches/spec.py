@@ -46,7 +46,7 @@ class Patch:
         factory: for kinds other than ``wrap``: ``impl`` is a function that is called once with the
             claim's context and returns the object to assign. (A ``wrap`` decorator gets the context if
             it takes a second positional parameter.)
-        in_place_of: of a ``wrap``: calls for which it computes the result itself and does not call the
+        in_place_of: calls for which a ``wrap`` computes the result itself and does not call the
             original, in words, as "layers with DSA"; a fork's change of the function is lost there.
     """
 

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -79,8 +80,8 @@ def rows() -> list[object]:
     found = checkouts()
     if not found:
         return [pytest.param("", "", marks=pytest.mark.skip(reason="MEGATRON_LM names no checkout"))]
-    # 0.19's scripts import names of Python 3.12: `make test-npu PYTHON=python3.12 NPU_TESTS=DIR`.
-    served = [each for each in found if Version(each) < Version("0.19") or sys.version_info >= (3, 12)]
+    # 0.19's scripts import it.
+    served = [each for each in found if Version(each) < Version("0.19") or hasattr(typing, "override")]
     return [
         pytest.param(release, name, marks=[] if name in SHORT and n == 0 else [pytest.mark.full])
         for n, release in enumerate(served)
@@ -92,9 +93,9 @@ def train(folder: Path, platform: str, release: str, flags: Sequence[str], ranks
     """Train on all ranks of a layout.
 
     Args:
-        folder: for the metrics.
+        folder: folder for the metrics.
         platform: ``npu`` or ``cpu``.
-        release: of the checkout.
+        release: release of the checkout.
         flags: the model's, the layout's and the job's.
         ranks: number of processes.
         note: tells the metrics of two jobs apart.

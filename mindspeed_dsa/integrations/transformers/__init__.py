@@ -57,7 +57,7 @@ def apply_dsa(
     Args:
         model: of transformers, of type ``deepseek_v32`` or ``glm_moe_dsa``; also inside of other modules, as
             PEFT's. Before FSDP2's ``fully_shard`` or after it.
-        stage: of the training: in ``"warmup"`` rows attend to every key that they see, in ``"sparse"`` to
+        stage: stage of training: in ``"warmup"`` rows attend to every key that they see, in ``"sparse"`` to
             those that the indexer selects. In evaluation, too.
         loss_coeff: factor of the indexers' loss, the sum over layers of the mean over tokens. If it is not 0,
             layers in training mode whose indexer has a parameter that requires a gradient compute it, and it

@@ -121,7 +121,7 @@ def read(
     """Read a command line as a job does, up to Megatron's own look at the arguments.
 
     Args:
-        parser: of the job.
+        parser: the job's parser.
         running: the session of these flags.
         argv: flags.
         whole: they are all, so that others have Megatron's defaults; else others are absent.
@@ -191,10 +191,10 @@ def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobPar
     """List flags that neither this library nor Megatron has, each with what it resembles.
 
     Args:
-        argv: what is read.
+        argv: words to read.
         of_the_job: the part that the job's own parser shares; judged are DSA's flags, and misspelt ones.
-        parser: of the job.
-        root: of Megatron.
+        parser: the job's parser.
+        root: top-level package of Megatron.
     """
     names, release = parser.names, number(versions.of_megatron(root))
     found = []

@@ -33,7 +33,7 @@ def examine(running: session.Session, args: argparse.Namespace) -> list[dict[str
 
     Args:
         running: the session.
-        args: what is known of the job's arguments.
+        args: the job's arguments, as far as they are known.
 
     Returns:
         A row for each operator, with what was tried before its backend and why that is skipped; nothing where

@@ -23,7 +23,7 @@ def as_text(findings: Mapping[str, Any], everything: bool = False) -> str:
     """Write the findings as text.
 
     Args:
-        findings: as ``doctor.examine`` returns them.
+        findings: result of ``doctor.examine``.
         everything: all versions, features and sites are listed as well.
     """
     parts = [
@@ -229,8 +229,8 @@ def with_suppliers(states: Mapping[str, str], supplies: Mapping[str, Sequence[st
     """Say of a feature that is not needed because a backport does its work that it is in that backport.
 
     Args:
-        states: of all features, by name.
-        supplies: by name of a backport, the features whose work it does.
+        states: state by feature, for all features.
+        supplies: features by name of the backport that does their work.
     """
     found = dict(states)
     for backport, names in supplies.items():

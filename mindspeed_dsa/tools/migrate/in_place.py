@@ -52,7 +52,7 @@ def rewrite(text: str, start: Start, given: Sequence[Given], found: Translation)
     """Write a script's new flags where the old ones stand.
 
     Args:
-        text: of the script.
+        text: the script's text.
         start: command that it starts.
         given: the old flags, in order.
         found: their translation.

@@ -84,7 +84,7 @@ def around(release: Version | None) -> list[str]:
     """Return the recorded releases that stand for another one: the nearer older one, and the next.
 
     Args:
-        release: of Megatron-LM; a recorded one stands for itself, and None for the newest.
+        release: release of Megatron-LM; a recorded one stands for itself, and None for the newest.
     """
     if release is None:
         return [releases()[-1]]
@@ -112,9 +112,9 @@ def add_recorded(parser: _Parser, release: Version | None) -> _Parser:
     """Add Megatron's flags to a parser, with their types, choices and defaults in a release.
 
     Args:
-        parser: to which they are added.
-        release: of Megatron-LM. Between two recorded ones the older one counts, with the flags that only the
-            newer one has: nobody knows which of them are there yet. None: the newest.
+        parser: parser to which they are added.
+        release: release of Megatron-LM. Between two recorded ones the older counts, with the flags
+            that only the newer one has. None: the newest.
     """
     for at in map(releases().index, around(release)):
         for flag, variants in _kept()[1].items():

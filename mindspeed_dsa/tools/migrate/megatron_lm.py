@@ -24,8 +24,8 @@ def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[
     """Return by release the flags, or the sentences, for which it does not serve a script.
 
     Args:
-        flags: of the script.
-        releases: of Megatron-core.
+        flags: the script's flags.
+        releases: releases of Megatron-core.
     """
     found = {release: translate(flags, Version(release)) for release in releases}
     return {
@@ -71,8 +71,8 @@ def program(path: Path, script: str, fetched_by: str) -> list[str]:
     """Return what to do about the Python script that a launch script starts.
 
     Args:
-        path: of the launch script; the Python script is looked for beside it and above it.
-        script: as the launch script names it.
+        path: path of the launch script; the Python script is looked for beside it and above it.
+        script: Python script, as the launch script names it.
         fetched_by: the command that fetches Megatron-LM.
     """
     if not script.endswith(".py"):

@@ -43,7 +43,7 @@ def of_shell(text: str) -> str:
     """Return what takes the place of a shell script, in one sentence; empty for a training by Megatron.
 
     Args:
-        text: of the script. Where it starts a training among other things, it is a training.
+        text: the script's text. Where it starts a training among other things, it is a training.
     """
     names = [match[1] for match in _PROGRAM.finditer(text)]
     if any(_TRAINS.fullmatch(name) for name in names):
@@ -59,7 +59,7 @@ def of_yaml(data: Any) -> str:
     """Return what takes the place of a YAML file of MindSpeed-LLM's FSDP2; empty for other files.
 
     Args:
-        data: of the file, as it is parsed.
+        data: contents of the file, parsed.
     """
     if not isinstance(data, Mapping):
         return ""

@@ -29,10 +29,10 @@ class Migrated:
     Attributes:
         path: where it lies.
         script: the Python script that it starts; empty for lists of arguments alone.
-        translation: of its flags.
-        notes: what was not read in it, which Megatron-LM to take, and what to do about the Python script.
-        text: of the new script.
-        instead: for a script that is no training by Megatron, what takes its place; nothing is translated.
+        translation: translation of its flags.
+        notes: sentences about lines that were not read, the Megatron-LM to take, and the Python script.
+        text: text of the new script.
+        instead: substitute for a script that is no training by Megatron; nothing is translated.
     """
 
     path: Path

@@ -147,7 +147,7 @@ def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:
         path: name or file, as ``--config`` takes it.
         given: arguments of the job's own flags.
         job: planned of both.
-        release: of Megatron-core.
+        release: release of Megatron-core.
 
     Raises:
         SettingsError: Megatron cannot compute the model.

@@ -20,11 +20,11 @@ class Difference:
     """Difference of two plans, with minus without.
 
     Attributes:
-        flag: as given.
+        flag: flag, as given.
         memory: bytes on the rank that needs most, by row.
         host: bytes there on the host.
         received: bytes of the rank that receives most, by group.
-        seconds: of a step, by part.
+        seconds: seconds of a step, by part.
     """
 
     flag: str
@@ -78,7 +78,7 @@ def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], 
     """One for each flag.
 
     Args:
-        chosen: as given.
+        chosen: flags, as given.
         before: without any of them.
         planned: makes a plan with more words on the job's command line.
     """
@@ -136,8 +136,8 @@ class Way:
     Attributes:
         flags: beside those of the plan.
         memory: bytes that they change on the rank that needs most.
-        seconds: of a step, likewise.
-        verdict: on the plan with them.
+        seconds: seconds of a step, likewise.
+        verdict: verdict on the plan with them.
     """
 
     flags: str
@@ -192,8 +192,8 @@ def text_of_ways(found: list[Way], devices: int) -> str:
     """For a terminal, with what is left to do where no flags are enough.
 
     Args:
-        found: by :func:`ways`.
-        devices: of the job.
+        found: result of :func:`ways`.
+        devices: number of devices of the job.
     """
     rows = [("what saves memory", "GiB", "step [s]", "then")]
     together = [each for each in found if each.flags not in MEMORY_FLAGS]

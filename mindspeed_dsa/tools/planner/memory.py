@@ -123,7 +123,7 @@ class _Weights:
     """Numbers of one pipeline rank's weights.
 
     Attributes:
-        by_part: of the rank.
+        by_part: bytes of the rank, by part.
         all: between steps.
         dense: likewise, of those that are trained; likewise ``experts``.
         largest: matrix.

@@ -122,7 +122,7 @@ def verdict(worst: RankMemory, device: Device) -> str:
 
     Args:
         worst: rank that needs most.
-        device: what it runs on.
+        device: device that it runs on.
     """
     if worst.total <= budget(device):
         return FITS
@@ -139,7 +139,7 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
 
     Args:
         job: checked.
-        device: what it runs on.
+        device: device that it runs on.
         allocator: share that the allocator is assumed to add.
         quick: for searches: the schedule from its slowest stage instead of event by event, and no count of
             fitting devices.

@@ -116,7 +116,7 @@ def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tu
     """Return columns that differ, with the ranks of each; of many the first, the last and the largest.
 
     Args:
-        columns: what would be printed of each rank.
+        columns: cells of each rank.
         needs: bytes of each rank.
     """
     ranks: dict[tuple[str, ...], list[int]] = {}

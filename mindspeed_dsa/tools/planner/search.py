@@ -202,7 +202,7 @@ def text(found: list[Found], given: Sequence[str]) -> str:
     """For a terminal.
 
     Args:
-        found: by :func:`search`.
+        found: result of :func:`search`.
         given: command line of the job that was searched for, script first if there is one.
     """
     rows = [("layout", "micro", "step [s]", "tokens/s", "MFU", "GiB", "host GiB", "limited by")]

@@ -57,7 +57,7 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
     """Return the flags of Megatron-LM and of this library with which a job trains a model.
 
     Args:
-        config: of Hugging Face, as it is read from its file.
+        config: Hugging Face's config.json, parsed.
         release: of Megatron-core, from 0.12.1 on.
         where: the configuration is from, which begins every message.
 
@@ -98,7 +98,7 @@ def flags_of_training(config: Mapping[str, Any], frozen: bool, where: str) -> li
     """Return the flags that decide how DSA of a model trains; none for a model with dense attention.
 
     Args:
-        config: of Hugging Face, as it is read from its file.
+        config: Hugging Face's config.json, parsed.
         frozen: whether indexers select keys and are not trained.
         where: the configuration is from, which begins every message.
 

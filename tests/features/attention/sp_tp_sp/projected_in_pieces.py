@@ -51,11 +51,11 @@ def _run(
     """Two microbatches forward, then their backward.
 
     Args:
-        kind: of the projection.
-        rows: of this rank.
+        kind: kind of projection.
+        rows: number of rows of this rank.
         batch: sequences.
-        pieces_wanted: that the rows are cut in.
-        dtype: of everything.
+        pieces_wanted: number of pieces.
+        dtype: dtype of all tensors.
         frozen: the weight does not learn.
         first: the heads need no gradient.
         queued: the weight's gradient is computed after backward.
