@@ -27,7 +27,7 @@ EXTRAS = {
     "torchtitan": [
         "torch>=2.13,<2.15",
         "torchtitan>=0.3,<0.4; python_version >= '3.11'",
-        "triton>=3.3; platform_system == 'Linux'",
+        "triton>=3.4; platform_system == 'Linux'",
     ],
     "viz": ["matplotlib", "tensorboard", "tqdm"],
     # The pages as a site, with a reference of the public interface.
