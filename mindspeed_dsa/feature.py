@@ -140,8 +140,8 @@ class Feature:
         on_finalize: lazy ``"module:function"``; called with the feature's context right before the model
             is built, after all sites are verified.
         when: of a feature without a switch of its own: what it is on for, in words.
-        supplies: of a backport, or of hooks into newer releases: names of the features whose effect its
-            own code has in the releases that it serves; doctor and the compatibility table say so.
+        supplies: names of features whose effect a backport, or hooks into newer releases, have in the
+            releases that they serve; doctor and the compatibility table say so.
         overlaps: what the feature sends while something is computed, in words, as "the gather of weights";
             checks of the environment look for what takes such transfers their cover.
         environment: checks of a job's surroundings that are the feature's own.

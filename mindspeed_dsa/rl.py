@@ -1,7 +1,7 @@
 """Selections of a rollout in training, under names that stay.
 
-What an engine has recorded is decoded, and handed over with each microbatch; the page is
-docs/hosts/dsa-in-rl.md. Recordings in files are on docs/features/dsa-recorded-selections.md.
+``decode`` reads an engine's record, ``hand_over_requests`` gives it to the job with each microbatch; the page
+is docs/hosts/dsa-in-rl.md. Recordings in files are on docs/features/dsa-recorded-selections.md.
 """
 
 from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write_recording

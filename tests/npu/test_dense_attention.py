@@ -36,7 +36,7 @@ def test_parts_make_the_whole(dtype, shape):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rotary_parts_that_are_apart(batch):
-    """They are not put together; only what the operator does not take is."""
+    """Parts stay apart, but where the operator does not take them."""
     with counted(smallest_copy=40 * 6 * 8) as counts:
         check_parts("npu", torch.bfloat16, batch)
     names = ["npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"]

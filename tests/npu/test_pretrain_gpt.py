@@ -192,6 +192,6 @@ def test_files_of_a_job(release: str, tmp_path: Path) -> None:
 
 
 def weights_flags(model: Path) -> list[str]:
-    """What ``python -m mindspeed_dsa weights flags`` prints of a model."""
+    """Flags that ``python -m mindspeed_dsa weights flags`` prints of a model."""
     command = [sys.executable, "-m", "mindspeed_dsa", "weights", "flags", str(model)]
     return shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

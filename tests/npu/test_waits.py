@@ -109,7 +109,7 @@ def test_nothing_waits(ranks: int, cases: Cases) -> None:
 
 
 def problems(events: Any, allowed: dict[str, int]) -> list[str]:
-    """What a step asked of the device that it may not, or more often than it may."""
+    """Waits and copies of a step that are not allowed, or more than are allowed."""
     if isinstance(events, str):
         return [events]
     left = {**ALLOWED, **allowed}

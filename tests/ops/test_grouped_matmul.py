@@ -145,7 +145,7 @@ def test_bf16_products_into_fp32_are_those_of_a_linear_layer():
 
 
 def test_numbers_of_no_rows_are_not_read(monkeypatch):
-    """Those of a rank without tokens may lie on a device; here on one that cannot be read."""
+    """Counts of a rank without tokens may be on a device; here on one that cannot be read."""
     monkeypatch.setattr(checks, "enabled", lambda: False)
     rows, weight = torch.randn(0, 8, requires_grad=True), torch.randn(3, 8, 4, requires_grad=True)
     out = grouped_matmul(rows, weight, torch.zeros(3, dtype=torch.int64, device="meta"))

@@ -61,7 +61,7 @@ def test_rows_before_of_chunks():
 
 @pytest.mark.parametrize("routing", cases.ROUTINGS, ids=cases.NAMES)
 def test_a_map_without_a_search(routing):
-    """What accelerators have where the number of rows is known."""
+    """Row maps as accelerators build them where the number of rows is known."""
     chosen = cases.routing_of(*routing)
     found, expected = of_counted_routing(chosen, int(chosen.sum())), of_routing(chosen, None)
     for part, wanted in zip(found, expected, strict=True):

@@ -60,7 +60,7 @@ _SESSION = "The session's own rows, always on"
 Word = Callable[[str], str]
 _OLDEST_TORCH_NPU = Version("2.7")
 _PLAIN = re.compile(r"[\W\d_]*|`[^`]*`")
-"""What is the same in every language: numbers, and what stands as code."""
+"""Text that is the same in every language: numbers and code."""
 
 
 class Translation:

@@ -12,7 +12,7 @@ from mindspeed_dsa.tools.migrate.job import Given
 from mindspeed_dsa.tools.migrate.translate import translate
 
 RELEASES = ("0.12.1", "0.16.1", "0.19.0")
-"""Those that are looked at: the one of MindSpeed-LLM's branches, and two that have DSA themselves."""
+"""Releases to compare: the one of MindSpeed-LLM's branches, and two that have DSA themselves."""
 LINE = "import mindspeed_dsa.megatron_adaptor"
 _OWN = "pretrain_gpt.py"
 _POSTTRAINS = re.compile(r"\bposttrain_gpt\.py\b")

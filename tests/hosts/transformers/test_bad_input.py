@@ -1,4 +1,4 @@
-"""What :func:`apply_dsa` does not serve is one message with what serves; undo leaves nothing behind."""
+"""Models that :func:`apply_dsa` does not serve get one message that says what to do; undo leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: output projections in pieces, and behind a whole all-to-all."""
+"""Functions for the pool's workers: output projections in pieces, and behind a whole all-to-all."""
 
 from __future__ import annotations
 

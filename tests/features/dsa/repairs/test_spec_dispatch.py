@@ -68,7 +68,7 @@ def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
 
 
 def test_fused_rope_is_switched_off_where_megatrons_dsa_has_none(monkeypatch):
-    """It is Megatron's default, which nobody has asked for."""
+    """Fused RoPE is Megatron's default; no user asked for it."""
     monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.16.1")
     args = arguments(apply_rope_fusion=True)
     (said,) = SPEC_DISPATCH.rewrite(args)
