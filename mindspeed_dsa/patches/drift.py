@@ -84,8 +84,9 @@ def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
     missing = [name for name in patch.params if name not in facts.params]
     if not missing:
         return []
-    place = f" at {facts.file}:{facts.line}" if facts.file else ""
-    text = f"{patch.label} has no parameter {', '.join(missing)}: it takes ({', '.join(facts.params)}){place}"
+    text = f"{patch.label} has no parameter {', '.join(missing)}"
+    if facts.file:  # the record names only parameters that patches need
+        text += f": it takes ({', '.join(facts.params)}) at {facts.file}:{facts.line}"
     return [Finding("parameter", text)]
 
 

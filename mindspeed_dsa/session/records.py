@@ -1,4 +1,4 @@
-"""The committed record: targets, parameters and source fingerprints per Megatron-core release."""
+"""The committed record: targets, the parameters that patches need, and fingerprints per Megatron release."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def dump(records: Records) -> str:
     for target, by_release in sorted(records.facts.items()):
         groups: dict[TargetFacts, list[str]] = {}
         for release in _in_order(by_release):
-            groups.setdefault(_recorded(by_release[release]), []).append(release)
+            groups.setdefault(by_release[release], []).append(release)
         lines = [
             json.dumps({"releases": names, **_to_json(target, facts)}) for facts, names in groups.items()
         ]
@@ -123,13 +123,22 @@ def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tupl
                 yield feature, patch
 
 
+def needed_parameters(features: Iterable[Feature] | None = None) -> dict[str, frozenset[str]]:
+    """Parameters that the patches of each target rely on, by label of the target."""
+    needed: dict[str, frozenset[str]] = {}
+    for _, patch in megatron_patches(features):
+        needed[patch.label] = needed.get(patch.label, frozenset()) | frozenset(patch.params)
+    return needed
+
+
+def recorded(facts: TargetFacts, needed: frozenset[str]) -> TargetFacts:
+    """Facts without the parameters that no patch relies on, and without a position in a file."""
+    params = None if facts.params is None else tuple(name for name in facts.params if name in needed)
+    return replace(facts, params=params, file="", line=0)
+
+
 def _in_order(releases: Iterable[str]) -> list[str]:
     return sorted(releases, key=(*RELEASES, MAIN).index)
-
-
-def _recorded(facts: TargetFacts) -> TargetFacts:
-    """Without differences between releases that do not matter: the position of the definition in its file."""
-    return replace(facts, file="", line=0)
 
 
 def _to_json(target: str, facts: TargetFacts) -> dict[str, Any]:

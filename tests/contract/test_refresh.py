@@ -18,8 +18,8 @@ from mindspeed_dsa.tools.compat import refresh
 from mindspeed_dsa.tools.compat import refresh as refreshing
 from tests.support.drift_packages import write
 
-CORE = Patch("megatron.core.a:f", "wrap", "implementation:f", "a test wants it")
-TRAINING = Patch("megatron.training.b:g", "wrap", "implementation:g", "a test wants it")
+CORE = Patch("megatron.core.a:f", "wrap", "implementation:f", "a test wants it", params=("x", "y", "new"))
+TRAINING = Patch("megatron.training.b:g", "wrap", "implementation:g", "a test wants it", params=("args", "z"))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def releases(tmp_path, monkeypatch):
     features = (Feature("f", "does f", patches=(CORE, TRAINING)),)
     rows = [(feature, patch) for feature in features for patch in feature.patches]
     monkeypatch.setattr(refreshing, "megatron_patches", lambda: rows)
-    for release, text in (("0.16.0", "def f(x): ...\n"), ("0.16.1", "def f(x, y): ...\n")):
+    for release, text in (("0.16.0", "def f(x): ...\n"), ("0.16.1", "def f(x, unneeded, y): ...\n")):
         with zipfile.ZipFile(tmp_path / f"megatron_core-{release}-cp312-x.whl", "w") as archive:
             archive.writestr("megatron/core/__init__.py", "")
             archive.writestr("megatron/core/a.py", text)

@@ -12,7 +12,16 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.drift import Checker, TargetFacts
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.source_tree import SourceTree
-from mindspeed_dsa.session.records import MAIN, RELEASES, ROOT, Development, Records, megatron_patches
+from mindspeed_dsa.session.records import (
+    MAIN,
+    RELEASES,
+    ROOT,
+    Development,
+    Records,
+    megatron_patches,
+    needed_parameters,
+    recorded,
+)
 
 
 def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:
@@ -26,6 +35,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
             and with its branch ``main``, which is recorded as well.
     """
     targets = {patch.label: patch for _, patch in megatron_patches()}
+    needed = needed_parameters(feature for feature, _ in megatron_patches())
     facts: dict[str, dict[str, TargetFacts]] = {target: {} for target in targets}
     branch = None if clone is None else _branch(clone)
     main = previous.main if clone is None or branch is None else _commit(clone, branch)
@@ -46,7 +56,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
                 holding = checkers[-1:]  # all of the release was read: the package is not part of it
             found = holding[0].inspect(patch) if holding else previous.of(patch, release)
             if found is not None:
-                facts[target][release] = found
+                facts[target][release] = recorded(found, needed[target])
     return Records(facts, main)
 
 
