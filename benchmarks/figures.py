@@ -24,6 +24,7 @@ _ENGLISH = {
     "none": "does not fit",
     "h100": "one H100",
     "cores": "two CPU cores",
+    "curves": "| stage | step | indexer loss over its coefficient | gradient norm |",
 }
 _CHINESE = {
     "heading": "| 一个训练步 | 原生 Megatron | 加上 `--use-fused-dsa` | 实测环境 |",
@@ -34,6 +35,7 @@ _CHINESE = {
     "none": "显存放不下",
     "h100": "单张 H100",
     "cores": "两个 CPU 核",
+    "curves": "| 阶段 | 步 | indexer loss 除以系数 | 梯度范数 |",
 }
 _EXAMPLES = ("example, fp32", "example, bf16")
 _STAGES = {"warmup": (1, 5, 10, 20, 40, 80, 120), "sparse": (1, 10, 40)}
@@ -107,12 +109,9 @@ def memory_flags() -> str:
     return "\n".join(lines) + "\n"
 
 
-def curves() -> str:
-    """The table of ``docs/curves.md``: a warm-up of the example's model."""
-    lines = [
-        "| stage | step | indexer loss over its coefficient | gradient norm |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+def curves(words: Mapping[str, str]) -> str:
+    """The table of ``curves.md`` in a language: a warm-up of the example's model."""
+    lines = [words["curves"], "| --- | ---: | ---: | ---: |"]
     for stage, numbers in _STAGES.items():
         found = metrics("curves-cpu")[stage]
         for number in numbers:
@@ -126,7 +125,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "docs/zh/README.md": lambda: front(_CHINESE, "../"),
     "docs/design/memory.md": memory_flags,
     "docs/design/gpu.md": training_steps,
-    "docs/curves.md": curves,
+    "docs/curves.md": lambda: curves(_ENGLISH),
+    "docs/zh/curves.md": lambda: curves(_CHINESE),
 }
 """Function that builds the table of a page."""
 

@@ -74,7 +74,13 @@ def blocks() -> dict[str, list[str]]:
     """Generated blocks by page, in the order in which the page has them."""
     glm = f"{command(GLM, 'glm-5.2')}\n\n{_sentence(planned('', GLM, 'glm-5.2'))}\n"
     deepseek = f"{command(FLAGS, MODEL)}\n\n{tables()}\n"
-    return {"planner.md": [glm], "design/planner.md": [deepseek], "design/glm-5.md": [glm]}
+    chinese = f"{command(GLM, 'glm-5.2')}\n\n{_sentence_in_chinese(planned('', GLM, 'glm-5.2'))}\n"
+    return {
+        "planner.md": [glm],
+        "zh/planner.md": [chinese],
+        "design/planner.md": [deepseek],
+        "design/glm-5.md": [glm],
+    }
 
 
 def command(flags: str, model: str) -> str:
@@ -110,6 +116,16 @@ def _sentence(found: Plan) -> str:
         f"{found.worst.rank} of {found.device.memory:g}; {found.time.total:.1f} s a step, "
         f"{found.tokens_per_second:,.0f} tokens/s, {found.utilisation():.0%} of the devices' FLOPs, limited "
         f"by {found.time.limit}."
+    )
+
+
+def _sentence_in_chinese(found: Plan) -> str:
+    verdicts = {plan.FITS: "放得下", plan.TIGHT: "勉强放得下", plan.TOO_LARGE: "放不下"}
+    return (
+        f"{found.job.layout}：{verdicts[found.verdict]}，占用最多的是流水 rank {found.worst.rank}，"
+        f"{found.worst.total / GIB:.0f} GiB，设备共 {found.device.memory:g} GiB；"
+        f"每步 {found.time.total:.1f} s，{found.tokens_per_second:,.0f} token/s，"
+        f"为设备 FLOPs 的 {found.utilisation():.0%}，瓶颈是 {found.time.limit}。"
     )
 
 

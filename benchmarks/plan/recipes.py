@@ -1,7 +1,7 @@
 """Commands that train released models on some numbers of devices, with what ``plan`` says of each.
 
-``python -m benchmarks.plan.recipes`` writes ``docs/recipes/`` from the layouts in ``recipes.json``; with
-``--search`` it first looks for the layouts again, which takes minutes.
+``python -m benchmarks.plan.recipes`` writes ``docs/recipes/``, and its table in Chinese, from the layouts in
+``recipes.json``; with ``--search`` it first looks for the layouts again, which takes minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed_dsa.tools.planner import arguments, command_lines, configs, plan,
 from mindspeed_dsa.tools.planner.memory import GIB
 from mindspeed_dsa.tools.planner.plan import Plan
 
-DOCS = Path(__file__).parents[2] / "docs" / "recipes"
+DOCS = Path(__file__).parents[2] / "docs"
 RECORD = Path(__file__).with_name("recipes.json")
 RELEASE = "0.16.1"
 """Megatron-LM whose flags the model's are; 0.14 to 0.19 have all of them."""
@@ -98,7 +98,7 @@ def planned(name: str, kind: str, count: int, layout: str) -> Plan:
 
 
 def pages() -> dict[str, str]:
-    """Return the pages by name."""
+    """Return the pages by their path in ``docs/``."""
     plans = {
         (name, kind, count): planned(name, kind, count, layout)
         for name, kinds in recorded().items()
@@ -106,12 +106,24 @@ def pages() -> dict[str, str]:
         for count, layout in ((int(each), layout) for each, layout in counts.items())
         if layout.startswith("--")
     }
-    return {"README.md": _table(plans), **{f"{name}.md": _page(name, plans) for name in MODELS}}
+    return {
+        "recipes/README.md": _table(plans, _ENGLISH),
+        "zh/recipes.md": _table(plans, _CHINESE),
+        **{f"recipes/{name}.md": _page(name, plans) for name in MODELS},
+    }
 
 
 Plans = dict[tuple[str, str, int], Plan]
-_HEAD = """\
+_ENGLISH = {
+    "folder": "",
+    "no": "no: ",
+    "tight": ", tight",
+    "planned": "planned",
+    "small": "planned, small one run",
+    "head": """\
 # Recipes
+
+[中文](../zh/recipes.md)
 
 Released models on 8 to 512 devices: GiB of the largest rank, seconds of a step at best, and a link to the
 complete command. Sequences of 4096 tokens, eight of them a step for each device, in bf16. Each layout is the
@@ -119,8 +131,8 @@ fastest that [`plan --search`](../planner.md) finds with micro-batches of one se
 
 | Model | Devices | H100 | H200 | A3, dies | Status |
 | --- | --- | --- | --- | --- | --- |
-"""
-_TAIL = """
+""",
+    "tail": """
 * **planned**: nobody has run it. Its times are those of an ideal job: compare layouts with them, and expect
   two to four times as long.
 * **small one run**: a narrow model of the same kind has trained through `pretrain_gpt.py`, on two CPU ranks
@@ -133,26 +145,60 @@ _TAIL = """
 The figures again: `python -m mindspeed_dsa plan --config glm-5.2 --devices 256 --device h200 --` with the
 flags of a page's `STEP` and of the command. `python -m benchmarks.plan.recipes` writes these pages, a test
 holds them, and `--search` looks for the layouts again.
-"""
+""",
+}
+_CHINESE = {
+    "folder": "../recipes/",
+    "no": "放不下：",
+    "tight": "，勉强",
+    "planned": "规划",
+    "small": "规划，小模型跑过",
+    "head": """\
+# 训练配方
+
+[English](../recipes/README.md)
+
+已发布的模型在 8 到 512 个设备上：占用最多的 rank 的 GiB、理想情况下一步的秒数，以及到完整命令的链接\
+（命令页只有英文）。\
+序列长度 4096 token，每步每个设备八条，bf16。\
+每种切分都是 [`plan --search`](planner.md) 在 micro-batch 为一条序列时找到的最快的一种。
+
+| 模型 | 设备数 | H100 | H200 | A3（die） | 状态 |
+| --- | --- | --- | --- | --- | --- |
+""",
+    "tail": """
+* **规划**：还没有人跑过。时间是理想作业的：请用它比较不同的切分，实际预计要两到四倍。
+* **小模型跑过**：同类的窄模型用 `pretrain_gpt.py` 在两个 CPU rank 上训练过（[做法](megatron_lm.md)）。
+* **放不下**：无论重计算什么、把什么搬到主机，都放不下；给出的是最接近的切分需要多少。
+* DeepSeek-V3、Kimi-K2 和 Moonlight 用稠密的 latent attention；其余的用 DSA，indexer 参与训练。\
+GLM-5.1 的命令与 GLM-5 相同，GLM-5.3 的与 GLM-5.2 相同。
+* A3 上没有 Transformer Engine，因此命令里有 `--transformer-impl local`。
+
+重新得到这些数值：`python -m mindspeed_dsa plan --config glm-5.2 --devices 256 --device h200 --`，\
+后面接该模型页里 `STEP` 和命令中的参数。\
+`python -m benchmarks.plan.recipes` 写出这些页面，并有测试核对；加 `--search` 则重新搜索切分。
+""",
+}
 
 
-def _table(plans: Plans) -> str:
+def _table(plans: Plans, words: dict[str, str]) -> str:
     rows = []
     for name, model in MODELS.items():
         for count in COUNTS:
-            cells = (_cell(name, kind, count, plans) for kind in KINDS)
-            status = "planned, small one run" if model.small else "planned"
-            rows.append(f"| [{model.title}]({name}.md) | {count} | {' | '.join(cells)} | {status} |")
-    return f"{_HEAD}{chr(10).join(rows)}\n{_TAIL}"
+            cells = (_cell(name, kind, count, plans, words) for kind in KINDS)
+            status = words["small" if model.small else "planned"]
+            page = f"{words['folder']}{name}.md"
+            rows.append(f"| [{model.title}]({page}) | {count} | {' | '.join(cells)} | {status} |")
+    return f"{words['head']}{chr(10).join(rows)}\n{words['tail']}"
 
 
-def _cell(name: str, kind: str, count: int, plans: Plans) -> str:
+def _cell(name: str, kind: str, count: int, plans: Plans, words: dict[str, str]) -> str:
     made = plans.get((name, kind, count))
     if made is None:
-        return f"no: {recorded()[name][kind][str(count)].rpartition('needs ')[2]}"
-    tight = ", tight" if made.verdict == plan.TIGHT else ""
+        return f"{words['no']}{recorded()[name][kind][str(count)].rpartition('needs ')[2]}"
+    tight = words["tight"] if made.verdict == plan.TIGHT else ""
     figures = f"{made.worst.total / GIB:.0f} GiB, {made.time.total:.1f} s{tight}"
-    return f"[{figures}]({name}.md#{_anchor(kind, count)})"
+    return f"[{figures}]({words['folder']}{name}.md#{_anchor(kind, count)})"
 
 
 def _anchor(kind: str, count: int) -> str:
@@ -226,7 +272,7 @@ def _recipe(name: str, kind: str, count: int, made: Plan) -> list[str]:
 
 def write() -> None:
     """Write all pages."""
-    DOCS.mkdir(exist_ok=True)
+    (DOCS / "recipes").mkdir(exist_ok=True)
     for name, text in pages().items():
         (DOCS / name).write_text(text, encoding="utf-8")
 

@@ -18,7 +18,8 @@ def written():
 
 
 def test_the_pages_are_what_plans_say(written):
-    there = {file.name: file.read_text(encoding="utf-8") for file in recipes.DOCS.glob("*.md")}
+    files = [*recipes.DOCS.glob("recipes/*.md"), recipes.DOCS / "zh" / "recipes.md"]
+    there = {file.relative_to(recipes.DOCS).as_posix(): file.read_text(encoding="utf-8") for file in files}
     assert there == written, "run python -m benchmarks.plan.recipes"
 
 
@@ -42,13 +43,13 @@ def expanded(words: list[str], arrays: dict[str, list[str]]) -> list[str]:
 @pytest.mark.parametrize("name", recipes.MODELS)
 def test_commands_as_the_page_has_them_give_its_figures(name, written):
     """A shell's reading of both blocks: arrays, and the flags of each command."""
-    shared, *commands = re.findall(r"```\n(.*?)```", written[f"{name}.md"], re.DOTALL)
+    shared, *commands = re.findall(r"```\n(.*?)```", written[f"recipes/{name}.md"], re.DOTALL)
     arrays = {
         array: shlex.split(content)
         for array, content in re.findall(r"^(\w+)=\((.*?)\)$", shared, re.DOTALL | re.MULTILINE)
     }
     said = re.findall(
-        r"^## (\d+) (.*)\n\n.*?: (fits|tight), ([\d.]+) GiB", written[f"{name}.md"], re.MULTILINE
+        r"^## (\d+) (.*)\n\n.*?: (fits|tight), ([\d.]+) GiB", written[f"recipes/{name}.md"], re.MULTILINE
     )
     kinds = {title: kind for kind, (title, _) in recipes.KINDS.items()}
     assert len(said) == len(commands) > 0

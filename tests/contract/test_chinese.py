@@ -14,17 +14,16 @@ import pytest
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.tools.compat.pages import Translation
+from tests.contract.test_links import LINK
+from tests.contract.test_user_pages import PAGES as USER_PAGES
+from tests.contract.test_user_pages import listed_first
 
 ROOT = Path(__file__).parents[2]
 ENGLISH = {
     "README.md": "README.md",
-    "quickstart.md": "docs/quickstart.md",
-    "migrate.md": "docs/migrate.md",
-    "npu.md": "docs/npu.md",
     "features.md": "docs/features/README.md",
-    "troubleshooting.md": "docs/troubleshooting.md",
-    "weights.md": "docs/weights.md",
-    "support.md": "docs/support.md",
+    "recipes.md": "docs/recipes/README.md",
+    **{page.name: f"docs/{page.name}" for page in USER_PAGES},
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->\n", re.S)
@@ -107,8 +106,24 @@ def test_each_page_links_to_the_other(name):
         assert (page.parent / found[1]).resolve() == other
 
 
-def test_every_page_in_chinese_has_an_english_one():
-    assert {page.name for page in (ROOT / "docs" / "zh").glob("*.md")} == set(ENGLISH)
+def test_every_page_for_users_is_there_in_chinese():
+    """And no other; all of them are linked on the first page in Chinese."""
+    folder = ROOT / "docs" / "zh"
+    assert {page.name for page in folder.glob("*.md")} == set(ENGLISH)
+    assert {f"docs/{name}" for name in listed_first()} <= set(ENGLISH.values())
+    linked = {name for name, _ in LINK.findall((folder / "README.md").read_text(encoding="utf-8"))}
+    assert linked >= set(ENGLISH) - {"README.md"}
+
+
+@pytest.mark.parametrize("name", ENGLISH)
+def test_links_stay_in_chinese(name):
+    """Where the page that is linked is there in Chinese."""
+    page = ROOT / "docs" / "zh" / name
+    english = {(ROOT / there).resolve() for there in ENGLISH.values()} - {(ROOT / ENGLISH[name]).resolve()}
+    linked = {
+        (page.parent / target).resolve() for target, _ in LINK.findall(page.read_text(encoding="utf-8"))
+    }
+    assert not linked & english
 
 
 def test_what_is_not_translated_or_needs_no_translation_is_named(tmp_path):
