@@ -247,36 +247,6 @@ def test_weights_that_ranks_hold_otherwise(
     note.trained([{"at work": at_work}])
 
 
-RANK_FILES = {
-    "PP2 x VPP2": (
-        DEEPSEEK,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --use-fused-dsa",
-    ),
-    "TP2+SP, EP2": (
-        DENSE,
-        """--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
-        --expert-tensor-parallel-size 1""",
-    ),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", RANK_FILES)
-def test_a_job_loads_the_files_of_its_ranks(tmp_path: Path, case: str) -> None:
-    """Of ``--ckpt-format torch``; its losses are those with ``torch_dist``, bit for bit."""
-    kind, layout = RANK_FILES[case]
-    model = folder_of(kind, tmp_path / "model")
-    flags, losses = flags_of(model, *layout.split()), []
-    for format in ("torch", "torch_dist"):
-        chosen, imported = [*flags, "--ckpt-format", format], tmp_path / f"imported in {format}"
-        weights("import", str(model), str(imported), "--", *chosen)
-        load = ["--load", str(imported), "--finetune", "--exit-interval", "2"]
-        losses.append(job(tmp_path / format, chosen, *load)[1])
-    assert losses[0] == losses[1]
-    _, drawn = job(tmp_path / "drawn", flags, "--exit-interval", "1")
-    assert abs(drawn[0] - losses[0][0]) > 1e-4
-
-
 SPARSE = """
 --experimental-attention-variant dsa --dsa-model deepseek-v3.2 --dsa-indexer-n-heads 32
 --dsa-indexer-head-dim 16 --dsa-indexer-topk 6 --tensor-model-parallel-size 2 --sequence-parallel

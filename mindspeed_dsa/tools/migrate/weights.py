@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_dsa.tools.migrate.job import Given, Job
+from mindspeed_dsa.tools.migrate.job import Given, Job, made
 
 LOAD, SAVE, INTERVAL = "--load-hf", "--save-hf", "--save-hf-interval"
 """This library's flags."""
@@ -86,6 +86,7 @@ def _import(job: Job, flag: str) -> None:
     if flag == "--load":
         why = f"MindSpeed-LLM converts the folder unasked, and what is saved as well. {why}"
         now += _exported(job)
+        _saved_as_torch_dist(job)
     job.becomes(flag, now, why)
     if flag != "--load":
         job.omits("--load", f"{LOAD} has the folder.")
@@ -100,6 +101,7 @@ def _export(job: Job) -> None:
         job.is_dropped(_EXPORT, "There is no --save, without which nothing is exported.", results=False)
         return
     now = _exported(job)
+    _saved_as_torch_dist(job)
     often = "As often as a checkpoint is saved, and at" if len(now) > 1 else "At"
     job.becomes(_EXPORT, now, f"{often} the end of the job.")
     for flag in ("--hf-save-dir", _LAST):
@@ -121,6 +123,13 @@ def _exported(job: Job) -> list[Given]:
         interval = job.given["--save-interval"]
         now.append(Given(INTERVAL, interval.values, interval.written))
     return now
+
+
+def _saved_as_torch_dist(job: Job) -> None:
+    """Replace ``--ckpt-format torch`` of a job that saves, of whose checkpoints no model is written."""
+    flag = "--ckpt-format"
+    if "--save" in job and job.text(flag) == "torch":
+        job.overrides(flag, made(flag, "torch_dist"), f"{SAVE} reads checkpoints of this format alone.")
 
 
 def _below(words: Sequence[str]) -> tuple[str, ...]:

@@ -34,9 +34,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
 )
 from mindspeed_dsa.runs.files import RunError, Sole, sweep, sync, sync_tree, write_atomically
 from mindspeed_dsa.runs.whole_checkpoints import RELEASE, TRACKER
-from mindspeed_dsa.tools.weights import rank_files
 from mindspeed_dsa.tools.weights.model import built
-from mindspeed_dsa.tools.weights.rank_files import Layout
 
 WHO = "mindspeed_dsa weights"
 _PART_BYTES = 2**29
@@ -54,7 +52,6 @@ class Import:
         vocabulary: padded.
         dtype: of the weights in the checkpoint.
         saved: arguments that the checkpoint remembers.
-        layout: in which files of ``--ckpt-format torch`` are written; None: ``torch_dist``.
     """
 
     files: Any
@@ -64,7 +61,6 @@ class Import:
     vocabulary: int
     dtype: torch.dtype
     saved: argparse.Namespace
-    layout: Layout | None = None
 
     @property
     def partial(self) -> Path:
@@ -93,7 +89,6 @@ class Import:
             "values": {name: str(value) for name, value in sorted(self.values.items())},
             "vocabulary": self.vocabulary,
             "dtype": str(self.dtype),
-            "layout": str(self.layout),
             "torch": torch.__version__,
         }
 
@@ -116,9 +111,6 @@ def run(wanted: Import, progress: Callable[[int], Callable[[int], None]]) -> Non
 
 
 def _write(wanted: Import, shape: Shape, progress: Callable[[int], Callable[[int], None]]) -> None:
-    if wanted.layout is not None:
-        _write_rank_files(wanted, wanted.layout, shape.layers, progress)
-        return
     with built(wanted.values, wanted.vocabulary, wanted.dtype) as model:
         megatron = Megatron()
         state = model.sharded_state_dict()
@@ -129,31 +121,6 @@ def _write(wanted: Import, shape: Shape, progress: Callable[[int], Callable[[int
         together(lambda: _begin(wanted, bytes_of(pieces)) if is_first() else None, WHO)
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
         together(lambda: _publish(wanted) if is_first() else None, WHO)
-
-
-def _write_rank_files(
-    wanted: Import, layout: Layout, layers: int, progress: Callable[[int], Callable[[int], None]]
-) -> None:
-    """Write the files of ``--ckpt-format torch``; each process those of some ranks of the layout."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-    def planned() -> tuple[int, list[rank_files.RankFile]]:
-        everything = rank_files.planned(wanted.values, wanted.vocabulary, wanted.dtype, layout)
-        pieces = (piece for each in everything for piece in each.pieces)
-        _require_none(wanted, wrong_shapes(pieces, wanted.files, layers))
-        return sum(each.bytes for each in everything), everything[rank::ranks]
-
-    total, mine = together(planned, WHO)
-    together(lambda: _begin(wanted, total) if is_first() else None, WHO)
-
-    def write() -> None:
-        wrote = progress(sum(each.bytes for each in mine))
-        for each in mine:
-            rank_files.write(each, wanted.partial, wanted.files, layers, wanted.saved)
-            wrote(each.bytes)
-
-    together(write, WHO)
-    together(lambda: _publish(wanted) if is_first() else None, WHO)
 
 
 def _check(wanted: Import, shape: Shape) -> None:

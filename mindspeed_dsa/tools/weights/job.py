@@ -26,7 +26,6 @@ from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from mindspeed_dsa.tools.migrate.megatron_flags import pattern
 from mindspeed_dsa.tools.weights.importing import WHO, Import
-from mindspeed_dsa.tools.weights.rank_files import layout_of
 
 _MULTIPLE = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
@@ -63,10 +62,11 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
     values = config.arguments_of(described, f"{WHO}: {source}")
     said = _said(values, flags)
     problems = mismatch.mismatches(values, said, release_here())
-    layout = None
     if (format := getattr(said, "ckpt_format", "torch_dist")) != "torch_dist":
-        layout = layout_of(flags, values["num_layers"])
-        problems += [f"--ckpt-format {format}: {each}" for each in layout.problems(format)]
+        problems.append(
+            f"--ckpt-format {format} is not written: give torch_dist, which every layout loads, or train "
+            f"with --load-hf {source}, which needs no checkpoint"
+        )
     if problems:
         raise SettingsError(f"{WHO} import: {source}: " + "; ".join(problems))
     if hasattr(said, "moe_layer_freq"):
@@ -79,11 +79,11 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
     saved = argparse.Namespace(
         **values,
         padded_vocab_size=vocabulary,
-        tensor_model_parallel_size=layout.tensor if layout else 1,
-        pipeline_model_parallel_size=layout.pipeline if layout else 1,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
         add_position_embedding=True,
     )
-    return Import(files, source, target, values, vocabulary, chosen, saved, layout)
+    return Import(files, source, target, values, vocabulary, chosen, saved)
 
 
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import io
 import socket
 from collections.abc import Iterator, Mapping
@@ -69,20 +68,18 @@ def chunk(
     vocabulary: int,
     dtype: torch.dtype,
     sizes: Mapping[str, Any] = MappingProxyType({}),
-    **stage: Any,
 ) -> Any:
-    """Build a rank's part of a model on the meta device, with the features and groups that there are.
+    """Build a model on the meta device, with the features and groups that there are.
 
     Args:
         values: Megatron's arguments of the model, by name.
         vocabulary: padded.
         dtype: of its parameters.
-        sizes: fields of the configuration that speak of the layout.
-        stage: ``GPTModel``'s arguments of a part: ``pre_process``, ``post_process``, ``vp_stage``.
+        sizes: more fields of the configuration.
     """
     # The table of features at the start of a job is of no use here.
     with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
-        model = _gpt_model(values, vocabulary, dtype, {**_sharing(values), **sizes}, stage)
+        model = _gpt_model(values, vocabulary, dtype, {**_sharing(values), **sizes})
     model.to(dtype)  # as Megatron's wrapper for half precision does
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
@@ -91,11 +88,7 @@ def chunk(
 
 
 def _gpt_model(
-    values: Mapping[str, Any],
-    vocabulary: int,
-    dtype: torch.dtype,
-    said: Mapping[str, Any],
-    stage: Mapping[str, Any],
+    values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype, said: Mapping[str, Any]
 ) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -131,24 +124,15 @@ def _gpt_model(
         params_dtype=dtype,
         pipeline_dtype=dtype,
     )
-    virtual = {"vp_stage": stage.get("vp_stage")}
-    block = _block_spec(config, virtual)
+    block = _block_spec(config)
     mtp = {}
     if config.mtp_num_layers:
         layers = getattr(gpt_layer_specs, "get_gpt_decoder_layer_specs", None)
         layer = layers(config, use_transformer_engine=False)[-1] if layers and not sparse else block
         mtp["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config,
-            layer,
-            use_transformer_engine=False,
-            **_known(gpt_layer_specs.get_gpt_mtp_block_spec, virtual),
+            config, layer, use_transformer_engine=False
         )
-
-    class Part(GPTModel):
-        def setup_embeddings_and_output_layer(self) -> None:
-            """Do nothing: stages would exchange the values of their embedding."""
-
-    return Part(
+    return GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=vocabulary,
@@ -156,27 +140,18 @@ def _gpt_model(
         position_embedding_type="rope",
         share_embeddings_and_output_weights=Shape.of(SimpleNamespace(**values)).tied,
         **mtp,
-        **_known(GPTModel, stage),
     )
 
 
-def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a release's function has."""
-    there = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in there}
-
-
-def _block_spec(config: Any, virtual: Mapping[str, Any]) -> Any:
+def _block_spec(config: Any) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
 
     if getattr(config, "experimental_attention_variant", None) == "dsa":
         with contextlib.suppress(ImportError):  # before 0.16 DSA is built into the spec of all MLA layers
             from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
-            spec = specs.get_transformer_block_with_experimental_attention_variant_spec
-            return spec(config, **_known(spec, virtual))
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec
-    return spec(config, False, normalization=config.normalization, **_known(spec, virtual))
+            return specs.get_transformer_block_with_experimental_attention_variant_spec(config)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
 
 
 @contextlib.contextmanager

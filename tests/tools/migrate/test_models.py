@@ -52,6 +52,11 @@ EXPORT = "--enable-mg2hf-convert --save /ckpt --save-interval 50"
         ),
         (f"{EXPORT} --model-type-hf qwen3", "--save /ckpt --save-interval 50"),
         ("--enable-mg2hf-convert --model-type-hf glm5", ""),
+        (f"{IMPORT} --ckpt-format torch", "--load-hf /hf --ckpt-format torch"),
+        (
+            f"{EXPORT} --ckpt-format torch --only-convert-last-checkpoint",
+            "--save-hf /ckpt/hf --save /ckpt --save-interval 50 --ckpt-format torch_dist",
+        ),
     ],
 )
 def test_folders_of_weights(old: str, new: str) -> None:

@@ -44,26 +44,6 @@ def differing(model: Model, switches: Mapping[str, Any], files: str, checkpoint:
         return len(first), [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
 
 
-def differing_of_rank(
-    model: Model, switches: Mapping[str, Any], files: str, checkpoint: str, **layout: int
-) -> Any:
-    """Do what :func:`differing` does, with the file that a checkpoint has for this rank."""
-    with _chunk(model, switches, files, **layout) as chunk:
-        from megatron.core import parallel_state as ranks
-
-        first = {name: tensor.clone() for name, tensor in _weights(chunk)}
-        poison(chunk, (tensor for _, tensor in _weights(chunk)))
-        name = f"mp_rank_{ranks.get_tensor_model_parallel_rank():02d}"
-        if "pp" in layout:
-            name += f"_{ranks.get_pipeline_model_parallel_rank():03d}"
-        if "ep" in layout:
-            name += f"_{ranks.get_expert_model_parallel_rank():03d}"
-        content = torch.load(Path(checkpoint, name, "model_optim_rng.pt"), weights_only=False)
-        assert (content["checkpoint_version"], content["iteration"]) == (3.0, 0)
-        chunk.load_state_dict(content["model"])
-        return len(first), [name for name, each in _weights(chunk) if not torch.equal(each, first[name])]
-
-
 def save(model: Model, switches: Mapping[str, Any], files: str, checkpoint: str, **layout: int) -> None:
     """Read a model's weights from its files and let Megatron save them.
 

@@ -172,7 +172,7 @@ def test_all_processes_hear_of_a_damage_that_one_reads(model: Path, tmp_path: Pa
 def test_import_refuses_flags_of_another_model_in_one_message(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     flags = ["--num-layers", 7, "--hidden-size", 99, "--kv-lora-rank", 3, "--ckpt-format", "torch"]
-    says = ("--num-layers", "--hidden-size", "--kv-lora-rank", "--ckpt-format", "--load-hf")
+    says = ("--num-layers", "--hidden-size", "--kv-lora-rank", "--ckpt-format torch is", f"--load-hf {model}")
     refused("import", model, target, "--", *flags, says=says, target=target)
     assert not target.exists()
 

@@ -44,38 +44,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder_of
 
 
-FLAGS = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_each_rank_has_a_file(pool: Any, made: Any, tmp_path: Path, layout: str, kind: str) -> None:
-    """In ``--ckpt-format torch``, with the names of Megatron's own parameters and all of them."""
-    folder, sizes = made(kind), LAYOUTS[layout]
-    flags = [word for name, size in sizes.items() for word in (FLAGS[name], size)]
-    flags += ["--ckpt-format", "torch", "--transformer-impl", "local", "--make-vocab-size-divisible-by", 1]
-    done("import", folder / "model", tmp_path / "torch", "--dtype", "float32", "--", *flags)
-    ranks = sizes.get("tp", 1) * sizes.get("pp", 1)
-    assert len(list((tmp_path / "torch" / "release").iterdir())) == ranks
-    for count, names in pool.run(
-        f"{HERE}:differing_of_rank",
-        ranks,
-        checkpoint=str(tmp_path / "torch" / "release"),
-        model=MODELS[kind],
-        switches=LATENT if kind == DENSE else SPARSE,
-        files=str(folder / "model"),
-        **sizes,
-    ):
-        assert count > 30
-        assert names == []
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
