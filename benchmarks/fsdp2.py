@@ -72,7 +72,7 @@ def sharded(sizes: Sizes, ahead: int) -> Any:
     mesh = shards.mesh_of(dist.group.WORLD, "cpu", dist.get_world_size())
     placements = dict.fromkeys(stack.parameters(), 0)
     units = list(stack.layers)
-    shards.shard(stack, units, shards.Plan(mesh, placements, True, torch.float32, mesh.size(), direct=True))
+    shards.shard(stack, units, shards.Plan(mesh, placements, True, torch.float32, mesh.size()))
     shards.prefetch(units, ahead, stack, asynchronous=True)
     return stack
 

@@ -146,8 +146,7 @@ class _Transfer:
     def start(self, local: Tensor) -> None:
         """Start to gather ``[rows, ...]``."""
         self.local = local.detach().contiguous()
-        whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
-        self._whole = buffer_pool.on_huge_pages(whole)
+        self._whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
         self._launch()
 
     def _launch(self) -> None:
@@ -232,7 +231,6 @@ class _Transfer:
         if self._whole is None or self._whole.untyped_storage().size():
             return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
-        buffer_pool.on_huge_pages(self._whole)
         self._launch()
 
 

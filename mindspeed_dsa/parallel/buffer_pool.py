@@ -6,18 +6,11 @@ Devices have allocators that keep memory themselves.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 _MOST = 8
 """Buffers that are kept; sizes that a job no longer uses make room for those that it does."""
-_MADV_HUGEPAGE = 14
-_HUGE = 2**21
 _buffers: list[Tensor] = []
 
 
@@ -33,7 +26,7 @@ def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         for number, buffer in enumerate(_buffers):
             if buffer.dtype == dtype and buffer.numel() == like.numel():
                 return _buffers.pop(number).view(like.shape)
-    return on_huge_pages(torch.empty(like.shape, dtype=dtype, device=like.device))
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def give_back(*buffers: Tensor) -> None:
@@ -48,23 +41,3 @@ def give_back(*buffers: Tensor) -> None:
 def held() -> tuple[Tensor, ...]:
     """Return what :func:`take` could hand out."""
     return tuple(_buffers)
-
-
-def on_huge_pages(tensor: Tensor) -> Tensor:
-    """Let the system give a tensor's memory, if it is new, in large pages; return the tensor."""
-    storage = tensor.untyped_storage()
-    first = -(-storage.data_ptr() // _HUGE) * _HUGE
-    size = (storage.data_ptr() + storage.nbytes() - first) // _HUGE * _HUGE
-    if tensor.device.type == "cpu" and size > 0 and _advise() is not None:
-        _advise()(first, size, _MADV_HUGEPAGE)  # advice: a system that does not take it says so, no more
-    return tensor
-
-
-@cache
-def _advise() -> Any:
-    """Return ``madvise`` of the C library, where there is one."""
-    if not sys.platform.startswith("linux"):
-        return None
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return advise

@@ -97,9 +97,9 @@ CAUSES: dict[str, tuple[str, ...]] = {
 def counted() -> Iterator[Counter[str]]:
     """Count :data:`EVENTS` and the names above."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     from mindspeed_dsa.features.compilation.regions.region import Region
-    from mindspeed_dsa.features.data_parallel.fsdp2 import transfers
     from mindspeed_dsa.features.memory.optimizer_memory import Moments
     from mindspeed_dsa.features.memory.recompute_outputs.checkpoint import _Output
     from mindspeed_dsa.features.memory.reuse_fp32_param.shared_weights import Masters
@@ -177,12 +177,12 @@ def counted() -> Iterator[Counter[str]]:
         counts[MOVED] += len(plan.experts)
         return plan
 
-    gather_unit = transfers.gather
+    gather_unit = _fsdp_param_group.foreach_all_gather
 
-    def gathered_unit(parameters: Any, group: Any) -> Any:
+    def gathered_unit(parameters: Any, *args: Any) -> Any:
         counts[GATHERED] += 1
         counts[EXPERTS_GATHERED] += any(".experts." in each._param_fqn for each in parameters)
-        return gather_unit(parameters, group)
+        return gather_unit(parameters, *args)
 
     def refilled(_: Any, where: str) -> str:
         kind = "activation-function" if "activation function" in where else "norm"
@@ -196,7 +196,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(local_modules, "normalize", normalized))
         stack.enter_context(counting_calls(grouped, "multiply", GROUPED))
         stack.enter_context(counting_calls(permutation, "permute", PERMUTED))
-        stack.enter_context(mock.patch.object(transfers, "gather", gathered_unit))
+        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_all_gather", gathered_unit))
         for module, function, operator in (
             (norm, "forward", "rmsnorm"),
             (rotary, "forward", "rotary-pos-emb"),

@@ -59,9 +59,7 @@ _TORCH = (
     "unexpected keyword argument 'strides'`), and FSDP2's private classes have other names |\n\n"
     "2.7.1, 2.14.1 and 2.15.0 were CUDA builds on a machine without a GPU, 2.7.1 with empty stand-ins for "
     "the CUDA libraries. 2.6 is below the bound: its Inductor works with Triton 3.2 alone, and the kernels "
-    "here need 3.3, on GPUs 3.4. On CPUs, FSDP2 with messages in place of its collectives was tried with "
-    "2.13 and 2.14; "
-    "others have FSDP2's own. Private names of torch are in [one list](torch-privates.md).\n"
+    "here need 3.3, on GPUs 3.4. Private names of torch are in [one list](torch-privates.md).\n"
 )
 _NOTHING_TRAINED = trained.Trained()
 _LACKING = ("not in this release", "not supported", "fails", "not recorded")

@@ -1,7 +1,7 @@
 """Checks of FSDP2's private classes, which the code here builds on: made before it trains.
 
-A method that torch renames is overridden no more, and nobody says so: the last unit's gradient would arrive a
-step late. So is an attribute that is set and no longer read: sums would be rounded to the weights' type. So
+A method that torch renames is overridden no more, and nobody says so: a backward of pairs would end with its
+first graph. So is an attribute that is set and no longer read: sums would be rounded to the weights' type. So
 names and parameters are compared when a model is converted, and gradients once, after their first backward.
 """
 
@@ -13,30 +13,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from mindspeed_dsa import log
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.patches.errors import SettingsError
 
-TRIED = SpecifierSet(">=2.13,<2.15")
-"""Releases of torch whose FSDP2 ran with messages for its collectives (docs/design/compatibility.md)."""
 _ADVICE = "use a torch release that docs/design/compatibility.md lists as tried, or drop --use-torch-fsdp2"
-
-
-def was_tried() -> bool:
-    """Return whether this release's FSDP2 is one of :data:`TRIED`; says once where it is not."""
-    if TRIED.contains(torch.__version__, prereleases=True):
-        return True
-    log.get("fsdp2").warning(
-        "torch %s was not tried (%s was): on processors weights and gradients travel by FSDP2's own "
-        "collectives, which is slower",
-        torch.__version__,
-        TRIED,
-        once=True,
-    )
-    return False
 
 
 def require_overrides(subclass: type) -> None:
@@ -82,7 +64,7 @@ def _changed(owner: type, what: str) -> SettingsError:
 
 
 def require_reduced(
-    groups: Iterable[Any], parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, under_way: int
+    groups: Iterable[Any], parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
     """Look at what a backward has left.
 
@@ -90,14 +72,11 @@ def require_reduced(
         groups: ``FSDPParamGroup`` of a model.
         parameters: of the model, by name.
         dtype: of sums of gradients.
-        under_way: reductions that nobody has waited for.
 
     Raises:
         SettingsError: a gradient is of another type, or has not been reduced.
     """
     found = f"fsdp2: after a backward with torch {torch.__version__}"
-    if under_way:
-        raise SettingsError(f"{found} {under_way} sums of gradients are still on their way; {_ADVICE}")
     for group in groups:
         for each in group.fsdp_params:
             if each.unsharded_accumulated_grad is not None or (

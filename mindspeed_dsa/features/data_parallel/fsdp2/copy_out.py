@@ -7,8 +7,7 @@ imports none of the modules that import that function.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +22,7 @@ _unsafe_preserve_version_counter = versions.private(
 _Function = Callable[..., Any]
 
 
-@contextlib.contextmanager
-def written_unseen(wholes: Sequence[Tensor]) -> Iterator[None]:
-    """Fill memory again with what autograd has saved of it."""
-    counted = tuple(each for each in wholes if not each.is_inference())
-    with torch.no_grad(), _unsafe_preserve_version_counter(counted):
-        yield
-
-
-def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> None:
+def _place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> None:
     """Fill the memory of gathered weights.
 
     Args:
@@ -41,16 +32,18 @@ def place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> 
     """
     wholes = [each.all_gather_outputs[0] for each in parameters]
     first, targets, pieces = 0, [], []
-    with written_unseen(wholes):
+    # Autograd has saved these tensors; recomputation fills them with the values that they had.
+    counted = tuple(whole for whole in wholes if not whole.is_inference())
+    with torch.no_grad(), _unsafe_preserve_version_counter(counted):
         for each, flat, size in zip(parameters, wholes, sizes, strict=True):
             whole, end = flat.view(each._orig_size), first + size
-            targets.append(by_rank(whole, each.fsdp_placement.dim, gathered.size(0)))
+            targets.append(_by_rank(whole, each.fsdp_placement.dim, gathered.size(0)))
             pieces.append(gathered[:, first:end].view(targets[-1].shape))
             first = end
         torch._foreach_copy_(targets, pieces)
 
 
-def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
+def _by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
     """View a tensor that is cut on ``dim`` as ``[ranks, *piece]``, by the rank that has each piece."""
     pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     return pieces
@@ -73,7 +66,7 @@ def in_one_pass(original: _Function) -> _Function:
         for each, size in zip(fsdp_params, sizes, strict=True):
             each.init_all_gather_outputs([size], [output.dtype], group.size(), output.device)
             each.alloc_all_gather_outputs()
-        place(output.view(group.size(), -1), fsdp_params, sizes)
+        _place(output.view(group.size(), -1), fsdp_params, sizes)
 
     return foreach_all_gather_copy_out
 

@@ -279,6 +279,13 @@ class Model:
         self.in_backward = False
         for unit in self._units:
             unit.late.drop()
+        # FSDP2 keeps those that it has not reduced yet, and would add them to the next step's.
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
 
 
 class _State(FSDPState):

@@ -19,7 +19,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import checks
-from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Reductions
 from mindspeed_dsa.megatron.gathered_weights import runs_apart
 from mindspeed_dsa.parallel.groups import subgroup
 from mindspeed_dsa.parallel.local_shards import like, local_of
@@ -60,8 +59,6 @@ class Plan:
         reshard: drop gathered weights after forward; a number: keep them on so many ranks.
         reduce_dtype: of the sums of gradients, over ranks and microbatches.
         divide_by: what sums of gradients are divided by.
-        direct: move weights and gradients with :class:`DirectGroup`, on processors, where this release of
-            torch was tried with it.
         elsewhere: parameters that are cut over other ranks than those of ``mesh``, with their mesh; they are
             gathered and reduced with their unit's others, in transfers of their own.
     """
@@ -71,7 +68,6 @@ class Plan:
     reshard: bool | int
     reduce_dtype: torch.dtype
     divide_by: float
-    direct: bool = False
     elsewhere: Mapping[nn.Parameter, DeviceMesh] = field(default_factory=dict)
 
     def placement_function(self) -> Callable[[nn.Parameter], Any]:
@@ -113,12 +109,11 @@ class FirstGradients:
 
     Args:
         root: a model that :func:`shard` has sharded.
-        dtype: of sums of gradients.
-        reductions: those of the model that travel as messages.
+        dtype: type of sums of gradients.
     """
 
-    def __init__(self, root: nn.Module, dtype: torch.dtype, reductions: Reductions) -> None:
-        self._left: tuple[nn.Module, torch.dtype, Reductions] | None = (root, dtype, reductions)
+    def __init__(self, root: nn.Module, dtype: torch.dtype) -> None:
+        self._left: tuple[nn.Module, torch.dtype] | None = (root, dtype)
 
     def check(self) -> None:
         """Compare them with what was asked for, once there are any.
@@ -128,9 +123,9 @@ class FirstGradients:
         """
         if self._left is None:
             return
-        root, dtype, reductions = self._left
+        root, dtype = self._left
         shards = [(name, each) for name, each in root.named_parameters() if isinstance(each, DTensor)]
-        checks.require_reduced(_groups(root), shards, dtype, len(reductions))
+        checks.require_reduced(_groups(root), shards, dtype)
         if any(each.grad is not None for _, each in shards):
             self._left = None
 
@@ -177,15 +172,9 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
                     f"fsdp2: parameter {name} has an attribute {key}, which a shard does not take ({error}); "
                     "give the attribute another name"
                 ) from error
-    groups = _groups(root)
-    _keep_sums_in(plan.reduce_dtype, groups)
-    reductions = Reductions()
-    if plan.direct and checks.was_tried():
-        for group in groups:
-            if DirectGroup.takes(group):
-                DirectGroup.convert(group, reductions)
+    _keep_sums_in(plan.reduce_dtype, _groups(root))
     root.register_forward_hook(_drop_without_backward)
-    return FirstGradients(root, plan.reduce_dtype, reductions)
+    return FirstGradients(root, plan.reduce_dtype)
 
 
 def _drop_without_backward(root: nn.Module, *_: Any) -> None:

@@ -117,7 +117,6 @@ def _shard(
         reshard=reshard,
         reduce_dtype=_reduce_dtype(config, options),
         divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
-        direct=not platform.asynchronous,
         elsewhere=placements.experts,
     )
     first_gradients = shards.shard(self.module, units, plan)

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from mindspeed_dsa.parallel.local_shards import local_of
@@ -98,17 +99,13 @@ def idle_experts(**switches: Any) -> dict[str, Any]:
 
 
 def late_gradients() -> str:
-    """What a job's first step says where FSDP2 no longer calls the end of a backward."""
-    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
-
+    """What a job's first step says where FSDP2 no longer reduces behind a unit's backward."""
     start({"use_torch_fsdp2": True}, ep=2)
     sharded = assemble(**JOB, fsdp2=True)
-    with mock.patch.object(DirectGroup, "finalize_backward"):  # nothing is waited for
+    with mock.patch.object(FSDPParamGroup, "post_backward"):
         try:
             step(sharded, 0)
         except SettingsError as error:
-            # Messages under way write to memory that would go with the model.
-            next(each for each in sharded.model.modules() if isinstance(each, FSDPModule)).reset_iter_state()
             return str(error)
     return "nothing"
 

@@ -10,10 +10,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from benchmarks.memory.measure import storage_bytes
 from mindspeed_dsa.features.data_parallel.fsdp2 import pairs as delayed
-from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as fsdp2_direct
 from mindspeed_dsa.features.data_parallel.fsdp2.pairs import Unit
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.parallel.weight_gradients import WeightGradient
@@ -29,7 +29,6 @@ MODEL = {"num_layers": 2, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 def train(
     switches: Mapping[str, Any],
     precision: str = "fp32",
-    direct: bool = True,
     late: bool = True,
     fails: bool = False,
     overrides: Mapping[str, Any] | None = None,
@@ -39,7 +38,6 @@ def train(
     Args:
         switches: of features.
         precision: ``fp32`` or ``bf16``.
-        direct: messages in place of FSDP2's collectives.
         late: leave it to the feature when weight gradients are computed; else that is in backward.
         fails: the first step fails when some gradients wait to be computed, and is begun again.
         overrides: of the model.
@@ -50,7 +48,6 @@ def train(
         for holder, name, value in (
             (optimizer_job, "gpt_model", lambda cfg: gpt_model(cfg, mtp=bool(cfg.mtp_num_layers))),
             (optimizer_job, "MICROBATCHES", MICROBATCHES),
-            *([] if direct else [(fsdp2_direct.DirectGroup, "takes", lambda group: False)]),
             *([] if late else [(delayed.Late, "deferred", lambda self: nullcontext())]),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
@@ -109,18 +106,19 @@ class _Events:
         self._units = [
             each for module in job.model.modules() for each in vars(module).values() if isinstance(each, Unit)
         ]
-        gather, reduce, add = fsdp2_direct.gather, fsdp2_direct.Reduction.__init__, WeightGradient.add
+        gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
+        add = WeightGradient.add
 
-        def gathered(parameters: Any, group: Any) -> Any:
+        def gathered(parameters: Any, *args: Any) -> Any:
             self.gathers[_unit_name(parameters[0])] += 1
-            return gather(parameters, group)
+            return gather(parameters, *args)
 
-        def reduced(reduction: Any, group: Any, gradients: Any) -> None:
-            name = _unit_name(group.fsdp_params[0])
+        def reduced(parameters: Any, *args: Any) -> Any:
+            name = _unit_name(parameters[0])
             self.reductions[name] += 1
-            if any(len(unit.late) for unit in self._units if group in _groups(unit)):
+            if any(len(unit.late) for unit in self._units if _has(unit, parameters[0])):
                 self.early.append(name)
-            reduce(reduction, group, gradients)
+            return reduce(parameters, *args)
 
         def added(gradient: Any, *args: Any) -> None:
             for unit in self._units:
@@ -130,8 +128,8 @@ class _Events:
             add(gradient, *args)
 
         with (
-            mock.patch.object(fsdp2_direct, "gather", gathered),
-            mock.patch.object(fsdp2_direct.Reduction, "__init__", reduced),
+            mock.patch.object(_fsdp_param_group, "foreach_all_gather", gathered),
+            mock.patch.object(_fsdp_param_group, "foreach_reduce", reduced),
             mock.patch.object(WeightGradient, "add", added),
         ):
             yield
@@ -140,6 +138,10 @@ class _Events:
 def _groups(unit: Any) -> list[Any]:
     groups: list[Any] = unit.module._get_fsdp_state()._fsdp_param_groups
     return groups
+
+
+def _has(unit: Any, parameter: Any) -> bool:
+    return any(parameter is each for group in _groups(unit) for each in group.fsdp_params)
 
 
 def _weights(unit: Any) -> list[Tensor]:

@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-
-from tests.support.counting import logged
 
 UNITS = 5
 
@@ -41,31 +41,32 @@ def _shard(model: Stack, ahead: int, reshard: bool = True) -> dict[nn.Parameter,
     placements = {
         p: dim for p in model.parameters() if (dim := shards.dimension(p.shape, mesh.size())) is not None
     }
-    plan = shards.Plan(mesh, placements, reshard, torch.float32, mesh.size(), direct=True)
+    plan = shards.Plan(mesh, placements, reshard, torch.float32, mesh.size())
     shards.shard(model, list(model.layers), plan)
     shards.prefetch(list(model.layers), ahead, model, asynchronous=True)
     return placements
 
 
+def _gathers() -> Any:
+    name = "foreach_all_gather"
+    return mock.patch.object(_fsdp_param_group, name, wraps=getattr(_fsdp_param_group, name))
+
+
 def recompute() -> int:
     """Gathers of a step whose layers each run again in backward."""
-    from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as fsdp2_direct
-
     model = Stack(recomputed=True)
     _shard(model, ahead=1)
-    with mock.patch.object(fsdp2_direct, "gather", wraps=fsdp2_direct.gather) as gather:
+    with _gathers() as gather:
         model(torch.randn(3, 8, requires_grad=True)).sum().backward()
     return gather.call_count
 
 
 def two_microbatches() -> int:
     """Gathers of two forward passes and then of their two backwards, as in a pipeline."""
-    from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as fsdp2_direct
-
     model = Stack()
     model.last = nn.Identity()  # nothing is left with the root, which ran between the microbatches
     _shard(model, ahead=1)
-    with mock.patch.object(fsdp2_direct, "gather", wraps=fsdp2_direct.gather) as gather:
+    with _gathers() as gather:
         losses = [model(torch.randn(3, 8)).sum() for _ in range(2)]
         for loss in losses:
             loss.backward()
@@ -84,8 +85,6 @@ def evaluate() -> list[bool]:
 
 def train(ahead: int) -> dict[str, Any]:
     """A step of a stack, sharded and not: events, gradients, and how much was whole at a time."""
-    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup, Reduction
-
     whole, model = Stack(), Stack()
     placements = _shard(model, ahead)
     units, mesh = list(model.layers), dist.group.WORLD
@@ -94,8 +93,8 @@ def train(ahead: int) -> dict[str, Any]:
         for name, unit in [*enumerate(units), ("root", model)]
     }
     events: list[str] = []
-    gather, wait = DirectGroup.unshard, DirectGroup.wait_for_unshard
-    start, finish = Reduction.__init__, Reduction.finish
+    gather, wait = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
+    start = _fsdp_param_group.foreach_reduce
     held = peak = 0
 
     def unshard(self: Any, *args: Any) -> None:
@@ -113,21 +112,17 @@ def train(ahead: int) -> dict[str, Any]:
         held = sum(each.is_unsharded for each in all_groups)
         peak = max(peak, held)
 
-    def reduce(self: Any, unit: Any, *args: Any) -> None:
-        events.append(f"reduce {names[id(unit)]}")
-        start(self, unit, *args)
+    def reduce(parameters: Any, *args: Any) -> Any:
+        (group,) = (each for each in all_groups if parameters[0] in each.fsdp_params)
+        events.append(f"reduce {names[id(group)]}")
+        return start(parameters, *args)
 
-    def finish_reduction(self: Any) -> None:
-        events.append(f"sum of {names[id(self.unit)]}")
-        finish(self)
-
-    all_groups = [u._get_fsdp_state()._fsdp_param_groups[0] for u in (*units, model)]
+    all_groups: list[Any] = [u._get_fsdp_state()._fsdp_param_groups[0] for u in (*units, model)]
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     with (
-        mock.patch.object(DirectGroup, "unshard", unshard),
-        mock.patch.object(DirectGroup, "wait_for_unshard", wait_for_unshard),
-        mock.patch.object(Reduction, "__init__", reduce),
-        mock.patch.object(Reduction, "finish", finish_reduction),
+        mock.patch.object(FSDPParamGroup, "unshard", unshard),
+        mock.patch.object(FSDPParamGroup, "wait_for_unshard", wait_for_unshard),
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce),
     ):
         loss = model(x).square().sum()
         events.append("backward")
@@ -148,7 +143,7 @@ def train(ahead: int) -> dict[str, Any]:
 
 
 class Mixed(nn.Module):
-    """On two ranks: a weight whose pieces travel alone, a small one, and one that is cut on its columns."""
+    """On two ranks: a large weight, a small one, and one that is cut on its columns."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -160,78 +155,19 @@ class Mixed(nn.Module):
         return self.linear(x).tanh() @ self.odd.t()
 
 
-def _mixed(dtype: torch.dtype, direct: bool) -> Any:
-    return _mixed_with_first_gradients(dtype, direct)[0]
-
-
-def _mixed_with_first_gradients(dtype: torch.dtype, direct: bool) -> tuple[Any, Any]:
+def _mixed(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the model, and what looks at its first gradients."""
     from mindspeed_dsa.features.data_parallel.fsdp2 import shards
 
     model = Mixed(dtype)
     mesh = shards.mesh_of(dist.group.WORLD, "cpu", 2)
     placements = {p: shards.dimension(p.shape, 2) for p in model.parameters()}
-    plan = shards.Plan(mesh, placements, True, torch.float32, 2, direct=direct)  # type: ignore[arg-type]
+    plan = shards.Plan(mesh, placements, True, torch.float32, 2)  # type: ignore[arg-type]
     return model, shards.shard(model, [], plan)
-
-
-def same_bits(dtype: torch.dtype, apart: bool = False) -> dict[str, Any]:
-    """What gathers and reductions by messages find, against FSDP2's own, over two microbatches.
-
-    Args:
-        dtype: of the weights.
-        apart: replicas add up their sums after the second microbatch alone.
-    """
-    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
-
-    found = []
-    for direct in (False, True):
-        model = _mixed(dtype, direct)
-        (group,) = model._get_fsdp_state()._fsdp_param_groups
-        assert isinstance(group, DirectGroup) is direct
-        noise = torch.Generator().manual_seed(dist.get_rank())
-        outputs: list[torch.Tensor] = []
-        for last in (False, True):
-            model.set_requires_all_reduce(last or not apart)
-            outputs.append(model(torch.randn(5, 192, generator=noise).to(dtype)))
-            outputs[-1].float().square().sum().backward()
-        gradients = [parameter.grad._local_tensor for parameter in model.parameters()]
-        assert all(gradient.dtype == torch.float32 for gradient in gradients)
-        found.append([*outputs, *gradients])
-    return {
-        "equal": [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)],
-        "nonzero": all(bool(each.any()) for each in found[0]),
-    }
-
-
-def failed_step() -> list[bool]:
-    """Whether gradients are those without a backward before them that failed half way and was given up."""
-    from mindspeed_dsa.features.data_parallel.fsdp2 import shards
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise ArithmeticError
-
-    def fail_behind(layer: Any, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
-    found = []
-    for fails in (False, True):
-        model = Stack()
-        _shard(model, ahead=1)
-        if fails:
-            handle = model.layers[1].register_forward_hook(fail_behind)
-            with contextlib.suppress(ArithmeticError):
-                model(torch.ones(3, 8)).sum().backward()
-            handle.remove()
-            model.reset_iter_state()  # type: ignore[operator]
-            model.zero_grad()
-        model(torch.ones(3, 8)).sum().backward()
-        found.append(shards.sharded_gradients(model))
-    return [torch.equal(ours, theirs) for theirs, ours in zip(*found, strict=True)]
 
 
 def renamed() -> dict[str, str]:
     """What is said of private names of FSDP2's that are not what they were, by what has become of them."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     from mindspeed_dsa.features.data_parallel.fsdp2 import pairs
@@ -249,25 +185,17 @@ def renamed() -> dict[str, str]:
         finally:
             setattr(base, name, method)
 
-    def convert() -> None:
-        _mixed(torch.float32, direct=True)
-
-    def in_parts() -> None:
-        model = _mixed(torch.float32, direct=False)
-        pairs.Model(model, [])
-
     said = {}
-    for what, change, use in (
-        ("as it is", contextlib.nullcontext(), convert),
-        ("as it is, in parts", contextlib.nullcontext(), in_parts),
-        ("method", gone(FSDPParamGroup, "finalize_backward"), convert),
-        ("parameters", mock.patch.object(FSDPParamGroup, "unshard", another), convert),
-        ("of a state", gone(FSDPState, "_root_post_backward_final_callback"), in_parts),
+    for what, change in (
+        ("as it is", contextlib.nullcontext()),
+        ("method", gone(FSDPState, "_root_post_backward_final_callback")),
+        ("parameters", mock.patch.object(FSDPState, "_root_post_backward_final_callback", another)),
     ):
         said[what] = ""
+        model, _ = _mixed(torch.float32)
         with change:
             try:
-                use()
+                pairs.Model(model, [])
             except SettingsError as error:
                 said[what] = str(error)
     return said
@@ -276,62 +204,29 @@ def renamed() -> dict[str, str]:
 def first_gradients() -> dict[str, str]:
     """What is said after the first backward, by what FSDP2 no longer does."""
     from mindspeed_dsa.features.data_parallel.fsdp2 import shards
-    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
     from mindspeed_dsa.patches.errors import SettingsError
 
     # Stand for what nobody calls or reads any more.
-    def not_called(self: Any) -> None: ...
-
     def reduces_nothing(self: Any, *unused: Any) -> None: ...
 
     def has_no_effect(dtype: torch.dtype, groups: Any) -> None: ...
 
     said = {}
-    for what, direct, change in (
-        ("messages", True, contextlib.nullcontext()),
-        ("collectives", False, contextlib.nullcontext()),
-        ("end not called", True, mock.patch.object(DirectGroup, "finalize_backward", not_called)),
-        ("reduction not called", True, mock.patch.object(DirectGroup, "post_backward", reduces_nothing)),
-        ("type not read", False, mock.patch.object(shards, "_keep_sums_in", has_no_effect)),
+    for what, change in (
+        ("as it is", contextlib.nullcontext()),
+        ("reduction not called", mock.patch.object(FSDPParamGroup, "post_backward", reduces_nothing)),
+        ("type not read", mock.patch.object(shards, "_keep_sums_in", has_no_effect)),
     ):
         said[what] = ""
         with change:
-            model, first = _mixed_with_first_gradients(torch.bfloat16, direct)
+            model, first = _mixed(torch.bfloat16)
             first.check()  # nothing is there yet
             model(torch.ones(5, 192, dtype=torch.bfloat16)).float().square().sum().backward()
             try:
                 first.check()
             except SettingsError as error:
                 said[what] = str(error)
-        model.reset_iter_state()  # messages under way write to memory that would go with the model
     return said
-
-
-def untried() -> dict[str, Any]:
-    """A release that nobody has tried: what its groups are, what is said, and the bits."""
-    from mindspeed_dsa import log
-    from mindspeed_dsa.features.data_parallel.fsdp2.transfers import DirectGroup
-
-    log.forget()
-    with logged("mindspeed_dsa.fsdp2") as said:
-        known = _mixed(torch.float32, direct=True)
-        with mock.patch.object(torch, "__version__", "9.0.0"):
-            models = [_mixed(torch.float32, direct=True) for _ in range(2)]
-    gradients = []
-    for model in (known, *models):
-        model(torch.ones(5, 192)).square().sum().backward()
-        gradients.append([parameter.grad._local_tensor for parameter in model.parameters()])
-    return {
-        "direct": [
-            isinstance(group, DirectGroup)
-            for model in (known, *models)
-            for group in model._get_fsdp_state()._fsdp_param_groups
-        ],
-        "said": said,
-        "equal": [
-            torch.equal(*pair) for each in gradients[1:] for pair in zip(gradients[0], each, strict=True)
-        ],
-    }
 
 
 class Written(TorchDispatchMode):
@@ -353,20 +248,15 @@ class Written(TorchDispatchMode):
 
 
 def copy_out() -> dict[str, Any]:
-    """Weights and passes over them, out of FSDP2's buffer and of messages."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
+    """Weights and passes over them, out of FSDP2's buffer."""
     from mindspeed_dsa.features.data_parallel.fsdp2.copy_out import in_one_pass
 
     plain, found = Mixed(torch.float32), {}
-    for name, direct, function in (
-        ("FSDP2", False, groups.foreach_all_gather_copy_out),
-        ("one pass", False, in_one_pass(groups.foreach_all_gather_copy_out)),
-        ("messages", True, groups.foreach_all_gather_copy_out),
-    ):
-        model = _mixed(torch.float32, direct)
+    stock = _fsdp_param_group.foreach_all_gather_copy_out
+    for name, function in (("FSDP2", stock), ("one pass", in_one_pass(stock))):
+        model, _ = _mixed(torch.float32)
         (group,) = model._get_fsdp_state()._fsdp_param_groups
-        with torch.no_grad(), mock.patch.object(groups, "foreach_all_gather_copy_out", function):
+        with torch.no_grad(), mock.patch.object(_fsdp_param_group, "foreach_all_gather_copy_out", function):
             group.unshard()
             with Written() as written:
                 group.wait_for_unshard()

@@ -124,9 +124,9 @@ def test_checkpoints_of_sharded_experts_go_from_the_distributed_optimizer_and_ba
         assert sharded["norm"] == pytest.approx(whole["norm"], rel=1e-6)
 
 
-def test_a_gradient_that_would_come_a_step_late_stops_the_first_step(pool):
+def test_a_gradient_that_was_not_summed_stops_the_first_step(pool):
     for said in pool.run(f"{CASES}:late_gradients", 2):
-        assert "sums of gradients are still on their way" in said
+        assert "a gradient has not been summed over ranks" in said
 
 
 @pytest.mark.parametrize(

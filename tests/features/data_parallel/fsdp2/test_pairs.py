@@ -88,18 +88,6 @@ def test_so_they_do_where_all_layers_run_again(pool):
         assert_same_training(ours, whole)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("switches", [{}, PAIRS], ids=["layers", "pairs"])
-def test_sharded_experts_travel_by_fsdp2s_collectives_too(pool, switches):
-    """As on devices; sums of four ranks' dense gradients have another order."""
-    switches = {"fsdp2_shard_experts": True, **switches}
-    runs = [pool.run(f"{CASES}:train", 4, switches=switches, direct=direct) for direct in (True, False)]
-    for messages, collectives in zip(*runs, strict=True):
-        assert_same_training(collectives, messages)
-        assert messages["gathers"]
-        assert not collectives["gathers"]
-
-
 def assert_same_training(ours, whole):
     for before, after in zip(whole["records"], ours["records"], strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
@@ -133,10 +121,9 @@ def test_weights_go_before_their_gradients_come(paired):
     [
         {"switches": {"fsdp2_prefetch": 2}, "fails": True},
         pytest.param({"switches": {}, "late": False}, marks=pytest.mark.full),
-        pytest.param({"switches": {}, "direct": False}, marks=pytest.mark.full),
         pytest.param({"switches": {}, "file": NESTED}, marks=pytest.mark.full),
     ],
-    ids=["gathered ahead, a failed step", "gradients at once", "FSDP2's collectives", "units in units"],
+    ids=["gathered ahead, a failed step", "gradients at once", "units in units"],
 )
 def test_neither_delay_nor_gathers_change_a_bit(pool, tmp_path, paired, how):
     arguments = {**how, "switches": {**PAIRS, **how["switches"]}}

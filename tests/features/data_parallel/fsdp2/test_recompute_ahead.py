@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from mindspeed_dsa.features.data_parallel.fsdp2 import shards
-from mindspeed_dsa.features.data_parallel.fsdp2 import transfers as direct
 from tests.support import model
 from tests.support.contexts import running
 
@@ -55,12 +55,12 @@ def step(
     wrapped = [TorchFullyShardedDataParallel(cfg, config, chunk) for chunk in chunks]
     cfg.finalize_model_grads_func = finalize_model_grads
     gathers: Counter[str] = Counter()
-    gather = direct.gather
+    gather = _fsdp_param_group.foreach_all_gather
 
-    def gathered(parameters: Any, group: Any) -> Any:
+    def gathered(parameters: Any, *args: Any) -> Any:
         gathers[parameters[0]._param_fqn.partition(".")[0]] += 1
         most.append(sum(each.is_unsharded for chunk in wrapped for each in shards._groups(chunk.module)))
-        return gather(parameters, group)
+        return gather(parameters, *args)
 
     most: list[int] = []
     take, waited = waiting_gradients._taken_out, []
@@ -71,7 +71,7 @@ def step(
 
     batch = list(model.samples(MICROBATCHES).view(MICROBATCHES, 1, -1))
     with (
-        mock.patch.object(direct, "gather", gathered),
+        mock.patch.object(_fsdp_param_group, "foreach_all_gather", gathered),
         mock.patch.object(waiting_gradients, "_taken_out", taken),
     ):
         losses = get_forward_backward_func()(
