@@ -125,7 +125,7 @@ test-hosts: $(HOSTS_STAMP)  ## other hosts than Megatron, and frameworks around 
 # MEGATRON_LM=DIR:DIR... adds pretrain_gpt.py of checkouts of these releases.
 MATRIX := 0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0 0.19.2
 MATRIX_TABLE := $(addprefix tests/matrix/test_,$(addsuffix .py,features dsa_model example_job memory local_modules norm_weights \
-	other_attention padding pairs_of_microbatches pretrain_gpt weights_in_training whole_checkpoints whole_jobs))
+	other_attention padding page_commands pairs_of_microbatches pretrain_gpt weights_in_training whole_checkpoints whole_jobs))
 CLOSELY := 0.12.1 0.15.3 0.19.0
 CLOSELY_TESTS := tests/matrix tests/features/tensor_parallel
 # The newer ones need Python 3.12.
