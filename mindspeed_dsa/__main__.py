@@ -16,7 +16,6 @@ COMMANDS = {
     "explain": "one flag or feature: what it does, needs, excludes and patches",
     "diff": "static check of every patch target against a wheel, a version or a checkout",
     "compare": "the same job with and without named features, side by side",
-    "host-profile": "what the host does in one step of a job, by class of module",
     "checkpoints": "which checkpoints of a folder are whole, and which of them stay",
     "hang": "what every rank of a job that hangs waits for, from what --record-collectives wrote",
     "selections": "the keys that a run attended to, and how far two recordings of them are apart",

@@ -47,6 +47,8 @@ ACCEPT_MINDSPEED = Flag(
 GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR, ACCEPT_MINDSPEED)
 REMOVED = {
     "--dsa-cpu-bf16": "CPUs widen bf16 to fp32 for every product; omit it",
+    "--host-profile": "torch.profiler shows what the host does (docs/tuning.md); omit it",
+    "--host-profile-step": "torch.profiler shows what the host does (docs/tuning.md); omit it",
 }
 """Flags of the release before, which this one refuses; each with what to do."""
 

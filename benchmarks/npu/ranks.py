@@ -1,4 +1,4 @@
-"""Several NPUs: HCCL's collectives, layouts of a small model beside one rank, MC2 and CoC, the host's waits.
+"""Several NPUs: HCCL's collectives, layouts of a small model beside one rank, MC2 and CoC.
 
 ``python -m benchmarks.npu.ranks collectives QUICK`` and ``... train FLAGS`` are one rank of a job.
 """
@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from benchmarks import launched, whole_weights
@@ -50,7 +49,7 @@ def run(quick: bool, seconds: float, tell: Callable[[Any], None]) -> dict[str, A
     """By number of ranks and case: figures, ``refused`` with what is wrong, or ``absent`` with why.
 
     Cases are ``collectives``, layouts beside one rank (``apart``, ``step_ratio``), ``MC2`` and ``CoC`` beside
-    layers without them (likewise), and ``waits`` of the host for a layer.
+    layers without them (likewise).
 
     Args:
         quick: a tiny model, two ranks, some of the cases.
@@ -92,8 +91,6 @@ def run(quick: bool, seconds: float, tell: Callable[[Any], None]) -> dict[str, A
                 without, trained(f"{tensor} {flag}", ranks), "without it"
             )
             tell(found)
-        found[f"{of}, waits"] = _waits(lambda flags, r=ranks: trained(flags, r), layouts)
-        tell(found)
     return found
 
 
@@ -122,25 +119,6 @@ def compared(base: dict[str, Any] | str, ours: dict[str, Any] | str, what: str) 
 def _collectives(quick: bool, ranks: int, seconds: float) -> dict[str, Any]:
     rows = _launched(["collectives", str(int(quick))], ranks, seconds)
     return {"refused": rows} if isinstance(rows, str) else {"rows": rows}
-
-
-def _waits(train: Callable[[str], dict[str, Any] | str], layouts: dict[str, str]) -> dict[str, Any]:
-    """Waits and launches of the host for one pass of a layer of the first layout, by host-profile."""
-    name, flags = next(iter(layouts.items()))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "host.json"
-        figures = train(f"{flags} --host-profile {file} --host-profile-step 3")
-        if isinstance(figures, str):
-            return {"absent" if figures == _ABSENT else "refused": figures}
-        record = json.loads(file.read_text(encoding="utf-8"))
-    layers = max(1, record["layers"])
-    inside = {each: row for each, row in record["classes"].items() if row["in_layers"]}
-    return {
-        "layout": name,
-        "waits": sum(row["waits"] for row in inside.values()) / layers,
-        "launches": sum(row["launches"] for row in inside.values()) / layers,
-        "by_class": {each: row["waits"] / layers for each, row in inside.items() if row["waits"]},
-    }
 
 
 def _launched(words: list[str], ranks: int, seconds: float) -> dict[str, Any] | str:

@@ -95,7 +95,7 @@ def _backends(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ranks(found: Mapping[str, Any]) -> Iterator[str]:
-    """Collectives, layouts and waits, of the part ``ranks``."""
+    """Collectives and layouts, of the part ``ranks``."""
     rows = rows_of(found, "ranks")
     links = [
         (f"{case.partition(',')[0]}, {name}", figures["ms"], figures["gb_s"])
@@ -119,14 +119,6 @@ def _ranks(found: Mapping[str, Any]) -> Iterator[str]:
         head = ("", "ms", "time / the other's", *(f"{name} apart" for name in _FIGURES))
         yield from table(head, iter(layouts))
         yield ""
-    for case, row in rows.items():
-        if "waits" in row:
-            classes = ", ".join(f"{name} {count:.3g}" for name, count in row["by_class"].items())
-            of = f" ({classes})" if classes else ""
-            yield (
-                f"* {case}, {row['layout']}: {row['waits']:.3g} waits of the host and {row['launches']:.0f} "
-                f"launches for one pass of a layer{of}"
-            )
 
 
 def _beside(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.memory.child import serve, timed
 from benchmarks.model import ModelSizes, latent_layers
+from benchmarks.small_operators.launches import is_launch
 from mindspeed_dsa import platforms
-from mindspeed_dsa.features.diagnostics.steps.host_profile import is_launch
 
 EAGER_OPERATORS = "SMALL_OPERATORS_EAGER"
 """Environment variable: Inductor's wrapper calls eager operators, as a device without Triton needs it."""

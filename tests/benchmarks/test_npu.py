@@ -173,12 +173,6 @@ FOUND = {
         "2 ranks, PP2": LAYOUT,
         "2 ranks, TP2, MC2": {**LAYOUT, "step_ratio": 1.25},
         "2 ranks, TP2, CoC": {"absent": "without it: its time was not reached"},
-        "2 ranks, waits": {
-            "layout": "TP2, SP",
-            "waits": 1.5,
-            "launches": 90.0,
-            "by_class": {"MoE": 1.5},
-        },
     },
     "profile": {"kernels": {"Sort on AI_CPU": {"ms": 3.0, "launches": 2}}},
 }
@@ -224,7 +218,6 @@ def test_the_report_says_by_itself_what_is_wrong_slower_or_refused():
         "| `Sort on AI_CPU` | 3 | 2 |",
         "| 2 ranks, all-to-all, int32 | 2 | 16 |",
         "| 2 ranks, PP2 | 8 | 0.50 | 1.0e-05 | - | 2.0e-03 |",
-        "* 2 ranks, waits, TP2, SP: 1.5 waits of the host and 90 launches for one pass of a layer (MoE 1.5)",
     ):
         assert line in lines, line
     good = {**FOUND, **npu.verdict({"indexer": {"good": GOOD}}, {})}
@@ -275,7 +268,7 @@ def test_what_several_ranks_are_compared_with(monkeypatch):
             return {"all-reduce, bfloat16": {"ms": 1.0, "gb_s": 2.0}}
         if "--use-ascend-coc" in words:
             return {**side, "lm_loss": [7.0, 7.9]}
-        return "HCCL error" if "--host-profile" in words else {**side, "step_ms": 2.0}
+        return "HCCL error" if "--context-parallel-size" in words else {**side, "step_ms": 2.0}
 
     monkeypatch.setattr(ranks, "_launched", launched)
     monkeypatch.setattr(platforms.current(), "device_count", lambda: 2, raising=False)
@@ -288,7 +281,7 @@ def test_what_several_ranks_are_compared_with(monkeypatch):
         "step_ratio": 1.0,
     }
     assert found["2 ranks, TP2, CoC"]["refused"] == "lm_loss is 1.4e-01 from that of without it"
-    assert found["2 ranks, waits"] == {"refused": "HCCL error"}
+    assert found["2 ranks, CP2"] == {"refused": "several ranks: HCCL error"}
     assert not any(case.startswith("8") for case in found)
     assert [job for job in jobs if job[1] > 2] == []
     monkeypatch.setattr(platforms.current(), "device_count", lambda: 8, raising=False)

@@ -28,3 +28,17 @@ def test_every_metric_is_measured():
     assert found["saved_bytes_ratio"]["small"] <= 1
     assert found["graph_breaks"]["small"] == found["recompilations"]["small"] == 0
     assert found["regions"]["small"]
+
+
+def test_launches_are_operators_that_do_the_work():
+    import torch
+
+    from benchmarks.small_operators.launches import is_launch
+
+    linear, states = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    with torch.autograd.profiler.profile() as profile:
+        torch.relu(linear(states)).view(-1).sum()
+        torch.einsum("ab,cb->ac", states, states).to(torch.bfloat16)
+    names = [event.name for event in profile.function_events if is_launch(event)]
+    # Not linear and einsum, which call these; not the views and copies inside of them.
+    assert names == ["aten::addmm", "aten::relu", "aten::sum", "aten::bmm", "aten::_to_copy"]

@@ -102,7 +102,6 @@ MORE_FEATURES: dict[str, str] = {
     "--context-parallel-algo kvallgather_cp_algo": "CP",
     "--fused-linear-cross-entropy": "",
     "--gemm-weight-layout nk --moe-grouped-gemm": "experts",
-    "--host-profile FOLDER/profile.json --host-profile-step 2": "",
     "--init-norm-weight-in-fp32": "bf16",
     "--moe-router-load-report FOLDER": "experts",
     "--no-fused-adam": "",

@@ -179,3 +179,9 @@ def test_cases_of_benchmarks_are_there():
     for line in beginning("python -m benchmarks"):
         name = line.split()[0]
         assert name == "CASE" or name in CASES, line
+
+
+def test_the_profile_of_the_tuning_page_shows_operators(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tuning.md").read_text(encoding="utf-8"), re.S)
+    exec(block, {})
+    assert "aten::addmm" in capsys.readouterr().out

@@ -80,7 +80,6 @@ USED = {
             "--delay-wgrad-compute --bf16 --num-layers 4 --global-batch-size 8"
         ),
     ),
-    "host profile": (1, "--host-profile {folder}/profile.json --host-profile-step 2 --train-iters 9"),
     "indexer": (1, "--dsa-indexer-head-dim 16 --dsa-backend cpu"),
     "indexer's rotary": (1, "--dsa-indexer-rope-first --dsa-indexer-rope-interleaved"),
     "indexers of some layers": (1, "--dsa-indexer-topk-pattern CS"),

@@ -5,8 +5,6 @@ What these cases find is the record that `make test-matrix` keeps (``record.py``
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +15,9 @@ import torch
 from packaging.version import Version
 
 from mindspeed_dsa import session
-from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.runs import collectives, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
-from mindspeed_dsa.tools.cli.host_profile import table
 from mindspeed_dsa.tools.hang.waits import find
 from tests.features.compilation.regions import compiled_steps as regions
 from tests.features.diagnostics.collectives import late_ranks
@@ -402,35 +398,6 @@ def test_weights_that_fsdp2_shards(
         assert events.GATHERED not in without["counts"]
     assert [rank["gathered ahead"] for rank in ours] == ahead
     note.trained(ours)
-
-
-def test_a_profile_of_the_host(
-    pool: Any, note: Note, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the switch, and by the command around a job."""
-    file, losses, profile = (tmp_path / name for name in ("own.json", "losses", "command.json"))
-    switches = {"host_profile": str(file), "host_profile_step": 1}
-    if note.begins("one process", "host-profile", switches=switches):
-        return
-    (theirs,) = pool.run(f"{STEPS}:two_steps", 1)
-    (ours,) = pool.run(f"{STEPS}:two_steps", 1, switches=switches)
-    assert ours["losses"] == theirs["losses"]
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.chdir(Path(__file__).parents[2])
-    command = [sys.executable, "-m", "tests.matrix.profiled_job", str(losses)]
-    assert main(["host-profile", "--step=1", f"--json={profile}", "--", *command]) == 0
-    # Which classes cost most, and so are among the lines that are printed, depends on the machine's load.
-    assert "\n".join(table(json.loads(profile.read_text()))) in capsys.readouterr().out
-    # The command ends the job as soon as the record is there.
-    printed = [json.loads(line) for line in losses.read_text().splitlines()]
-    assert printed in (theirs["losses"][:1], theirs["losses"])
-    for record in (json.loads(each.read_text()) for each in (file, profile)):
-        assert record["layers"] == 4 * 2  # microbatches
-        assert record["classes"]["TransformerLayer"]["calls"] == 4 * 2
-        assert record["classes"]["TopKRouter"]["calls"] == 2 * 2
-        assert record["classes"]["TopKRouter"]["launches"] > 2 * 2
-    note.trained([ours])
 
 
 def test_a_hang(pool: Any, note: Note, tmp_path: Path) -> None:

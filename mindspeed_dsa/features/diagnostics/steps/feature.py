@@ -1,4 +1,4 @@
-"""Observers of training steps: a host profile of one, digests of weights before the first, metrics of all.
+"""Observers of training steps: digests of weights before the first, metrics of all.
 
 tests: tests/features/diagnostics
 """
@@ -6,108 +6,18 @@ tests: tests/features/diagnostics
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa.feature import Context, Feature, Flag
-from mindspeed_dsa.patches.errors import MindSpeedDSAError, SettingsError
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
 
 _HERE = "mindspeed_dsa.features.diagnostics.steps"
 _SCHEDULE = "megatron.core.pipeline_parallel.schedules:get_forward_backward_func"
-
-# -- host profile --------------------------------------------------------------------------------
-
-STEP = 4
-"""The step that is recorded by default: the first ones allocate memory and compile."""
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """Options of ``--host-profile``.
-
-    Attributes:
-        file: where the record goes.
-        step: which training step of the run is recorded, from 1.
-        features_on: names of the features that are on.
-    """
-
-    file: Path
-    step: int
-    features_on: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, settings: Any) -> ProfileOptions:
-        """Read them from resolved settings.
-
-        Raises:
-            SettingsError: a step without a file.
-        """
-        file, step = settings.host_profile, settings.host_profile_step
-        if file is None:
-            raise SettingsError(
-                f"--host-profile-step {step} records nothing without --host-profile; name a file with that, "
-                "or omit it"
-            )
-        features_on = tuple(getattr(settings, "features_on", ()) or ())
-        return cls(Path(file), STEP if step is None else step, features_on)
-
-
-def profile_wanted(settings: Any) -> bool:
-    """Return whether a file is named, or a step, which is refused without one."""
-    return settings.host_profile is not None or settings.host_profile_step is not None
-
-
-def check_profile(args: Any, options: Any) -> Iterator[str]:
-    """Yield a step that the run never reaches, and a file that cannot be one."""
-    step, last = ProfileOptions.of(args).step, getattr(args, "train_iters", None)
-    if step < 1:
-        yield f"--host-profile-step is {step}; steps of a run are counted from 1"
-    elif last is not None and step >= last:
-        yield (
-            f"--host-profile-step {step} and the step after it are never reached: --train-iters is {last}; "
-            "make more steps, or name an earlier one"
-        )
-    if Path(args.host_profile).is_dir():
-        yield f"--host-profile {args.host_profile} is a folder; name a file"
-
-
-HOST_PROFILE = Feature(
-    name="host-profile",
-    summary="Records host time, operators and synchronisations of one training step by class of module.",
-    flags=(
-        Flag(
-            "--host-profile",
-            "Write what the host does in one training step to FILE, from rank 0; "
-            "`python -m mindspeed_dsa host-profile -- COMMAND` sets it and prints the file.",
-            kind="value",
-            metavar="FILE",
-        ),
-        Flag(
-            "--host-profile-step",
-            "Record this step, counted from 1 in this run, and time the next one by function; default: 4.",
-            kind="value",
-            type=int,
-            metavar="N",
-        ),
-    ),
-    patches=(
-        Patch(
-            _SCHEDULE,
-            "wrap",
-            f"{_HERE}.host_profile:record_steps",
-            "a training step is one call of the schedule that this returns",
-        ),
-    ),
-    active=profile_wanted,
-    options=ProfileOptions.of,
-    check=check_profile,
-    doc="host-profile.md",
-)
-
 
 # -- initial weights -----------------------------------------------------------------------------
 
