@@ -123,6 +123,7 @@ class Feature:
         flags: the first one is the switch, unless ``active`` says otherwise; Megatron's flags that
             ``active`` or ``check`` read are listed too.
         patches: rows for the engine.
+        rows: selects from ``patches`` for given settings; by default all of them apply.
         requires, conflicts: declared, checked before anything is mutated.
         active: decides from the settings (attribute access by ``dest``, ``platform``) whether the
             feature is on; by default: the first flag is true.
@@ -154,6 +155,7 @@ class Feature:
     patches: tuple[Patch, ...] = ()
     requires: Requires = field(default_factory=Requires)
     conflicts: tuple[Conflict, ...] = ()
+    rows: Callable[[Any], Sequence[Patch]] | None = None
     active: Callable[[Any], bool] | None = None
     options: Callable[[Any], Any] | None = None
     rewrite: Callable[[Any], Sequence[str]] = nothing_to_rewrite
@@ -175,6 +177,10 @@ class Feature:
     def problems(self, args: Any) -> list[str]:
         """Return what ``check`` finds in a job's arguments."""
         return list(self.check(args, self.options(args) if self.options else None))
+
+    def patches_for(self, settings: Any) -> Sequence[Patch]:
+        """Return the patches that these settings switch on, in order."""
+        return self.patches if self.rows is None else self.rows(settings)
 
     def conflicting(self, names: Container[str], settings: Any) -> Iterator[Conflict]:
         """Yield the conflicts with features that are on.
@@ -201,18 +207,6 @@ EXPERIMENTAL_ATTENTION_VARIANT = Flag(
     kind="value",
     megatron=True,
 )
-
-
-def repair(switch: str) -> Callable[[Any], bool]:
-    """Activation rule of a repair: as the switch says, else on where the model uses DSA."""
-
-    def active(settings: Any) -> bool:
-        choice = getattr(settings, switch, None)
-        if choice is not None:
-            return bool(choice)
-        return getattr(settings, "experimental_attention_variant", None) == "dsa"
-
-    return active
 
 
 def on_platform(*platforms: Platform) -> Callable[[Any], bool]:

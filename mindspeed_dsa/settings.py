@@ -45,10 +45,25 @@ ACCEPT_MINDSPEED = Flag(
     "now are translated, needless ones are dropped, and unserved ones that change results are refused.",
 )
 GENERAL_FLAGS = (PLATFORM, MEGATRON_ROOT, REPORT_DIR, ACCEPT_MINDSPEED)
+_REPAIRS = (
+    "local-provider",
+    "spec-dispatch",
+    "hadamard",
+    "loss-gate",
+    "loss-scale",
+    "loss-tracker",
+    "cp-loss-grads",
+    "core-attention-recompute",
+    "indexer-tp-grads",
+    "rotary-key-tp-grads",
+)
+"""Repairs of Megatron's DSA that had switches of their own."""
 REMOVED = {
     "--dsa-cpu-bf16": "CPUs widen bf16 to fp32 for every product; omit it",
     "--host-profile": "torch.profiler shows what the host does (docs/tuning.md); omit it",
     "--host-profile-step": "torch.profiler shows what the host does (docs/tuning.md); omit it",
+    **{f"--dsa-{name}": "the repair is on wherever the model uses DSA; omit it" for name in _REPAIRS},
+    **{f"--no-dsa-{name}": f"use --no-dsa-repairs {name}" for name in _REPAIRS},
 }
 """Flags of the release before, which this one refuses; each with what to do."""
 

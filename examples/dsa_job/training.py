@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 import mindspeed_dsa
 from dsa_job import checkpoint, checkpoints, data, distributed, weights
-from dsa_job.arguments import build_parser
 from dsa_job.errors import Interrupted, JobError, UsageError
 from dsa_job.folders import Run
 from dsa_job.model import build_model, build_optimizer, build_scheduler, model_config
@@ -325,21 +324,15 @@ class _Job:
 
 
 def _build(args: argparse.Namespace, config: Any) -> list[Any]:
-    """The model; where Megatron cannot build it without a fix, the error names the switch that is off."""
+    """Build the model; where Megatron cannot without a repair, the error names the switch that is off."""
     try:
         return build_model(args, config)
     except mindspeed_dsa.MindSpeedDSAError:
         raise
     except (ValueError, AssertionError) as error:
-        default_of = build_parser().get_default
-        off = [
-            f"--no-{name.replace('_', '-')}"
-            for name, value in vars(args).items()
-            if name.startswith("dsa_") and value is False and default_of(name) is None
-        ]
-        if not off:
+        if not args.no_dsa_repairs:
             raise
         raise UsageError(
-            f"Megatron cannot build this model ({error}) without the fixes that {', '.join(off)} switched "
-            "off; omit the switch"
+            f"Megatron cannot build this model ({error}) without the repairs that --no-dsa-repairs "
+            f"{args.no_dsa_repairs} leaves out; omit it"
         ) from error

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_dsa.context_parallel.padding import Padding
-from mindspeed_dsa.feature import (
-    EXPERIMENTAL_ATTENTION_VARIANT,
-    Check,
-    Feature,
-    Flag,
-    nothing_to_rewrite,
-    repair,
-)
-from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.feature import Flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,36 +65,6 @@ def rotates_first(release: str | None) -> bool:
         release: of Megatron-core; None where there is none.
     """
     return release is not None and release in SpecifierSet(">=0.19.dev0", prereleases=True)
-
-
-def dsa_repair(
-    name: str,
-    summary: str,
-    switch_help: str,
-    patches: Sequence[Patch],
-    check: Check | None = None,
-    megatron_flags: Sequence[Flag] = (),
-    options: Callable[[Any], Any] | None = None,
-    supplies: Sequence[str] = (),
-    rewrite: Callable[[Any], Sequence[str]] = nothing_to_rewrite,
-) -> Feature:
-    """Declare a fix for Megatron's DSA: on if the model uses DSA, unless its switch overrides this.
-
-    The rows' ``versions`` exclude releases that have fixed the defect.
-    """
-    switch = Flag(f"--{name}", f"{switch_help} Default: on if the model uses DSA.", kind="auto")
-    feature = Feature(
-        name=name,
-        summary=summary,
-        flags=(switch, EXPERIMENTAL_ATTENTION_VARIANT, *megatron_flags),
-        patches=tuple(patches),
-        active=repair(switch.dest),
-        options=options,
-        rewrite=rewrite,
-        supplies=tuple(supplies),
-        doc=f"{name}.md",
-    )
-    return feature if check is None else replace(feature, check=check)
 
 
 def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:

@@ -82,7 +82,7 @@ class Session:
         claims = [
             Claim(feature.name, patch, order, self.contexts[feature.name], feature.label)
             for order, feature in enumerate(self.features)
-            for patch in feature.patches
+            for patch in feature.patches_for(self.settings)
         ]
         self._manager.plan([*claims, *self._services()])
         self._manager.check()

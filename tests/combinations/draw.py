@@ -46,7 +46,6 @@ MODELS = (
     "--no-dsa-indexer-use-sparse-loss",
     "--optimizer sgd",
     "--pack-documents",
-    "--dsa-hadamard",
     "--dsa-indexer-normalised-query",
     "--dsa-stage warmup",
     "--hidden-dropout 0.1",

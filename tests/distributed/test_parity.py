@@ -94,8 +94,8 @@ def test_a_wrong_gradient_of_one_small_parameter_is_noticed(lab: Lab, parameter:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout("TP2+SP, repair off", 2, TP2, switches={"dsa_indexer_tp_grads": False}),
-        Layout("DP2, repair off", 2, switches={"dsa_loss_scale": False}),
+        Layout("TP2+SP, repair off", 2, TP2, switches={"no_dsa_repairs": "indexer-tp-grads"}),
+        Layout("DP2, repair off", 2, switches={"no_dsa_repairs": "loss-scale"}),
     ],
     ids=lambda layout: layout.name,
 )

@@ -132,7 +132,7 @@ def test_a_job_says_at_its_end_what_the_library_did(
     assert "at work" not in after, "a patched place may pass every call on"
     (line,) = (line for line in after.splitlines() if " features on; places patched: " in line)
     assert (" fused-dsa (" in line) == (not flags)
-    assert "dsa-hadamard (1)" in line
+    assert " dsa-repairs (" in line
     assert len(records(tmp_path / "run")) == 2
 
 

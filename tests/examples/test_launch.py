@@ -53,9 +53,9 @@ def test_the_script_trains(jobs: JobServer, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_model_that_needs_a_repair_that_is_off_names_the_switch(jobs: JobServer, tmp_path: Path) -> None:
-    done = finished(jobs.arguments(tmp_path / "run", "--no-dsa-spec-dispatch"))
+    done = finished(jobs.arguments(tmp_path / "run", "--no-dsa-repairs", "spec-dispatch"))
     assert done.returncode == 2, done.stderr
-    assert "without the fixes that --no-dsa-spec-dispatch switched off; omit the switch" in done.stderr
+    assert "without the repairs that --no-dsa-repairs spec-dispatch leaves out; omit it" in done.stderr
     assert "Traceback" not in done.stderr
 
 

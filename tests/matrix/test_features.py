@@ -301,7 +301,7 @@ def test_compiled_regions_of_attention_by_head(pool: Any, note: Note) -> None:
 
 
 def test_layers_of_multi_token_prediction_report_losses_of_their_own(pool: Any, note: Note) -> None:
-    note.begins("one process", "dsa-loss-tracker")
+    note.begins("one process", "dsa-repairs")
     (found,) = pool.run(f"{STEPS}:reported_losses", 1)
     assert len(found["losses"]) == 4
     assert all(loss > 0 for loss in found["losses"])
@@ -330,7 +330,11 @@ def test_dsa_as_in_one_process(pool: Any, note: Note, layout: str) -> None:
     [
         ("dsa-context-parallel", CP2),
         ("cp-block-rows", {**CP2, "cp_block_rows": 2}),
-        ("dsa-cp-loss-grads", {"context_parallel_size": 2}),
+        pytest.param(
+            "dsa-repairs",
+            {"context_parallel_size": 2},
+            marks=pytest.mark.releases(">=0.19,<0.21"),
+        ),
     ],
     ids=["rows", "blocks", "Megatron's own"],
 )
@@ -347,10 +351,11 @@ def test_dsa_on_context_parallel_ranks(
     note.trained(ranks)
 
 
-@pytest.mark.parametrize("feature", ["dsa-rope-first", "dsa-normalised-query"])
-def test_deepseeks_layout(pool: Any, note: Note, feature: str) -> None:
-    switches = {feature.replace("dsa-", "dsa-indexer-").replace("-", "_"): True}
-    if note.begins("one process", feature, switches=switches):
+@pytest.mark.parametrize("field", ["dsa_indexer_rope_first", "dsa_indexer_normalised_query"])
+@pytest.mark.releases(">=0.12.1,<0.19")
+def test_deepseeks_layout(pool: Any, note: Note, field: str) -> None:
+    switches = {field: True}
+    if note.begins("one process", "dsa-model", switches=switches):
         return
     (plain,) = run(pool, "one process")
     (other,) = run(pool, "one process", switches=switches)

@@ -180,7 +180,7 @@ def test_megatrons_own_indexer_has_the_gradients_of_one_rank(pool, overrides):
     for rank in pool.run(case, 2, cp=2, switches={}, **arguments):
         assert not any(rank["taken"].values())
         assert_same_gradients(rank["gradients"], expected["gradients"])
-    off = pool.run(case, 2, cp=2, switches={"dsa_cp_loss_grads": False}, **arguments)[0]["gradients"]
+    off = pool.run(case, 2, cp=2, switches={"no_dsa_repairs": "cp-loss-grads"}, **arguments)[0]["gradients"]
     factor = 1 if overrides else 2
     for name, gradient in expected["gradients"].items():
         if ".indexer." in name:

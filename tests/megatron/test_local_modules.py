@@ -54,7 +54,7 @@ def test_all_features_that_need_it_name_the_same_decorator() -> None:
     """So that the engine applies it once."""
     target = f"{MOE_UTILS}:router_gating_linear"
     rows = [(f.name, p.impl) for f in features.built_in() for p in f.patches if p.target == target]
-    assert {name for name, _ in rows} == {"local-modules", "dsa-local-provider"}
+    assert {name for name, _ in rows} == {"local-modules", "dsa-repairs"}
     assert len({impl for _, impl in rows}) == 1
 
 
@@ -66,10 +66,10 @@ def test_a_function_that_somebody_else_has_put_there_is_wrapped_once(monkeypatch
 
     theirs.__module__ = "corp.ops"
     monkeypatch.setattr(moe_utils, "router_gating_linear", theirs)
-    with mindspeed_dsa.enabled(mindspeed_platform="cpu", dsa_local_provider=True):
+    with mindspeed_dsa.enabled(mindspeed_platform="cpu", experimental_attention_variant="dsa"):
         gated = moe_utils.router_gating_linear(torch.ones(2, 4), torch.ones(3, 4), None, torch.float32)
         (site,) = [s for s in mindspeed_dsa.report() if s["target"] == f"{MOE_UTILS}:router_gating_linear"]
     assert gated.tolist() == [[4.0] * 3] * 2
-    assert sorted(site["features"]) == ["dsa-local-provider", "local-modules"]
+    assert sorted(site["features"]) == ["dsa-repairs", "local-modules"]
     assert len(site["stack"]) == 1
     assert moe_utils.router_gating_linear is theirs

@@ -97,7 +97,7 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
         return query, key, up_value, latent_query, latent
     latent_query = projections.latent_query(hidden_states)
     latent, rotary_key = projections.latent_key(hidden_states)
-    # dsa-rotary-key-tp-grads sums the gradient in either form.
+    # The repair rotary-key-tp-grads sums the gradient in either form.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
     query, key = projections.recomputed_if_asked(
@@ -123,7 +123,7 @@ def absorbed_query_and_shared_key(
     latent, rotary_key = projections.latent_key(hidden_states)
     rows = hidden_states.size(0) * exchange.parts
     key = projections.own_absorbed_key(
-        # dsa-rotary-key-tp-grads sums the gradient.
+        # The repair rotary-key-tp-grads sums the gradient.
         projections.rotation(rows, exchange.own_part),
         latent,
         rotary_key,

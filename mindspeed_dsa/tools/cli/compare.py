@@ -23,9 +23,9 @@ _DESCRIPTION = """\
 Runs one job as two sides, A and B, each run in a fresh process, and reports the differences: step time,
 memory, loss, gradient norm. The job is examples/pretrain_dsa.py, with additional flags, or any command:
 
-  python -m mindspeed_dsa compare --features dsa-loss-gate --repeats 3 --train-iters 50
+  python -m mindspeed_dsa compare --features recompute-norm --repeats 3 --train-iters 50
   python -m mindspeed_dsa compare --a "" --b "--bf16"
-  python -m mindspeed_dsa compare --features dsa-loss-gate -- torchrun --nproc-per-node 2 pretrain.py FLAGS...
+  python -m mindspeed_dsa compare --features recompute-norm -- torchrun --nproc-per-node 2 pretrain.py ...
 
 The flags of a side are appended to the job's command line. Your own command must import
 mindspeed_dsa.megatron_adaptor; {out} in it is replaced by the run's folder. Exit status: 0 both sides ran, 1

@@ -202,7 +202,7 @@ def _without_target(running: session.Session) -> list[str]:
         f"{feature.name}: {message}; {patch.why}, which is not done with this Megatron: report it, or switch "
         "the feature off"
         for feature in running.features
-        for patch in (row.under_root(root) for row in feature.patches)
+        for patch in (row.under_root(root) for row in feature.patches_for(running.settings))
         if not patch.required
         for message in checker.without_target(patch)
     ]

@@ -16,10 +16,11 @@ from packaging.version import Version
 
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features import KINDS, by_kind, shipped, switch_of
+from mindspeed_dsa.features.dsa.repairs.rows import REPAIRS
 from mindspeed_dsa.megatron.job import SERVICES
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.patches.spec import Patch
-from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION
+from mindspeed_dsa.patches.versions import MEGATRON_DISTRIBUTION, outside
 from mindspeed_dsa.platforms.base import PlatformName
 from mindspeed_dsa.platforms.npu import UNSET, VARIABLES
 from mindspeed_dsa.platforms.npu_operators import OPERATORS, PRODUCTS, UNKNOWN
@@ -28,7 +29,14 @@ from mindspeed_dsa.session.beside import PATCHERS
 from mindspeed_dsa.session.environment import checks_of
 from mindspeed_dsa.session.records import ROOT, load
 from mindspeed_dsa.tools.compat import trained
-from mindspeed_dsa.tools.compat.releases import compatibility, compatibility_matrix, exceptions, linked, table
+from mindspeed_dsa.tools.compat.releases import (
+    compatibility,
+    compatibility_matrix,
+    exceptions,
+    linked,
+    run_of,
+    table,
+)
 
 TABLE = "design/compatibility.md"
 MATRIX = "design/compatibility.csv"
@@ -39,6 +47,7 @@ NPU_OPERATORS = "design/npu.md"
 ENVIRONMENT = "design/environment.md"
 TRANSLATIONS = "zh/translations.json"
 BESIDE = "design/beside.md"
+REPAIRED = "features/dsa-repairs.md"
 
 
 _INDEX_HEADER = """\
@@ -167,9 +176,10 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
             names = ", ".join(feature.name for feature in features)
             problems.append(f"  - write docs/{page.relative_to(docs)} for {names}")
             continue
-        _fill(
-            pages, problems, docs, page, {"flags": flag_table(features), "patched": patched_tables(features)}
-        )
+        sections = {"flags": flag_table(features), "patched": patched_tables(features)}
+        if page == docs / REPAIRED:
+            sections["repairs"] = repairs()
+        _fill(pages, problems, docs, page, sections)
     return pages, problems
 
 
@@ -292,6 +302,20 @@ def other_libraries() -> str:
     """Libraries that change Megatron in place."""
     rows = [[each.name, each.changes, "refused" if each.engine else "named", each.do] for each in PATCHERS]
     return table(["Library", "Changes", "Beside this one", "What to do"], rows)
+
+
+def repairs() -> str:
+    """Faults of Megatron's DSA, with the releases that have them."""
+    known = load()
+    rows = []
+    for repair in REPAIRS:
+        on = [release for release in known.releases if _applies(repair.patches, known.version(release))]
+        rows.append([f"`{repair.name}`", repair.fault, repair.symptom, run_of(on, known)])
+    return table(["Repair", "Fault", "Symptom", "Megatron-core"], rows)
+
+
+def _applies(patches: Sequence[Patch], version: str) -> bool:
+    return any(not outside(patch, lambda package: version) for patch in patches)
 
 
 def _read(path: Path) -> str:

@@ -126,14 +126,15 @@ def exceptions(
                 lacking.setdefault(word, []).append(release)
         if lacking:
             told = "; ".join(
-                f"{words[word]}{colon}{_run_of(on, records).replace(' to ', to)}"
+                f"{words[word]}{colon}{run_of(on, records).replace(' to ', to)}"
                 for word, on in lacking.items()
             )
             rows.append([linked(feature, folder), told])
     return table([say("Feature"), say("But")], rows)
 
 
-def _run_of(releases: Sequence[str], records: Records) -> str:
+def run_of(releases: Sequence[str], records: Records) -> str:
+    """Return ``0.16.0 to 0.18.2`` for releases that follow each other, else a list."""
     every = list(records.releases)
     first, last = every.index(releases[0]), every.index(releases[-1])
     if len(releases) > 2 and every[first : last + 1] == list(releases):

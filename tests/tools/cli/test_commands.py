@@ -107,16 +107,16 @@ def test_doctor_with_dsa_patches_for_real():
     assert done.returncode == 0, findings["problems"]
     states = {site["target"]: site["state"] for site in findings["sites"]}
     assert any(".dsa:" in target and state == "applied" for target, state in states.items())
-    repair = next(row for row in findings["features"] if row["name"] == "dsa-spec-dispatch")
+    repair = next(row for row in findings["features"] if row["name"] == "dsa-repairs")
     assert repair["on"]
     assert repair["set_by"] == "argv (--experimental-attention-variant)"
 
 
 @pytest.mark.full
 def test_doctor_reports_a_problem_with_status_1():
-    done = command("doctor", "--experimental-attention-variant", "dsa", "--dsa-spec-dispach")
+    done = command("doctor", "--experimental-attention-variant", "dsa", "--no-dsa-repars")
     assert done.returncode == 1
-    assert "did you mean --dsa-spec-dispatch?" in " ".join(done.stdout.split())
+    assert "did you mean --no-dsa-repairs?" in " ".join(done.stdout.split())
 
 
 def test_doctor_says_why_nothing_is_decided():
@@ -229,24 +229,24 @@ JOB = "from megatron.training.initialize import initialize; args = initialize()"
 def test_the_one_liner_in_a_script(tmp_path, lines, run):
     done = run_script(
         tmp_path,
-        [*lines, "print(args.num_layers, args.dsa_hadamard)"],
-        *("--num-layers", "3", "--dsa-hadamard"),
+        [*lines, "print(args.num_layers, args.use_fused_dsa)"],
+        *("--num-layers", "3", "--use-fused-dsa"),
         run=run,
     )
     assert done.stdout.split() == ["3", "True"], done.stderr
 
 
 def test_the_one_liner_with_a_misspelt_flag(tmp_path):
-    done = run_script(tmp_path, [LINE, JOB], "--dsa-hadamrd")
+    done = run_script(tmp_path, [LINE, JOB], "--use-fusd-dsa")
     assert done.returncode == 2
-    assert "--dsa-hadamrd: did you mean --dsa-hadamard?" in done.stderr
+    assert "--use-fusd-dsa: did you mean --use-fused-dsa?" in done.stderr
 
 
 def test_the_one_liner_shows_its_flags_in_help(tmp_path):
     done = run_script(tmp_path, [LINE, JOB], "--help")
     assert done.returncode == 0
     assert "--num-layers" in done.stdout
-    assert "--dsa-hadamard" in done.stdout
+    assert "--use-fused-dsa" in done.stdout
 
 
 def test_a_refused_switch_stops_the_script_with_one_clear_message(tmp_path):

@@ -366,14 +366,14 @@ def test_the_example_for_real(compare, tmp_path, capsys):
         newest = max(tmp_path.glob("out*/compare.json"), key=os.path.getmtime)
         return json.loads(newest.read_text())
 
-    # One process has no tensor parallel gradients to repair: the feature must change no bit.
-    found = run("--features", "dsa-indexer-tp-grads", "--repeats", "2")
+    # What is recomputed changes no bit.
+    found = run("--features", "recompute-norm", "--repeats", "2")
     assert found["warnings"] == []
     assert found["initial_weights"]["same"] is True
     assert set(found["compared"]) == {"lm_loss", "grad_norm", "indexer_loss"}
     assert all(entry["first_step"] is None for entry in found["compared"].values())
-    assert "dsa-indexer-tp-grads" in found["sides"]["B"]["features_on"]
-    assert "dsa-indexer-tp-grads" not in found["sides"]["A"]["features_on"]
+    assert "recompute-norm" in found["sides"]["B"]["features_on"]
+    assert "recompute-norm" not in found["sides"]["A"]["features_on"]
 
     # Another seed: the same weights, because they are loaded, but other data.
     found = run("--a", "", "--b", "--seed 4321")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Feature, Flag
 from mindspeed_dsa.features.dsa.model.feature import field_rows
 from mindspeed_dsa.megatron import dsa
-from mindspeed_dsa.megatron.dsa import MLA, dsa_repair
+from mindspeed_dsa.megatron.dsa import MLA, uses_dsa
 from mindspeed_dsa.patches.spec import Patch
 
 FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -86,27 +87,28 @@ _FIELDS = (
     "dsa_indexer_use_sparse_loss",
 )
 
-# Its classes compute the same as those of later releases with their fixes, and read the same switches.
-_SUPPLIED = (
-    "dsa-spec-dispatch",
-    "dsa-hadamard",
-    "dsa-loss-gate",
-    "dsa-core-attention-recompute",
-    "dsa-loss-tracker",
-    "dsa-indexer-tp-grads",
-    "dsa-rotary-key-tp-grads",
-    "dsa-rope-first",
-    "dsa-normalised-query",
-    "fused-dsa",
-    "dsa-absorb",
+BACKPORT = Flag(
+    "--dsa-backport",
+    "Add DSA to a Megatron that lacks it. Default: on if the model uses DSA.",
+    kind="auto",
 )
 
-FEATURE = dsa_repair(
-    "dsa-backport",
+
+def wanted(settings: Any) -> bool:
+    """Return whether a job asks for the backport, or has a DSA model and does not refuse it."""
+    choice = getattr(settings, BACKPORT.dest, None)
+    return uses_dsa(settings) if choice is None else bool(choice)
+
+
+FEATURE = Feature(
+    name="dsa-backport",
     summary="DSA on Megatron-core 0.12.1 to 0.15.3, which lack it.",
-    switch_help="Add DSA to a Megatron that lacks it.",
+    flags=(BACKPORT, EXPERIMENTAL_ATTENTION_VARIANT),
+    active=wanted,
     options=Options.of,
-    supplies=_SUPPLIED,
+    # Its classes compute the same as those of later releases with their fixes, and read the same switches.
+    supplies=("fused-dsa", "dsa-absorb"),
+    doc="dsa-backport.md",
     patches=(
         *field_rows(_FIELDS, f"{_IMPL}.job:FIELDS", _RELEASES),
         Patch(

@@ -409,16 +409,6 @@ MODEL = Feature(
             "the indexer of these releases always rotates, and Megatron's scores always apply ReLU",
             versions=">=0.17,<0.19",
         ),
-    ),
-)
-NORMALISED_LATENT_QUERY = Feature(
-    name="dsa-normalised-query",
-    summary="The indexer's queries come from the latent query after its norm, as in DeepSeek and GLM.",
-    flags=(NORMALISED_QUERY, EXPERIMENTAL_ATTENTION_VARIANT),
-    active=wanted,
-    when="models that use DSA and whose configuration says so",
-    doc="dsa-normalised-query.md",
-    patches=(
         Patch(
             f"{MLA}:MLASelfAttention.get_query_key_value_tensors",
             "wrap",
@@ -426,16 +416,6 @@ NORMALISED_LATENT_QUERY = Feature(
             "the norm is fused into the up projection, after the point where the indexer branches off",
             versions=OWN_LOOP,
         ),
-    ),
-)
-INDEXER_ROTARY = Feature(
-    name="dsa-rope-first",
-    summary="Rotary dimensions of the indexer's heads in the order of DeepSeek or of GLM.",
-    flags=(ROPE_FIRST, ROPE_INTERLEAVED, EXPERIMENTAL_ATTENTION_VARIANT),
-    active=wanted,
-    when="models that use DSA and whose configuration says so",
-    doc="dsa-rope-first.md",
-    patches=(
         Patch(
             f"{DSA}:DSAIndexer._apply_rope",
             "wrap",

@@ -16,7 +16,7 @@ from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
 from mindspeed_dsa.megatron.indexer_loss import weighing_loss
 from mindspeed_dsa.megatron.mla_projections import SumGradients
 
-# -- dsa-core-attention-recompute: with its indexer ---------------------------------------------
+# -- core-attention-recompute: with its indexer ---------------------------------------------
 
 
 def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:

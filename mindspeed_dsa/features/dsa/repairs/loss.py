@@ -23,7 +23,7 @@ from mindspeed_dsa.features.dsa.indexer_loss import (
 )
 from mindspeed_dsa.megatron.dsa import uses_dsa
 
-# -- dsa-loss-gate: a loss that is not used ----------------------------------------------------
+# -- loss-gate: a loss that is not used ----------------------------------------------------
 
 _without_loss: ContextVar[bool] = ContextVar("_without_loss", default=False)
 """True while an attention layer without indexer loss runs."""
@@ -78,7 +78,7 @@ def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# -- dsa-loss-scale: the scale of the gradient, set where Megatron sets that of other losses ----
+# -- loss-scale: the scale of the gradient, set where Megatron sets that of other losses ----
 
 
 def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> Tensor:
@@ -134,7 +134,7 @@ def weigh_by_tokens(original: Callable[..., Any], context: Context[None]) -> Cal
     return backward
 
 
-# -- dsa-cp-loss-grads: a context parallel rank's share of the gradient -------------------------
+# -- cp-loss-grads: a context parallel rank's share of the gradient -------------------------
 #
 # Megatron multiplies the loss by the number of context parallel ranks, because data parallelism averages
 # over them. That fits sums that were divided by all ranks' rows, but the loss is a mean over a rank's own
@@ -192,7 +192,7 @@ def _ranks(groups: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-# -- dsa-loss-tracker: our tracker behind the static methods of Megatron's ----------------------
+# -- loss-tracker: our tracker behind the static methods of Megatron's ----------------------
 
 
 def _method_of_tracker(name: str) -> Callable[[Context[None]], Callable[..., None]]:

@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa.feature import Context, Megatron
-from mindspeed_dsa.features.dsa.repairs.feature import ProviderOptions
+from mindspeed_dsa.features.dsa.repairs.feature import Options
 from mindspeed_dsa.megatron.local_modules import (
     duplicated_linear,
     layer_norm_column_parallel_linear,
 )
 
-# -- dsa-spec-dispatch -------------------------------------------------------------------------
+# -- spec-dispatch -----------------------------------------------------------------------------
 
 
 def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
@@ -66,17 +66,15 @@ def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -
     return get_gpt_decoder_layer_specs
 
 
-# -- dsa-local-provider: modules where Megatron requires Transformer Engine ---------------------
+# -- local-provider: modules where Megatron requires Transformer Engine ---------------------
 
 
-def full_copy_linear(context: Context[ProviderOptions]) -> type:
+def full_copy_linear(context: Context[Options]) -> type:
     """Return the class that MLA gets under the name ``Linear``."""
     return duplicated_linear(context.megatron)
 
 
-def provide_local_modules(
-    original: Callable[..., Any], context: Context[ProviderOptions]
-) -> Callable[..., Any]:
+def provide_local_modules(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``_get_backend_spec_provider``: ``transformer_impl="local"`` gets our provider."""
 
     def _get_backend_spec_provider(config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +119,7 @@ def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
             """Return sequential experts if the grouped GEMM kernels are not installed: same values."""
             if moe_use_grouped_gemm and not groups_experts and find_spec("grouped_gemm") is None:
                 warnings.warn(
-                    "dsa-local-provider: --moe-grouped-gemm needs the grouped_gemm package, which is not "
+                    "dsa-repairs: --moe-grouped-gemm needs the grouped_gemm package, which is not "
                     "installed; the experts run sequentially instead",
                     stacklevel=2,
                 )

@@ -47,7 +47,7 @@ def test_without_a_loss_the_indexer_still_gets_its_zeros(pool):
 
 
 def test_without_the_repair_megatron_fails(pool):
-    without = {"overrides": SELECTIVE, "switches": {"dsa_core_attention_recompute": False}}
+    without = {"overrides": SELECTIVE, "switches": {"no_dsa_repairs": "core-attention-recompute"}}
     (error,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:one_step", **without)
     assert "missing 2 required positional arguments: 'x' and 'qr'" in error
 

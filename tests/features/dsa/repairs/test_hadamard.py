@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.dsa.repairs.feature import HADAMARD
+from mindspeed_dsa.features.dsa.repairs.feature import FEATURE
 
 CASES = "tests.features.dsa.parts_of_dsa"
 ERROR = "tests.support.model:error_of"
@@ -58,7 +58,7 @@ def test_training_after_evaluation_under_inference_mode(pool):
 def test_without_the_repair_megatron_refuses(pool, dtype):
     activation = torch.ones(2, 16, dtype=dtype)
     (error,) = pool.run(
-        ERROR, 1, case=f"{CASES}:rotate", activation=activation, switches={"dsa_hadamard": False}
+        ERROR, 1, case=f"{CASES}:rotate", activation=activation, switches={"no_dsa_repairs": "hadamard"}
     )
     wanted = "not installed" if dtype == torch.bfloat16 else "only support bf16"
     assert wanted in error
@@ -68,6 +68,6 @@ def test_a_size_that_is_no_power_of_two(pool):
     (error,) = pool.run(ERROR, 1, case=f"{CASES}:rotate", activation=torch.ones(2, 48))
     assert "power of two" in error
     assert "dsa_indexer_head_dim" in error
-    (problem,) = HADAMARD.problems(SimpleNamespace(dsa_indexer_head_dim=48))
+    (problem,) = FEATURE.problems(SimpleNamespace(dsa_indexer_head_dim=48))
     assert "--dsa-indexer-head-dim 48" in problem
-    assert not HADAMARD.problems(SimpleNamespace(dsa_indexer_head_dim=128))
+    assert not FEATURE.problems(SimpleNamespace(dsa_indexer_head_dim=128))

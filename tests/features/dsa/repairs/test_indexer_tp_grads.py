@@ -18,7 +18,7 @@ def test_tensor_and_sequence_parallel_gradients_are_those_of_one_rank(pool, one_
 
 
 def test_without_the_repair_the_indexers_gradients_are_added_up(pool, one_rank):
-    summed = put_together(pool.run(RUN, 2, tp=2, switches={"dsa_indexer_tp_grads": False}))
+    summed = put_together(pool.run(RUN, 2, tp=2, switches={"no_dsa_repairs": "indexer-tp-grads"}))
     for name, gradient in one_rank.items():
         factor = 2 if "indexer" in name else 1
         atol = 1e-4 * float(gradient.abs().max())

@@ -14,7 +14,9 @@ def test_the_model_learns(pool, dtype):
 
 
 def test_without_the_repair_megatron_insists_on_transformer_engine(pool):
-    (error,) = pool.run(ERROR, 1, case=f"{CASES}:core_attentions", switches={"dsa_local_provider": False})
+    (error,) = pool.run(
+        ERROR, 1, case=f"{CASES}:core_attentions", switches={"no_dsa_repairs": "local-provider"}
+    )
     assert "only supports transformer engine" in error
 
 
@@ -109,8 +111,8 @@ def test_grouped_gemm_falls_back_with_a_word(pool):
 def test_transformer_engine_asked_for_but_missing():
     from types import SimpleNamespace
 
-    from mindspeed_dsa.features.dsa.repairs.feature import LOCAL_PROVIDER
+    from mindspeed_dsa.features.dsa.repairs.feature import FEATURE
 
-    (problem,) = LOCAL_PROVIDER.problems(SimpleNamespace(transformer_impl="transformer_engine"))
+    (problem,) = FEATURE.problems(SimpleNamespace(transformer_impl="transformer_engine"))
     assert "--transformer-impl local" in problem
-    assert not LOCAL_PROVIDER.problems(SimpleNamespace(transformer_impl="local"))
+    assert not FEATURE.problems(SimpleNamespace(transformer_impl="local"))

@@ -39,13 +39,15 @@ def test_no_loss_work_and_the_same_model(pool, with_loss, coefficient):
 
 
 def test_without_the_repair_a_coefficient_of_none_crashes(pool):
-    without = {"overrides": {"dsa_indexer_loss_coeff": None}, "switches": {"dsa_loss_gate": False}}
+    without = {"overrides": {"dsa_indexer_loss_coeff": None}, "switches": {"no_dsa_repairs": "loss-gate"}}
     (error,) = pool.run("tests.support.model:error_of", 1, case=f"{CASES}:one_step", **without)
     assert error.startswith("TypeError")
 
 
 def test_without_the_repair_coefficient_zero_is_worked_for(pool):
-    assert step(pool, 0.0, switches={"dsa_loss_gate": False})["counts"]["compute_dsa_indexer_loss"] == 2
+    assert (
+        step(pool, 0.0, switches={"no_dsa_repairs": "loss-gate"})["counts"]["compute_dsa_indexer_loss"] == 2
+    )
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad"])
@@ -57,14 +59,14 @@ def test_evaluation_does_no_loss_work(pool, with_loss, mode):
 
 
 def test_evaluation_with_gradients_keeps_no_graph_of_the_scores(pool):
-    with_graph = step(pool, 1.0, mode="eval", switches={"dsa_loss_gate": False})
+    with_graph = step(pool, 1.0, mode="eval", switches={"no_dsa_repairs": "loss-gate"})
     assert step(pool, 1.0, mode="eval")["score matrices kept"] < with_graph["score matrices kept"]
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_scores_that_others_ask_for_keep_their_gradient(pool, mode):
     """As with Megatron's own code, bit for bit."""
-    (expected,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode, switches={"dsa_loss_gate": False})
+    (expected,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode, switches={"no_dsa_repairs": "loss-gate"})
     (found,) = pool.run(f"{CASES}:scores_alone", 1, mode=mode)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

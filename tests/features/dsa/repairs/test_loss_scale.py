@@ -34,7 +34,7 @@ def test_microbatches_do_not_change_the_indexers_gradient(pool, one_microbatch):
 
 def test_without_the_repair_the_gradient_grows_with_the_microbatches(pool, one_microbatch):
     unscaled = indexer_gradients(
-        pool, switches={"dsa_loss_scale": False}, num_microbatches=4, micro_batch_size=1
+        pool, switches={"no_dsa_repairs": "loss-scale"}, num_microbatches=4, micro_batch_size=1
     )
     assert ratio(unscaled, one_microbatch) == pytest.approx(4, rel=1e-3)
 

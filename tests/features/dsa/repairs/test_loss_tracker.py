@@ -63,5 +63,5 @@ def test_averaging_group(pool):
 
 def test_the_tracker_lies_where_the_loss_is(pool):
     assert pool.run(f"{CASES}:track_on_another_device", 1) == ["meta"]
-    without = pool.run(f"{CASES}:track_on_another_device", 1, switches={"dsa_loss_tracker": False})
+    without = pool.run(f"{CASES}:track_on_another_device", 1, switches={"no_dsa_repairs": "loss-tracker"})
     assert without == ["cpu"]

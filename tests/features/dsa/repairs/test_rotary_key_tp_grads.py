@@ -26,7 +26,7 @@ def test_tensor_parallel_gradients_without_sequence_parallelism(pool, one_rank):
 
 
 def test_without_the_repair_the_rotary_keys_part_is_wrong_and_the_copies_differ(pool, one_rank):
-    without = {"dsa_rotary_key_tp_grads": False}
+    without = {"no_dsa_repairs": "rotary-key-tp-grads"}
     ranks = pool.run(RUN, 2, tp=2, sequence_parallel=False, overrides=DENSE, switches=without)
     # The last layer: below it everything inherits the error.
     name = "decoder.layers.1.self_attention.linear_kv_down_proj.weight"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_dsa.features.dsa.repairs.feature import SPEC_DISPATCH
+from mindspeed_dsa.features.dsa.repairs.feature import FEATURE
 
 CASES = "tests.features.dsa.parts_of_dsa"
 ERROR = "tests.support.model:error_of"
@@ -17,7 +17,9 @@ def test_every_layer_gets_the_sparse_core_attention(pool):
 
 
 def test_without_the_repair_megatron_refuses(pool):
-    (error,) = pool.run(ERROR, 1, case=f"{CASES}:core_attentions", switches={"dsa_spec_dispatch": False})
+    (error,) = pool.run(
+        ERROR, 1, case=f"{CASES}:core_attentions", switches={"no_dsa_repairs": "spec-dispatch"}
+    )
     assert "Invalid experimental attention variant: dsa" in error
 
 
@@ -63,7 +65,7 @@ def arguments(**changes):
     ],
 )
 def test_what_cannot_be_built_is_told_before_anything_starts(changes, wanted):
-    (problem,) = SPEC_DISPATCH.problems(arguments(**changes))
+    (problem,) = FEATURE.problems(arguments(**changes))
     assert wanted in problem
 
 
@@ -71,21 +73,21 @@ def test_fused_rope_is_switched_off_where_megatrons_dsa_has_none(monkeypatch):
     """Fused RoPE is Megatron's default; no user asked for it."""
     monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.16.1")
     args = arguments(apply_rope_fusion=True)
-    (said,) = SPEC_DISPATCH.rewrite(args)
+    (said,) = FEATURE.rewrite(args)
     assert "--no-rope-fusion" in said
     assert args.apply_rope_fusion is False
-    assert not SPEC_DISPATCH.rewrite(args)
+    assert not FEATURE.rewrite(args)
     dense = arguments(apply_rope_fusion=True, experimental_attention_variant=None)
-    assert not SPEC_DISPATCH.rewrite(dense)
+    assert not FEATURE.rewrite(dense)
     monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.19.0")
-    assert not SPEC_DISPATCH.rewrite(arguments(apply_rope_fusion=True))
+    assert not FEATURE.rewrite(arguments(apply_rope_fusion=True))
 
 
 def test_all_problems_are_told_at_once():
-    assert len(SPEC_DISPATCH.problems(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
+    assert len(FEATURE.problems(arguments(dsa_indexer_n_heads=None, dsa_indexer_topk=None))) == 2
 
 
 def test_what_can_be_built_is_not_complained_about():
-    assert not SPEC_DISPATCH.problems(arguments())
-    assert not SPEC_DISPATCH.problems(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
-    assert not SPEC_DISPATCH.problems(SimpleNamespace(experimental_attention_variant="dsa"))
+    assert not FEATURE.problems(arguments())
+    assert not FEATURE.problems(arguments(experimental_attention_variant=None, dsa_indexer_topk=None))
+    assert not FEATURE.problems(SimpleNamespace(experimental_attention_variant="dsa"))
