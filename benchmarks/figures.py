@@ -1,17 +1,24 @@
-"""``python -m benchmarks.figures``: fills the tables of pages whose figures are in ``benchmarks/results``.
+"""``python -m benchmarks.figures``: fills pages with figures of ``benchmarks/results``.
 
-A table stands between ``<!-- figures:begin -->`` and ``<!-- figures:end -->``; ``make docs`` writes it anew.
+A table stands between ``<!-- figures:begin -->`` and ``<!-- figures:end -->``. A figure in a sentence stands
+behind its place, a file's name and keys of its metrics, and a format with a factor if it needs one::
+
+    <!-- figure pipeline/milliseconds/stock .1f*0.001 -->12.9<!-- end --> s
+
+``make docs`` writes both anew.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+FIGURE = re.compile(r"<!-- figure ([^>]+?) (\.\d[a-z])(?:\*([\d.]+))? -->.*?<!-- end -->")
 BEGIN, END = "<!-- figures:begin -->\n", "<!-- figures:end -->"
 GLM = "GLM-5.2, 64 heads, 4096 tokens"
 SMALL, LARGE = "DeepSeek-V3.2, 64 heads, 4096 tokens", "DeepSeek-V3.2, 128 heads, 8192 tokens"
@@ -144,11 +151,39 @@ def filled(text: str, table: str) -> str:
     return f"{before}{BEGIN}{table}{end}{after}"
 
 
+def placed(text: str) -> str:
+    """The page with the figures of its sentences replaced.
+
+    Raises:
+        KeyError: the results lack a place.
+    """
+
+    def figure(found: re.Match[str]) -> str:
+        name, *keys = found[1].split("/")
+        value: Any = metrics(name)
+        for key in keys:
+            value = value[key]
+        shown = format(value * float(found[3] or 1), found[2]).replace("e-0", "e-")
+        return f"{found[0].partition('>')[0]}>{shown}<!-- end -->"
+
+    return FIGURE.sub(figure, text)
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages whose sentences may have figures of results."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
 def write() -> None:
-    """Write all tables."""
+    """Write all tables and figures."""
     for name, table in TABLES.items():
         page = ROOT / name
         page.write_text(filled(page.read_text(encoding="utf-8"), table()), encoding="utf-8")
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := placed(before)) != before:
+            page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -28,3 +29,67 @@ def test_figures_come_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_page_without_marks_is_named() -> None:
     with pytest.raises(ValueError, match="lacks <!-- figures:begin -->"):
         figures.filled("no table", "| a |\n")
+
+
+def test_sentences_have_the_figures_of_the_results() -> None:
+    found = [page for page in figures.pages() if figures.FIGURE.search(page.read_text(encoding="utf-8"))]
+    assert len(found) > 10
+    for page in found:
+        text = page.read_text(encoding="utf-8")
+        assert figures.placed(text) == text, f"{page.relative_to(figures.ROOT)}: run make docs"
+        assert text.count("<!-- figure ") == len(figures.FIGURE.findall(text)), page
+
+
+def test_a_figure_of_a_sentence_comes_from_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "metrics", lambda name: {"step, in all": {"ms": 1234.5}, "apart": 5.4e-05})
+    text = (
+        "<!-- figure some/step, in all/ms .1f*0.001 -->9<!-- end --> s, "
+        "<!-- figure some/apart .1e --><!-- end -->"
+    )
+    assert figures.placed(text) == (
+        "<!-- figure some/step, in all/ms .1f*0.001 -->1.2<!-- end --> s, "
+        "<!-- figure some/apart .1e -->5.4e-5<!-- end -->"
+    )
+    with pytest.raises(KeyError):
+        figures.placed("<!-- figure some/nothing .1f -->9<!-- end -->")
+
+
+MEASURED = re.compile(
+    r"\d(?:[\d.,]*\d)?\s?(?:ms|µs|us|ns|microseconds?|milliseconds?|[GM]i?B/s|TFLOP/s|tokens/s|%|percent)(?![\w/])"
+    r"|\d\.\d+ (?:s\b|times(?! as large))|\d times as (?:fast|long)"
+    r"|\d of (?:the|its|stock's) (?:processor )?time\b"
+)
+FILLED = re.compile(r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->|<!-- figure .*?<!-- end -->|```.*?```", re.S)
+DEFINED = {
+    "ascend-coc.md": ("3 percent",),  # a rule of the choice
+    "balanced-moe-experts.md": ("3 percent",),
+    "dense-context-parallel.md": ("400 TFLOP/s", "50 GB/s"),  # an example's rates
+    "fsdp2.md": ("400 TFLOP/s", "50 GB/s"),
+    "fused-dsa.md": ("99.5 %",),  # other people's
+    "moe-batch-overlap.md": ("3 %",),
+    "swap-attention.md": ("1.1 times", "5 %", "2 %"),  # rules, and the bound of a test
+    "swap-optimizer.md": ("29 %",),  # the model's
+}
+"""Figures in text that are no measurements."""
+
+
+@pytest.mark.parametrize("folder", ["", "docs/features", "docs/hosts"])
+def test_no_measured_figure_is_typed(folder: str) -> None:
+    pages = sorted((figures.ROOT / folder).glob("*.md" if folder else "README.md"))
+    typed = [
+        f"{page.name}: {figure}"
+        for page in pages
+        for figure in MEASURED.findall(FILLED.sub("", page.read_text(encoding="utf-8")))
+        if figure not in DEFINED.get(page.name, ())
+    ]
+    assert pages
+    assert not typed, "put the figure's place in benchmarks/results there, or leave the figure out"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["takes 12.9 ms", "1.5 times as fast", "2 times as long", "0.9 of the time", "7.5 GB/s", "3 % of a step"],
+)
+def test_a_typed_figure_is_found(text: str) -> None:
+    assert MEASURED.search(text)
+    assert not MEASURED.search("twice as fast, 4 ranks, 128 x 128, 0.16 to 0.19, 2.0 times as large")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -98,6 +99,20 @@ def test_bubbles_and_p2p():
     assert figures(plain, NONE).bubble_fraction == pytest.approx(3 / 11)
     late = Costs(p2p=0.25)
     assert step(late, 2, 1, 1) == 6 + 2 * 0.25
+
+
+def test_the_table_of_split_backwards():
+    """As docs/features/split-backward.md shows it."""
+    page = Path(__file__).parents[2] / "docs/features/split-backward.md"
+    table = page.read_text(encoding="utf-8").partition("<!-- simulated:begin -->\n")[2]
+    shown = [line.split(" | ")[1:] for line in table.partition("<!-- simulated:end -->")[0].splitlines()[2:]]
+    one, two = (schedule(MEGATRON, 4, chunks, 16) for chunks in (1, 2))
+    apart = [lists.weights_later(one, waiting) for waiting in (0, 1, 2, None)]
+    costs = Costs(forward=1, input_gradient=1, weight_gradient=1)
+    for row, each in zip(shown, [one, *apart, two, lists.weights_later(two, None)], strict=True):
+        found = figures(simulate(each, costs), costs)
+        step, bubble, memory = found.step_time, found.bubble_fraction, max(found.peak_memory)
+        assert row == [f"{step:.0f}", f"{100 * bubble:.1f} %", f"{memory:.0f} |"]
 
 
 def test_measured_times_take_the_place_of_costs():
