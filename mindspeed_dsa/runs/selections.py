@@ -31,11 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mindspeed_dsa.runs.files import RunError, number
-from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, decode, encode
+from mindspeed_dsa.runs.selection_rows import Ints, WrongRows, decode, encode
 
 SUFFIX = ".selections"
 _PREFIX_OF_FILES = "rank"
-_MAGIC = b"DSASEL1\n"
+_MAGIC = b"DSASEL2\n"
 _PREFIX = struct.Struct("<II")
 """Length of what follows, and its CRC-32."""
 _RECORD = struct.Struct("<IIIII?")
@@ -162,7 +162,7 @@ class Writer:
         self,
         key: Key,
         runs: Sequence[Run],
-        keys: Ints | Longs,
+        keys: npt.NDArray[Any],
         mass: npt.NDArray[Any] | None = None,
         tokens: npt.NDArray[Any] | None = None,
     ) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.selection_rows import WrongRows, integers
+from mindspeed_dsa.runs.selection_rows import WrongRows
 from mindspeed_dsa.runs.selections import Header, Key, Run, Writer, free_rank
 
 
@@ -62,8 +62,7 @@ def write_recording(folder: Path, header: Header, handed: Iterable[Handed]) -> P
             runs = [Run(a, a, b - a) for a, b in pairwise((*each.documents, tokens)) if b > a]
             for column, layer in enumerate(header.computing):
                 try:
-                    keys = integers(each.array[:, column])
-                    writer.append(Key(each.step, each.sequence, layer), runs, keys)
+                    writer.append(Key(each.step, each.sequence, layer), runs, each.array[:, column])
                 except WrongRows as error:
                     raise RunError(
                         f"step {each.step}, sequence {each.sequence}, layer {layer}: token {error.row} "

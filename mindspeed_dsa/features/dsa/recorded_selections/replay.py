@@ -16,7 +16,7 @@ from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, Replayed
 from mindspeed_dsa.patches.errors import MindSpeedDSAError
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, check, integers
+from mindspeed_dsa.runs.selection_rows import Ints, Longs, WrongRows, ascending
 from mindspeed_dsa.runs.selections import Header, Key, Recording
 
 Bools = npt.NDArray[np.bool_]
@@ -121,15 +121,12 @@ class _Source(ABC):
                 "same data in the same order"
             )
         try:
-            check(found.keys, visible)
+            keys = ascending(found.keys, visible)
         except WrongRows as error:
             raise SelectionError(
                 f"{self.place(rows, sequence)}: row {positions[error.row]} {error}; this is no selection "
                 f"for it"
             ) from error
-        last = np.iinfo(np.int32).max
-        keys = np.sort(np.where(found.keys >= 0, found.keys, last).astype(np.int32), axis=1)
-        keys = np.where(keys == last, -1, keys)
         width = min(rows.topk, rows.keys)
         if (keys[:, width:] >= 0).any():
             row = int((keys[:, width:] >= 0).any(axis=1).argmax())
@@ -257,7 +254,7 @@ class HandedOver(_Source):
             )
         has = positions < of_layer.shape[0]
         chosen = torch.from_numpy(positions.clip(max=of_layer.shape[0] - 1)).to(of_layer.device)
-        keys = integers(of_layer.index_select(0, chosen.long()).cpu().numpy())
+        keys = of_layer.index_select(0, chosen.long()).cpu().numpy()
         has &= (keys >= 0).any(axis=1)
         return Found(np.where(has[:, None], keys, -1), has)
 

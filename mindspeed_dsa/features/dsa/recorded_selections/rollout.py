@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mindspeed_dsa.features.dsa.recorded_selections.feature import REPLAY
 from mindspeed_dsa.features.dsa.recorded_selections.replay import SelectionError, hand_over, waiting_header
-from mindspeed_dsa.runs.selection_rows import integers
 from mindspeed_dsa.runs.selections import Header
 
 Array = npt.NDArray[np.int32]
@@ -115,7 +114,7 @@ def in_pack(
             )
         columns = array.shape[1]
         out[begin : begin + rows, :columns] = -1  # also what an engine with a smaller topk leaves out
-        out[begin : begin + rows, :columns, :topk] = np.maximum(integers(array), -1)
+        out[begin : begin + rows, :columns, :topk] = np.maximum(array.astype(np.int64), -1)
     return torch.from_numpy(out)
 
 
