@@ -46,10 +46,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "pairs.md"
 SAME_FLAG = "values of one flag"
 NOT_PAIRED = {
     "ascend-mc2": "an operator of NPUs",
-    "cpu-p2p-ordering": "a platform",
     "cpu-platform": "a platform",
     "npu-platform": "a platform",
-    "optimizer-resume-without-apex": "a platform",
     "accept-mindspeed-flags": "reads other flags",
     "initial-weights": "before the first step",
     "latent-yarn": "part of the model",

@@ -227,49 +227,39 @@ _PATCHES = (
     ),
 )
 
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_PARAMS = (*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")
+
+P2P_ORDERING = (
+    Patch(
+        f"{_P2P}:_p2p_ops",
+        "wrap",
+        f"{_GLOO}:exchange_overlapped",
+        "overlapped sends keep their data and their handles until they are complete",
+        params=_PARAMS,
+    ),
+    Patch(
+        f"{_P2P}:_batched_p2p_ops",
+        "wrap",
+        f"{_GLOO}:exchange_batched",
+        "activations and gradients between the same two ranks cannot be mixed up",
+        params=_PARAMS,
+    ),
+    Patch(
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+        "wrap",
+        f"{_GLOO}:complete_sends",
+        "a send whose handle the schedule dropped is completed before the schedule returns",
+    ),
+)
+"""Pipelines over gloo: sends keep their data, and messages are tagged by direction."""
 
 CPU = Feature(
     name="cpu-platform",
     summary="Redirects Megatron's torch.cuda calls to the host: it trains on a CPU with gloo.",
     flags=(PLATFORM,),
-    patches=_PATCHES,
-    active=on_platform("cpu"),
-    doc="cpu-platform",
-    platform_support=True,
-)
-
-
-_P2P = "megatron.core.pipeline_parallel.p2p_communication"
-_TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
-_PARAMS = (*_TENSORS, "group", "prev_pipeline_rank", "next_pipeline_rank")
-
-
-P2P_ORDERING = Feature(
-    name="cpu-p2p-ordering",
-    summary="Makes pipeline P2P over gloo correct: sends keep their data, messages are tagged by direction.",
-    flags=(PLATFORM,),
-    patches=(
-        Patch(
-            f"{_P2P}:_p2p_ops",
-            "wrap",
-            f"{_GLOO}:exchange_overlapped",
-            "overlapped sends keep their data and their handles until they are complete",
-            params=_PARAMS,
-        ),
-        Patch(
-            f"{_P2P}:_batched_p2p_ops",
-            "wrap",
-            f"{_GLOO}:exchange_batched",
-            "activations and gradients between the same two ranks cannot be mixed up",
-            params=_PARAMS,
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
-            "wrap",
-            f"{_GLOO}:complete_sends",
-            "a send whose handle the schedule dropped is completed before the schedule returns",
-        ),
-    ),
+    patches=(*_PATCHES, *P2P_ORDERING),
     active=on_platform("cpu"),
     doc="cpu-platform",
     platform_support=True,

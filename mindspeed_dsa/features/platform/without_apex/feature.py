@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindspeed_dsa import platforms
-from mindspeed_dsa.feature import Conflict, Feature, Flag, on_platform
+from mindspeed_dsa.feature import Conflict, Feature, Flag
 from mindspeed_dsa.megatron import across_layouts, without_engine
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
@@ -72,37 +72,30 @@ FUSED_ADAM = Feature(
 _STEP_COUNTS = "mindspeed_dsa.features.platform.without_apex.step_counts"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
-OPTIMIZER_RESUME = Feature(
-    name="optimizer-resume-without-apex",
-    summary="Lets the distributed optimizer resume without Transformer Engine and Apex.",
-    flags=(PLATFORM,),
-    patches=(
-        Patch(
-            f"{_OPTIMIZER}.state_dict",
-            "wrap",
-            f"{_STEP_COUNTS}:start_state",
-            "an Adam without a step gets the step count 0; Megatron asserts that there is one",
-        ),
-        Patch(
-            f"{_OPTIMIZER}.load_state_dict",
-            "wrap",
-            f"{_STEP_COUNTS}:separate_step_counts",
-            "each parameter gets its own step count; a shared one is incremented once per parameter",
-            params=("state_dict",),
-        ),
-        Patch(
-            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            "wrap",
-            f"{_STEP_COUNTS}:keep_step_count",
-            "no format of the moments has a valid step count; float32 weights require gradients",
-            params=("model_param", "tensors"),
-        ),
-        *across_layouts.ROWS,
+RESUME_ROWS = (
+    Patch(
+        f"{_OPTIMIZER}.state_dict",
+        "wrap",
+        f"{_STEP_COUNTS}:start_state",
+        "an Adam without a step gets the step count 0; Megatron asserts that there is one",
     ),
-    active=on_platform("cpu", "npu"),
-    doc="local-modules.md",
-    platform_support=True,
+    Patch(
+        f"{_OPTIMIZER}.load_state_dict",
+        "wrap",
+        f"{_STEP_COUNTS}:separate_step_counts",
+        "each parameter gets its own step count; a shared one is incremented once per parameter",
+        params=("state_dict",),
+    ),
+    Patch(
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+        "wrap",
+        f"{_STEP_COUNTS}:keep_step_count",
+        "no format of the moments has a valid step count; float32 weights require gradients",
+        params=("model_param", "tensors"),
+    ),
+    *across_layouts.ROWS,
 )
+"""Step counts of torch's Adam, as the distributed optimizer saves and loads them."""
 
 
 # -- the norm of gradients --------------------------------------------------------------------------
@@ -113,23 +106,16 @@ def has_no_norm_kernel(settings: Any) -> bool:
     return find_spec("transformer_engine") is None and find_spec("amp_C") is None
 
 
-GRADIENT_NORM = Feature(
-    name="gradient-norm-on-device",
-    summary="The norm of all gradients is computed on the device, where Megatron's own waits for each "
-    "parameter's.",
-    patches=(
-        Patch(
-            "megatron.core.utils:local_multi_tensor_l2_norm",
-            "wrap",
-            f"{_HERE}:norm_on_device",
-            "Megatron makes a tensor of the norms of all parameters, and reads each of them for it",
-            params=("chunk_size", "noop_flag", "tensor_lists", "per_tensor"),
-        ),
+NORM_ROWS = (
+    Patch(
+        "megatron.core.utils:local_multi_tensor_l2_norm",
+        "wrap",
+        f"{_HERE}:norm_on_device",
+        "Megatron makes a tensor of the norms of all parameters, and reads each of them for it",
+        params=("chunk_size", "noop_flag", "tensor_lists", "per_tensor"),
     ),
-    active=has_no_norm_kernel,
-    doc="local-modules.md",
-    when="where neither Transformer Engine nor Apex is installed",
 )
+"""Gradient norms computed on the device, where Megatron waits for each parameter's."""
 
 
 # -- gradient accumulation fusion -----------------------------------------------------------------
@@ -215,51 +201,70 @@ def is_needed(settings: Any) -> bool:
     return bool(settings.platform != "cuda" or settings.transformer_impl)
 
 
+MODULE_ROWS = (
+    without_engine.NORMS,
+    without_engine.ROUTER,
+    Patch(
+        "megatron.core.fp8_utils:quantize_param_shard",
+        "wrap",
+        f"{_HERE}:unless_there_are_none",
+        "the distributed optimizer quantises its fp8 weights, of which there are none, and fails",
+        params=("model_params",),
+        versions="<0.13",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+        "replace",
+        f"{_HERE}:is_never_one",
+        "layers of multi-token prediction ask for a class that is none without Transformer Engine",
+        params=("module",),
+        versions=">=0.20,<0.21",
+    ),
+    *(
+        Patch(
+            f"megatron.core.models.gpt.gpt_layer_specs:{name}",
+            "wrap",
+            f"{_HERE}:refuse_transformer_engine",
+            "Megatron's NameError does not say that Transformer Engine is missing",
+            versions=versions,
+            required=False,
+        )
+        for name, versions in (
+            ("get_gpt_layer_with_transformer_engine_spec", ""),
+            ("get_gpt_layer_with_transformer_engine_submodules", ">=0.17"),
+            ("get_gpt_decoder_layer_specs", ">=0.16"),
+            ("get_gpt_decoder_block_spec", ""),
+            ("get_gpt_mtp_block_spec", ""),
+        )
+    ),
+)
+
+
+def needed_rows(settings: Any) -> tuple[Patch, ...]:
+    """Return the rows for the libraries that are missing."""
+    return (
+        *(RESUME_ROWS if settings.platform in ("cpu", "npu") else ()),
+        *(NORM_ROWS if has_no_norm_kernel(settings) else ()),
+        *(MODULE_ROWS if is_needed(settings) else ()),
+    )
+
+
+def lacks_libraries(settings: Any) -> bool:
+    """Return whether there is a row for a library that is missing."""
+    return bool(needed_rows(settings))
+
+
 LOCAL_MODULES = Feature(
     name="local-modules",
-    summary="Megatron's own modules and distributed optimizer work where Transformer Engine and Apex are not "
-    "installed, and a model that needs Transformer Engine says so.",
+    summary="Megatron's own modules, gradient norm and distributed optimizer work without Transformer Engine "
+    "and Apex, and a model that needs Transformer Engine says so.",
     flags=(Flag("--transformer-impl", "Megatron's own flag.", kind="value", megatron=True),),
-    patches=(
-        without_engine.NORMS,
-        without_engine.ROUTER,
-        Patch(
-            "megatron.core.fp8_utils:quantize_param_shard",
-            "wrap",
-            f"{_HERE}:unless_there_are_none",
-            "the distributed optimizer quantises its fp8 weights, of which there are none, and fails",
-            params=("model_params",),
-            versions="<0.13",
-        ),
-        Patch(
-            "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
-            "replace",
-            f"{_HERE}:is_never_one",
-            "layers of multi-token prediction ask for a class that is none without Transformer Engine",
-            params=("module",),
-            versions=">=0.20,<0.21",
-        ),
-        *(
-            Patch(
-                f"megatron.core.models.gpt.gpt_layer_specs:{name}",
-                "wrap",
-                f"{_HERE}:refuse_transformer_engine",
-                "Megatron's NameError does not say that Transformer Engine is missing",
-                versions=versions,
-                required=False,
-            )
-            for name, versions in (
-                ("get_gpt_layer_with_transformer_engine_spec", ""),
-                ("get_gpt_layer_with_transformer_engine_submodules", ">=0.17"),
-                ("get_gpt_decoder_layer_specs", ">=0.16"),
-                ("get_gpt_decoder_block_spec", ""),
-                ("get_gpt_mtp_block_spec", ""),
-            )
-        ),
-    ),
-    active=is_needed,
+    patches=(*RESUME_ROWS, *NORM_ROWS, *MODULE_ROWS),
+    rows=needed_rows,
+    active=lacks_libraries,
     doc="local-modules.md",
     platform_support=True,
+    when="where Transformer Engine or Apex is missing",
 )
 
 

@@ -12,8 +12,8 @@ from mindspeed_dsa.features.platform.npu.feature import NPU
 from mindspeed_dsa.features.platform.without_cuda.rows import ROWS
 
 ON_THE_PLATFORM = {
-    "cpu": {"cpu-platform", "cpu-p2p-ordering", "optimizer-resume-without-apex"},
-    "npu": {"npu-platform", "optimizer-resume-without-apex"},
+    "cpu": {"cpu-platform"},
+    "npu": {"npu-platform"},
     "cuda": set(),
 }
 

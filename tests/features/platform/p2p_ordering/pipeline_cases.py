@@ -26,11 +26,9 @@ def platform(repaired: bool) -> Iterator[None]:
     from mindspeed_dsa.patches import Claim, PatchManager
 
     manager = PatchManager()
-    features = [CPU, *([P2P_ORDERING] if repaired else ())]
+    context = contexts.context(CPU.name)
     manager.plan(
-        Claim(feature.name, patch, order, contexts.context(feature.name))
-        for order, feature in enumerate(features)
-        for patch in feature.patches
+        Claim(CPU.name, patch, 0, context) for patch in CPU.patches if repaired or patch not in P2P_ORDERING
     )
     manager.check()
     manager.arm()
@@ -104,7 +102,7 @@ def forget_a_send() -> float | None:
     """Rank 0 drops the handle of a send and leaves the schedule; rank 1 receives afterwards."""
     from mindspeed_dsa.features.platform.cpu.gloo import _pending, complete_sends
 
-    context = contexts.context("cpu-p2p-ordering")
+    context = contexts.context("cpu-platform")
 
     def schedule() -> None:
         _p2p("_p2p_ops", tensor_send_next=torch.full((4,), 5.0))["send_next"].wait()
