@@ -68,20 +68,43 @@ def test_unchanged_checkout(tmp_path, capsys):
     }
 
 
-def test_text_names_features_sites_and_sums_up(tmp_path, capsys):
-    assert main(["diff", str(write(tmp_path / "checkout", FILES))]) == 0
+SUM = "4 targets: 2 ok, 1 missing, 1 out of range; 0 would stop a feature\n"
+
+
+def test_text_sums_up_first_and_lists_targets_if_asked(tmp_path, capsys):
+    folder = str(write(tmp_path / "checkout", FILES))
+    assert main(["diff", folder]) == 0
     text = capsys.readouterr().out
     assert text.startswith("megatron 0.16.1 in ")
+    assert text.split("\n", 1)[1].startswith(
+        f"{SUM}\nparts of features that are lost:\n  f: megatron.core.b:Layer.gone"
+    )
+    assert text.endswith("\n\n--all lists every target\n")
+    assert main(["diff", folder, "--all"]) == 0
+    text = capsys.readouterr().out
+    assert text.split("\n", 1)[1].startswith(SUM)
     assert "\nf\n  ok                replace megatron.core.a:attend\n" in text
     assert "missing           wrap    megatron.core.b:Layer.gone (optional)" in text
-    assert text.endswith("4 targets: 2 ok, 1 missing, 1 out of range; 0 would stop a feature\n")
 
 
-def test_changes_stand_at_the_end(tmp_path, capsys):
+def test_changes_and_stops_are_told_without_all(tmp_path, capsys):
     fork = FILES | {"megatron/core/a.py": FILES["megatron/core/a.py"].replace("@", "*")}
-    assert main(["diff", str(write(tmp_path / "fork", fork))]) == 0
-    end = capsys.readouterr().out.split("\n\n")[-2]
-    assert end.startswith("changed in these sources, and patched:\n  f: your fork changed this function")
+    fork["megatron/core/b.py"] = "class Layer:\n    def forwards(self, x): ...\n"
+    assert main(["diff", str(write(tmp_path / "fork", fork))]) == 1
+    parts = capsys.readouterr().out.split("\n\n")
+    assert parts[0].endswith("1 would stop a feature")
+    assert parts[-3].startswith("would stop a feature:\n  f: megatron.core.b:Layer")
+    assert parts[-2].startswith(
+        "changed in these sources, and patched:\n  f: your fork changed this function"
+    )
+
+
+def test_a_release_fits_one_screen(monkeypatch, capsys):
+    monkeypatch.undo()
+    assert main(["diff", "installed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines[1:])) <= 110
 
 
 def test_fork_with_another_root_and_one_changed_function(tmp_path, capsys):

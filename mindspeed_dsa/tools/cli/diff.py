@@ -79,6 +79,7 @@ def run(argv: Sequence[str]) -> int:
         help="what the tests of `make test-matrix` or `make next` wrote with these sources: print one line "
         "for each feature, whether it trained, fits or fails, and count failed tests as problems",
     )
+    parser.add_argument("--all", action="store_true", help="list every target")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     options = parser.parse_args(list(argv))
     root = options.megatron_root
@@ -109,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
         for name, each in outcomes.items():
             print(f"{name:<{width}}  {each.word}" + (f" ({'; '.join(each.layouts)})" if each.layouts else ""))
     else:
-        print("\n".join(_text(tree, root, release, results)))
+        print("\n".join(_text(tree, root, release, results, options.all)))
     return 1 if problems else 0
 
 
@@ -167,29 +168,47 @@ def _refusal(feature: Feature, release: str | None) -> str:
     return f"it needs {versions.MEGATRON_DISTRIBUTION} {needed}"
 
 
-def _text(tree: SourceTree, root: str, release: str | None, results: Sequence[FeatureResult]) -> list[str]:
-    lines = [f"{root} {release or '(release unknown)'} in {tree.label}"]
-    count: Counter[str] = Counter()
-    failing = 0
-    changed: list[str] = []
+def _text(
+    tree: SourceTree, root: str, release: str | None, results: Sequence[FeatureResult], everything: bool
+) -> list[str]:
+    """Write the sum, then all that is not well; every target only if it is asked for."""
+    sites = [(feature, site) for feature in results for site in feature.sites]
+    served = [(feature, site) for feature, site in sites if not feature.refused]
+    words = Counter(_word(site) for _, site in sites)
+    counted = ", ".join(f"{number} {word}" for word, number in words.most_common())
+    stopping = [(feature, site) for feature, site in served if site.fatal]
+    lines = [
+        f"{root} {release or '(release unknown)'} in {tree.label}",
+        f"{len(sites)} targets: {counted}; {len(stopping)} would stop a feature",
+    ]
+    if refused := [f"{each.name} ({each.refused})" for each in results if each.refused]:
+        lines += ["", f"refused with these sources: {', '.join(refused)}"]
+    if lost := [f"{feature.name}: {text}" for feature, site in served for text in site.lost]:
+        lines += ["", "parts of features that are lost:", *(f"  {each}" for each in lost)]
+    if stopping:
+        lines += ["", "would stop a feature:"]
+        lines += [f"  {feature.name}: {text}" for feature, site in stopping for text in site.fatal]
+    if changed := [each for each in sites if each[1].state == "changed"]:
+        lines += ["", "changed in these sources, and patched:"]
+        lines += [f"  {feature.name}: {text}" for feature, site in changed for text in site.messages]
+    return [*map(wrapped, lines), *(_targets(results) if everything else ["", "--all lists every target"])]
+
+
+def _targets(results: Sequence[FeatureResult]) -> list[str]:
+    lines = []
     for feature in results:
         lines += ["", feature.name + (f": refused, {feature.refused}" if feature.refused else "")]
         for site in feature.sites:
-            word = _WORDS.get(site.state, site.state)
-            count[word] += 1
-            failing += bool(site.fatal) and not feature.refused
             optional = "" if site.required else " (optional)"
-            lines.append(f"  {word:<18}{site.kind:<8}{site.target}{optional}")
+            lines.append(f"  {_word(site):<18}{site.kind:<8}{site.target}{optional}")
             lines += [f"{'':<28}{message}" for message in site.messages]
-            if site.state == "changed" or (site.fatal and not feature.refused):
-                changed += [f"  {feature.name}: {message}" for message in site.messages]
         if not feature.sites:
             lines.append("  patches nothing of Megatron")
-    counted = ", ".join(f"{number} {word}" for word, number in count.most_common())
-    if changed:
-        lines += ["", "changed in these sources, and patched:", *map(wrapped, changed)]
-    lines += ["", f"{sum(count.values())} targets: {counted}; {failing} would stop a feature"]
     return lines
+
+
+def _word(site: SiteResult) -> str:
+    return _WORDS.get(site.state, site.state)
 
 
 def _sources(text: str, root: str) -> SourceTree:
