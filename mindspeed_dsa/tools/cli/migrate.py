@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     for name in unknown:
         raise SettingsError(f"mindspeed_dsa migrate: it takes no {name}{did_you_mean(name, known)}")
     if options.flags:
-        print(_all_flags())
+        print(_all_flags(_WORDS[options.lang]))
         return 0
     if not options.scripts:
         raise SettingsError("mindspeed_dsa migrate: name a script, or ask for --flags")
@@ -119,8 +119,7 @@ def _text(migrated: scripts.Migrated, new: str, everything: bool, words: Mapping
         rows.append([_short(str(each.given)), verdict, _short(now)])
         reasons.append(each.why)
     lines = [f"{migrated.path}: {_counted(found, words)}", ""]
-    for row, why in zip(start_report.aligned(rows), reasons, strict=True):
-        lines += [row, *([wrapped(f"    {why}")] if why else [])]
+    lines += _with_reasons(rows, reasons)
     lines += [
         "",
         *(wrapped(f"{words['problem']}{text}") for text in found.problems),
@@ -156,12 +155,20 @@ def _summary(migrated: Sequence[scripts.Migrated]) -> str:
     return "\n".join(start_report.aligned(rows))
 
 
-def _all_flags() -> str:
-    rows = [("flag", "verdict", "now", "why")]
+def _all_flags(words: Mapping[str, str]) -> str:
+    rows, reasons = [words["head"].split("|")], [""]
     for row in table().values():
-        verdict = "NOT SERVED" if row.results else KINDS[row.verdict]
-        rows.append((row.flag, verdict, row.now if row.now != row.flag else "", row.why))
-    return "\n".join(start_report.aligned(rows))
+        verdict = words["refused" if row.results else row.verdict]
+        rows.append([row.flag, verdict, row.now if row.now != row.flag else ""])
+        reasons.append(row.why)
+    return "\n".join(_with_reasons(rows, reasons))
+
+
+def _with_reasons(rows: Sequence[Sequence[str]], reasons: Sequence[str]) -> list[str]:
+    lines = []
+    for row, why in zip(start_report.aligned(rows), reasons, strict=True):
+        lines += [row, *([wrapped(f"    {why}")] if why else [])]
+    return lines
 
 
 def _parser() -> argparse.ArgumentParser:

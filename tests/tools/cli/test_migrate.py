@@ -75,8 +75,12 @@ def test_json_of_several_scripts(script, tmp_path, capsys):
 def test_the_verdict_of_every_flag(capsys):
     assert main(["migrate", "--flags"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(table()) + 1
-    assert any(line.startswith("--fix-router") and "NOT SERVED" in line for line in lines)
+    flags = [line for line in lines if line.startswith("--")]
+    assert len(flags) == len(table())
+    assert max(map(len, lines)) <= 120
+    assert any(line.startswith("--fix-router") and "NOT SERVED" in line for line in flags)
+    at = next(number for number, line in enumerate(lines) if line.startswith("--tp-2d "))
+    assert lines[at + 1].startswith("    Two-dimensional tensor parallelism is not here")
 
 
 @pytest.mark.parametrize(
