@@ -8,23 +8,8 @@ from importlib import import_module
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, say_once
 from mindspeed_dsa.patches.versions import of_distribution
+from mindspeed_dsa.tools.cli.overview import COMMANDS
 
-COMMANDS = {
-    "try": "a minute of training: Megatron's own DSA beside the fused one, on a small model",
-    "doctor": "the verdict on a command line, what is on and by what, and what runs and patches what",
-    "features": "all features with their switches",
-    "explain": "one flag or feature: what it does, needs, excludes and patches",
-    "diff": "static check of every patch target against a wheel, a version or a checkout",
-    "compare": "the same job with and without named features, side by side",
-    "checkpoints": "which checkpoints of a folder are whole, and which of them stay",
-    "hang": "what every rank of a job that hangs waits for, from what --record-collectives wrote",
-    "selections": "the keys that a run attended to, and how far two recordings of them are apart",
-    "experts": "the load of MoE experts that a run recorded, as a table and as a picture",
-    "weights": "a Hugging Face model into a checkpoint of Megatron's, and back",
-    "plan": "memory, communication and work of a layout, from its flags alone",
-    "migrate": "launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and written anew",
-    "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",
-}
 _ELSEWHERE = {"features": "explain:list_features", "try": "trial:run"}
 """Commands that are no module's ``run``."""
 

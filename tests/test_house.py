@@ -15,6 +15,7 @@ SHARED = ("megatron", "parallel", "context_parallel", "runs")
 """Rooms for code that features of at least two kinds, or a kind and a higher room, use."""
 SMALLEST, LARGEST = 60, 500
 SMALL = {
+    "__main__": "the commands, by the name that Python asks for",
     "rl": "names that stay, for programs",
     "transformers": "names that stay, for programs",
     "weights": "names that stay, for programs",

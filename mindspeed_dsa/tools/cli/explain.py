@@ -12,7 +12,7 @@ from mindspeed_dsa import features, settings
 from mindspeed_dsa.feature import Feature, Flag
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.session import start_report
-from mindspeed_dsa.tools.cli import doctor_text
+from mindspeed_dsa.tools.cli import doctor_text, overview
 
 _MANY = 12
 
@@ -45,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     """Print the explanation of a flag or feature, or what a word occurs in; status 2 if nothing has it."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa explain",
-        description="Explains one flag or feature; another word is searched in their names and summaries.",
+        description="Explains one flag or feature; another word is searched in names and summaries of "
+        "features, flags and commands, and in titles of pages.",
     )
     # A flag looks like an option to argparse; `explain --use-x` must work as it is typed.
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
@@ -90,16 +91,21 @@ def _readers(flag: Flag, known: Sequence[Feature]) -> list[str]:
 
 
 def _search(word: str) -> list[str]:
-    """Write the features and flags in whose names or summaries a word occurs; of many flags the names."""
+    """Write the features, flags, commands and pages in which a word occurs; of many flags the names."""
     rows = [
         f"{feature.label}: {feature.summary}"
         for feature in everything()
         if word in feature.name or word in feature.summary.lower()
     ]
     found = [flag for flag in (*settings.GENERAL_FLAGS, *features.all_flags()) if word in flag.name]
-    if len(found) > _MANY:
-        return [*rows, "", f"flags: {', '.join(flag.name for flag in found)}"]
-    return [*rows, *(f"{flag.name}: {flag.help}" for flag in found)]
+    many = len(found) > _MANY
+    flags = [f"flags: {', '.join(flag.name for flag in found)}"] if many else _with_help(found)
+    parts = (rows, flags, overview.commands_with(word), overview.pages_with(word))
+    return [line for part in parts if part for line in ("", *part)][1:]
+
+
+def _with_help(flags: Sequence[Flag]) -> list[str]:
+    return [f"{flag.name}: {flag.help}" for flag in flags]
 
 
 def explain(feature: Feature) -> str:

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.__main__ import COMMANDS, main
+from mindspeed_dsa.__main__ import main
 from mindspeed_dsa.feature import Feature
 from mindspeed_dsa.patches.spec import Patch
+from mindspeed_dsa.tools.cli import overview
+from mindspeed_dsa.tools.cli.overview import COMMANDS
 from tests.support import fork, warm
 
 
@@ -77,6 +79,10 @@ def test_explain_by_flag_environment_and_feature(capsys):
         ("swap", "swap-optimizer: "),
         ("npu", "npu-platform: "),
         ("Streams", "--two-streams: "),
+        ("fork", "mindspeed_dsa diff: "),
+        ("fork", "mindspeed_dsa doctor: "),
+        ("Fork", "docs/megatron_lm.md: Eight GPUs, your fork"),
+        ("dsa", "docs/features/fused-dsa.md"),
     ],
 )
 def test_explain_fits_a_screen(capsys, name, said):
@@ -85,6 +91,12 @@ def test_explain_fits_a_screen(capsys, name, said):
     assert any(said in line for line in lines)
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 120
+
+
+def test_explain_does_without_pages(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(overview, "DOCS", tmp_path / "docs")
+    assert main(["explain", "fork"]) == 0
+    assert "docs/" not in capsys.readouterr().out
 
 
 def test_doctor_lists_every_feature_when_all_are_off(capsys):
