@@ -386,15 +386,19 @@ def save_to(job: Job, way: str, folder: str) -> None:
     dist_checkpointing.save(_sharded(job, way, is_loading=False), folder, save_in_this_process())
 
 
-def load_from(job: Job, way: str, folder: str) -> None:
+def load_from(job: Job, way: str, folder: str, weights_alone: bool = False) -> None:
     """Load what :func:`save_to` wrote; model first, then optimizer, like Megatron."""
     if way == TORCH:
         state = torch.load(_files(folder)[0], weights_only=False)
     else:
         from megatron.core import dist_checkpointing
 
-        state = dist_checkpointing.load(_sharded(job, way, is_loading=True), folder)
+        weights = {"model": job.model.module.sharded_state_dict()} if weights_alone else None
+        state = dist_checkpointing.load(weights or _sharded(job, way, is_loading=True), folder)
     job.model.load_state_dict(state["model"])
+    if weights_alone:
+        job.optimizer.reload_model_params()
+        return
     job.optimizer.load_state_dict(state["optimizer"])
     if way == TORCH and job.ddp.use_distributed_optimizer:
         job.optimizer.load_parameter_state(_files(folder)[1])

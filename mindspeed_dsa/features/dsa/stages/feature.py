@@ -108,13 +108,13 @@ WARMUP = Feature(
 )
 
 
-def _rows(method: str, implementation: str, why: str, classes: Sequence[str]) -> Iterator[Patch]:
+def _rows(method: str, implementation: str, why: str, *classes: str) -> Iterator[Patch]:
     """Yield rows for a method of Megatron's optimizers, outside of what keeps their state elsewhere."""
     for each in classes:
         yield Patch(
             f"{each}.{method}",
             "wrap",
-            f"{_HERE}.optimizer_state:{implementation}",
+            f"{_HERE}.checkpoint:{implementation}",
             why,
             versions=_RELEASES,
             priority=1,
@@ -124,7 +124,7 @@ def _rows(method: str, implementation: str, why: str, classes: Sequence[str]) ->
 _ALL = (optimizer.FLOAT16, optimizer.FLOAT32, optimizer.DISTRIBUTED)
 CHECKPOINTS = Feature(
     name="dsa-stage-checkpoints",
-    summary="Checkpoints go from one stage of DSA training to the next, with the optimizer's state.",
+    summary="Checkpoints go from one stage of DSA training to the next, where the optimizer begins anew.",
     flags=_FLAGS,
     active=uses_dsa,
     options=Options.of,
@@ -156,33 +156,28 @@ CHECKPOINTS = Feature(
         ),
         *_rows(
             "__init__",
-            "warn_of_decay",
-            "weight decay shrinks indexers that have no loss, and nothing says so",
-            _ALL,
-        ),
-        *_rows(
-            "step_with_ready_grads",
-            "step_by_kind",
-            "indexers that went through a warm-up have done more steps than all else",
-            (optimizer.MIXED, optimizer.FLOAT32),
-        ),
-        *_rows(
-            "state_dict",
-            "save_state",
-            "Megatron saves one count of steps, and parameters by numbers, which are others in each stage",
-            _ALL,
+            "name_stage",
+            "a checkpoint does not name its stage, and weight decay shrinks indexers that have no loss",
+            *_ALL,
         ),
         *_rows(
             "sharded_state_dict",
-            "save_shards",
-            "Megatron saves one count of steps for all parameters",
-            _ALL,
+            "save_stage",
+            "the stage must be known before sharded objects are read",
+            optimizer.DISTRIBUTED,
         ),
         *_rows(
             "load_state_dict",
             "load_state",
-            "a state of another stage has other parameters, in other numbers of steps",
-            _ALL,
+            "a state of another stage has other parameters",
+            *_ALL,
+            optimizer.CHAINED,
+        ),
+        *_rows(
+            "load_parameter_state_from_dp_zero",
+            "load_parameters",
+            "the distributed optimizer's buffers of another stage have other parameters",
+            optimizer.DISTRIBUTED,
         ),
         Patch(
             f"{optimizer.DISTRIBUTED}.sharded_param_state_fully_reshardable",
@@ -190,12 +185,6 @@ CHECKPOINTS = Feature(
             f"{_HERE}.checkpoint:cut_without_padding",
             "Megatron saves wrong moments and master weights of buffers with several padded buckets",
             versions=">=0.15,<0.20",
-        ),
-        *_rows(
-            "load_state_dict",
-            "load_chain",
-            "the warm-up has no experts to optimize, and other stages chain an optimizer for them",
-            (optimizer.CHAINED,),
         ),
     ),
 )

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import mindspeed_dsa
+from mindspeed_dsa import log
 from mindspeed_dsa.megatron.optimizer import is_sharded, model_parameters
+from mindspeed_dsa.parallel.local_shards import local_of
 from tests.support import optimizer_job as optimizers
 from tests.support.counting import logged
 from tests.support.model import global_names, start
@@ -26,12 +28,23 @@ def chain(
     ep: int = 1,
     pp: int = 1,
     steps: Sequence[int] = (),
+    weights_alone: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Train some steps in each stage, each from the checkpoint of the one before.
 
+    Args:
+        stages: names.
+        folder: existing folder for the checkpoints.
+        way: format of the checkpoints, as :func:`optimizers.save_to` takes it.
+        ep: expert parallel ranks.
+        pp: pipeline stages.
+        steps: steps of each stage; default: :data:`STEPS`.
+        weights_alone: load as Megatron does with ``--no-load-optim``.
+        **options: of :func:`optimizers.assemble`, and ``switches``.
+
     Returns:
-        for each stage what it found, once loaded and at its end: see :func:`found`.
+        for each stage its records and log, and what it found, once loaded and at its end: see :func:`found`.
     """
     results, done = [], 0
     plain = {name: value for name, value in options.items() if name != "switches"}
@@ -39,15 +52,18 @@ def chain(
         start({"dsa_stage": stage, **options.get("switches", {})}, ep=ep, pp=pp)
         overrides = {"pipeline_model_parallel_size": pp, **options.get("overrides", {})}
         job = optimizers.assemble(**{**plain, "ep": ep, "overrides": overrides})
-        if number:
-            optimizers.load_from(job, way, str(Path(folder, str(number - 1))))
+        log.forget()  # lines that are logged once
+        with logged("mindspeed_dsa") as lines:
+            if number:
+                optimizers.load_from(job, way, str(Path(folder, str(number - 1))), weights_alone)
         loaded = found(job)
         count = steps[number] if steps else STEPS
         records = [optimizers.step(job, each) for each in range(done, done + count)]
         done += count
         Path(folder, str(number)).mkdir(exist_ok=True)
         optimizers.save_to(job, way, str(Path(folder, str(number))))
-        results.append({"loaded": loaded, "records": records, "end": found(job)})
+        told = [line for line in lines if "the optimizer begins anew" in line]
+        results.append({"loaded": loaded, "records": records, "told": told, "end": found(job)})
         mindspeed_dsa.disable()
         import_module("megatron.core.parallel_state").destroy_model_parallel()
     return results
@@ -61,7 +77,7 @@ def found(job: Any) -> dict[str, dict[str, Any]]:
     names = {id(parameter): name for name, parameter in global_names(model).items()}
     result: dict[str, dict[str, Any]] = {"weights": {}, "moments": {}, "masters": {}, "steps": {}}
     for name, parameter in global_names(model).items():
-        result["weights"][name] = parameter.detach().clone()
+        result["weights"][name] = local_of(parameter.detach()).clone()
     for part in job.parts:
         mine: dict[str, dict[str, Any]] = {"moments": {}, "masters": {}, "steps": {}}
         groups = zip(part.optimizer.param_groups, model_parameters(part), strict=True)
@@ -74,7 +90,7 @@ def found(job: Any) -> dict[str, dict[str, Any]]:
                     mine["moments"][name] = (at, moments)
                     mine["steps"][name] = (0, state["step"].clone().reshape(1))
                 if is_sharded(part) or main is not parameter:
-                    mine["masters"][name] = (at, main.detach().flatten().clone())
+                    mine["masters"][name] = (at, local_of(main.detach()).flatten().clone())
         for what, pieces in mine.items():
             result[what] |= _put_together(pieces, part)
     return result
@@ -91,15 +107,6 @@ def _put_together(pieces: dict[str, Any], part: Any) -> dict[str, Tensor]:
         for name, (at, piece) in each.items():
             found.setdefault(name, {})[at] = piece
     return {name: torch.cat([parts[at] for at in sorted(parts)], dim=-1) for name, parts in found.items()}
-
-
-def error_of_chain(stages: Sequence[str], folder: str, way: str, **options: Any) -> str:
-    """Message of loading a stage's checkpoint in the next one."""
-    try:
-        chain(stages, folder, way, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The optimizer's state across stages: what goes on is kept bit for bit, what is new begins at step 0."""
+"""Checkpoints from stage to stage: weights go on bit for bit, and the optimizer begins anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.features.dsa.stages.jobs_by_stage import differing
 
 CASES = "tests.features.dsa.stages.jobs_by_stage"
-CHAIN = ["dense", "warmup", "sparse", "frozen"]
+CHAIN = ["dense", "warmup", "sparse", "frozen", "sparse"]
 DISTRIBUTED = {"distributed": True}
 OVERLAP = {"overlap": True, "ddp_options": {"bucket_size": None}}
 WAYS = {
@@ -28,7 +28,18 @@ WAYS = {
     "EP2": ("torch_dist", 2, {"ep": 2}),
     "EP2, distributed": ("fully_reshardable", 2, {"ep": 2, **DISTRIBUTED}),
     "EP2, torch": ("torch", 2, {"ep": 2}),
+    "distributed, torch": ("torch", 1, DISTRIBUTED),
+    "distributed, slices of buffers": ("dp_reshardable", 1, DISTRIBUTED),
 }
+ELSEWHERE = {
+    "swap-optimizer": {"switches": {"swap_optimizer": True}},
+    "virtual-optimizer": {"switches": {"virtual_optimizer": ["all"]}},
+    "reuse-fp32-param": {"switches": {"reuse_fp32_param": True}},
+    "swap-optimizer, distributed": {"switches": {"swap_optimizer": True}, **DISTRIBUTED},
+    "reuse-fp32-param, distributed": {"switches": {"reuse_fp32_param": True}, **DISTRIBUTED},
+    "fsdp2": {"switches": {"use_torch_fsdp2": True}, "fsdp2": True},
+}
+"""Features that keep master weights or moments elsewhere."""
 
 
 def _unless(name: str, quick: set[str]) -> Any:
@@ -36,13 +47,16 @@ def _unless(name: str, quick: set[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [_unless(name, {"torch", "distributed, fp32", "distributed, padded buckets"}) for name in WAYS]
+    "name", [_unless(name, {"torch", "distributed, slices of buffers"}) for name in WAYS]
 )
 def test_a_job_goes_through_all_stages(pool: Any, tmp_path: Path, name: str) -> None:
     way, ranks, options = WAYS[name]
-    stages = [*CHAIN, "sparse"]
-    for found in pool.run(f"{CASES}:chain", ranks, stages=stages, folder=str(tmp_path), way=way, **options):
-        check(stages, found)
+    chain = pool.run(f"{CASES}:chain", ranks, stages=CHAIN, folder=str(tmp_path), way=way, **options)
+    for found in chain:
+        check(CHAIN, found)
+    for stage, result in zip(CHAIN, chain[0], strict=True):
+        assert len(result["told"]) == (result is not chain[0][0]), stage
+        assert all(f"--dsa-stage {stage}: the checkpoint is of stage" in line for line in result["told"])
 
 
 @pytest.mark.full
@@ -58,41 +72,21 @@ def test_resuming_in_a_stage_is_bitwise(pool: Any, tmp_path: Path, name: str, st
             assert not differing(ours[-1]["end"][what], expected[-1]["end"][what]), what
 
 
-@pytest.mark.parametrize(
-    ("way", "stages"), [("dp_reshardable", ["sparse", "frozen"]), ("torch", ["warmup", "sparse"])]
-)
-def test_whole_buffers_are_refused(pool: Any, tmp_path: Path, way: str, stages: list[str]) -> None:
-    options = {"stages": stages, "folder": str(tmp_path), "way": way, "distributed": True}
-    (error,) = pool.run(f"{CASES}:error_of_chain", 1, **options)
-    assert f"is saved as {way}, whole buffers" in error
-    assert "--dist-ckpt-optim-fully-reshardable" in error
-
-
-@pytest.mark.parametrize(
-    ("switch", "value", "way"),
-    [
-        ("swap_optimizer", True, "torch_dist"),
-        pytest.param("virtual_optimizer", ["all"], "torch_dist", marks=pytest.mark.full),
-        pytest.param("reuse_fp32_param", True, "torch_dist", marks=pytest.mark.full),
-        pytest.param("swap_optimizer", True, "torch", marks=pytest.mark.full),
-        pytest.param("reuse_fp32_param", True, "torch", marks=pytest.mark.full),
-    ],
-)
-def test_state_kept_elsewhere_is_refused(
-    pool: Any, tmp_path: Path, switch: str, value: Any, way: str
-) -> None:
-    options = {"stages": ["warmup", "sparse"], "folder": str(tmp_path), "way": way}
-    (error,) = pool.run(f"{CASES}:error_of_chain", 1, switches={switch: value}, **options)
-    assert f"does not go from stage to stage beside --{switch.replace('_', '-')}" in error
-    assert "--no-load-optim" in error
-
-
-@pytest.mark.full
-def test_state_in_shards_of_fsdp2_is_refused(pool: Any, tmp_path: Path) -> None:
-    options = {"stages": ["warmup", "sparse"], "folder": str(tmp_path), "way": "torch_dist", "fsdp2": True}
-    switches = {"use_torch_fsdp2": True}
-    for error in pool.run(f"{CASES}:error_of_chain", 2, switches=switches, **options):
-        assert "does not go from stage to stage beside --use-torch-fsdp2" in error
+@pytest.mark.parametrize("name", [_unless(name, {"reuse-fp32-param", "fsdp2"}) for name in ELSEWHERE])
+def test_state_kept_elsewhere_begins_anew(pool: Any, tmp_path: Path, name: str) -> None:
+    """With the bits of a job that has loaded the weights alone, ``--no-load-optim``."""
+    options = ELSEWHERE[name]
+    way = "fully_reshardable" if "distributed" in name else "torch_dist"
+    runs = []
+    for alone in (False, True):
+        (folder := tmp_path / str(alone)).mkdir()
+        job = {"stages": ["warmup", "sparse"], "folder": str(folder), "way": way, **options}
+        runs.append(pool.run(f"{CASES}:chain", 2, weights_alone=alone, **job))
+    assert len(runs[0][0][1]["told"]) == 1
+    for ours, expected in zip(*runs, strict=True):
+        assert ours[1]["records"] == expected[1]["records"]
+        assert not differing(ours[1]["end"]["weights"], expected[1]["end"]["weights"])
+        assert differing(ours[1]["end"]["weights"], ours[1]["loaded"]["weights"])
 
 
 def check(stages: list[str], found: list[dict[str, Any]]) -> None:
@@ -103,25 +97,19 @@ def check(stages: list[str], found: list[dict[str, Any]]) -> None:
             return {name: value for name, value in values.items() if (".indexer." in name) == indexers}
 
         before: dict[str, Any] = {}
-        steps = 0
         for stage, result in zip(stages, found, strict=True):
             loaded, end = (
                 {what: of_kind(values) for what, values in result[when].items()} for when in ("loaded", "end")
             )
             if before:
                 assert not differing(loaded["weights"], before["weights"])
+            before = end
             if stage not in (("warmup", "sparse") if indexers else ("dense", "sparse", "frozen")):
                 assert not end["moments"]
                 assert not differing(loaded["weights"], end["weights"]), "weight decay or not"
-                before, steps = end, 0
                 continue
-            if before and before["moments"]:
-                assert not differing(loaded["moments"], before["moments"])
-                assert not differing(loaded["masters"], before["masters"])
-            elif before:
-                assert not any(each.any() for each in loaded["moments"].values())
-                weights = {name: loaded["weights"][name].flatten().float() for name in loaded["masters"]}
-                assert not differing(loaded["masters"], weights)
-            before, steps = end, steps + 2
-            assert {float(step) for step in end["steps"].values()} == {steps}
+            assert not any(each.any() for what in ("moments", "steps") for each in loaded[what].values())
+            weights = {name: loaded["weights"][name].flatten().float() for name in loaded["masters"]}
+            assert not differing(loaded["masters"], weights)
+            assert {float(step) for step in end["steps"].values()} == {2}
             assert set(differing(loaded["weights"], end["weights"])) == set(loaded["weights"])
