@@ -4,14 +4,15 @@ Reads environment and command line, and arms the patches of every feature they s
 after Megatron is imported. With nothing switched on it changes nothing.
 """
 
+import os
 import sys
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from mindspeed_dsa import session
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, show_without_traceback
 from mindspeed_dsa.settings import ACCEPT_MINDSPEED
-from mindspeed_dsa.tools.migrate.accept import accept
 
 
 def _checkpoint_size(command: list[str], args: Any) -> float | None:
@@ -21,9 +22,19 @@ def _checkpoint_size(command: list[str], args: Any) -> float | None:
     return size_of(command, getattr(args, "padded_vocab_size", None))
 
 
+def _accept(command: list[str]) -> bool:
+    """Translate flags of MindSpeed in place, if the job asks for it; return whether it does."""
+    translator = "mindspeed_dsa.tools.migrate.accept"
+    # Imported again, the one-liner finds a command line that has been translated.
+    known = translator in sys.modules
+    if not known and ACCEPT_MINDSPEED.name not in command and ACCEPT_MINDSPEED.env not in os.environ:
+        return False
+    return bool(import_module(translator).accept(command))
+
+
 try:
     arguments = sys.argv[1:]
-    accepted = [ACCEPT_MINDSPEED.name] if accept(arguments) else []
+    accepted = [ACCEPT_MINDSPEED.name] if _accept(arguments) else []
     sys.argv[1:] = arguments
     session.enable_from_argv([*accepted, *arguments])
     if (running := session.current()) is not None:

@@ -113,7 +113,7 @@ def counted() -> Iterator[Counter[str]]:
     from mindspeed_dsa.features.pipeline import waiting_gradients
     from mindspeed_dsa.features.pipeline.dualpipev.transfers import Transfers
     from mindspeed_dsa.features.tensor_parallel.overlap import chunked, tuning
-    from mindspeed_dsa.megatron import local_modules, projected_ahead, second_stream
+    from mindspeed_dsa.megatron import local_modules, second_stream
     from mindspeed_dsa.ops.grouped_matmul.backends import Cpu as grouped
     from mindspeed_dsa.ops.linear_cross_entropy.backends import Cpu as loss
     from mindspeed_dsa.ops.moe_permute.backends import Cpu as permutation
@@ -212,7 +212,7 @@ def counted() -> Iterator[Counter[str]]:
         stack.enter_context(counting(Region, "__call__", lambda *_: REGIONS))
         stack.enter_context(counting_calls(second_stream, "start", BESIDE))
         stack.enter_context(counting(second_stream.Started, "wait", lambda *_: AWAITED))
-        stack.enter_context(counting_calls(projected_ahead, "view_of", TAKEN))
+        stack.enter_context(counting_calls(second_stream, "view_with_projected", TAKEN))
         stack.enter_context(counting_calls(waiting_gradients, "_taken_out", WAITED))
         stack.enter_context(counting(Transfers, "hand_on", lambda *_: HANDED_ON))
         stack.enter_context(counting(InFlight, "send", lambda *_: STARTED))

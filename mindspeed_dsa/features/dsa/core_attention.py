@@ -22,8 +22,8 @@ from mindspeed_dsa.features.dsa.megatron_parts import parts_left_to_megatron
 from mindspeed_dsa.features.dsa.problem import Operands, Problem, Rows, needs_index, parts_of
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs, sparse_attention
 from mindspeed_dsa.features.dsa.stages import warmup
-from mindspeed_dsa.megatron.compiled_attention import steps_of
 from mindspeed_dsa.megatron.dsa import Options
+from mindspeed_dsa.megatron.mla_projections import steps_of
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:

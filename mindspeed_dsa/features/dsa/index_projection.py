@@ -15,7 +15,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa.call import Call
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
 from mindspeed_dsa.features.dsa.problem import IndexInputs
-from mindspeed_dsa.megatron import projected_ahead
+from mindspeed_dsa.megatron import second_stream
 
 
 class _NoScores:
@@ -138,9 +138,9 @@ def shared_index_inputs(call: Call, exchange: KeyExchange) -> SharedIndexInputs:
     """
     indexer, documents, megatron = call.layer.indexer, call.documents, call.megatron
     x, qr = call.indexer_inputs
-    projected = projected_ahead.take(indexer, x)
+    projected = second_stream.take_projected(indexer, x)
     if projected is not None:
-        indexer = projected_ahead.view_of(indexer, projected)
+        indexer = second_stream.view_with_projected(indexer, projected)
     hadamard = _hadamard(indexer, megatron)
     if documents is not None:
         angles, mscale = documents.angles(indexer.rotary_pos_emb)

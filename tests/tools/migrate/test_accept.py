@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -111,3 +113,12 @@ def test_fusions_whose_modules_are_missing_are_switched_off():
     )
     assert args == argparse.Namespace(gradient_accumulation_fusion=False, masked_softmax_fusion=False)
     assert not switch_off_missing_fusions(args)
+
+
+@pytest.mark.parametrize(("flags", "loaded"), [([], False), ([FLAG], True)], ids=["without", "with"])
+def test_only_a_job_that_asks_for_it_loads_the_translator(flags, loaded):
+    code = f"import mindspeed_dsa.megatron_adaptor, sys; print({accept.__name__!r} in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == [str(loaded)]

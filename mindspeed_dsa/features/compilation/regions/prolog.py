@@ -18,10 +18,9 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.compilation.regions import latent_math
 from mindspeed_dsa.features.compilation.regions.latent_math import Down, Sizes
 from mindspeed_dsa.features.compilation.regions.region import Regions, open_rows, regions_of, rows_of
-from mindspeed_dsa.megatron.compiled_attention import CompiledSteps, offer
 from mindspeed_dsa.megatron.inlinable import NO_NORM, Linear, linear_of, norm_of
 from mindspeed_dsa.megatron.local_modules import norm_of_fused_layer
-from mindspeed_dsa.megatron.mla_projections import derived_by
+from mindspeed_dsa.megatron.mla_projections import CompiledSteps, derived_by, offer
 
 PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 

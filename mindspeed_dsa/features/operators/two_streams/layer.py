@@ -11,10 +11,10 @@ from torch import Tensor
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.operators.two_streams.feature import Options
-from mindspeed_dsa.megatron import projected_ahead, second_stream
+from mindspeed_dsa.megatron import second_stream
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 from mindspeed_dsa.megatron.dsa import shares_keys
-from mindspeed_dsa.megatron.projected_ahead import Projected
+from mindspeed_dsa.megatron.second_stream import Projected
 from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.two_streams import FLAG
 
@@ -61,7 +61,7 @@ def project_beside(original: Callable[..., Any], context: Context[Options]) -> C
         result = original(self, hidden_states, *args, **kwargs)
         rows, own_key, own_weights = started.wait()
         projected = Projected(states, rows, own_key, own_weights, torch.is_grad_enabled())
-        projected_ahead.put(indexer, projected)
+        second_stream.put_projected(indexer, projected)
         return result
 
     return get_query_key_value_tensors
@@ -101,10 +101,10 @@ def take_projections(original: Callable[..., Any], context: Context[Options]) ->
     """Decorate the function of ``DSAIndexer`` that projects: in 0.16 it goes on to scores."""
 
     def project(self: Any, x: Tensor, qr: Tensor, *args: Any, **kwargs: Any) -> Any:
-        projected = projected_ahead.take(self, x)
+        projected = second_stream.take_projected(self, x)
         if projected is None or projected.is_gathered != _is_split(self.config, self):
             return original(self, x, qr, *args, **kwargs)
-        early = projected_ahead.view_of(self, projected)
+        early = second_stream.view_with_projected(self, projected)
         if projected.is_gathered:
             # Both inputs are whole then, and Megatron's function takes them as they are without the setting.
             whole = AttributeOverride(self.config, sequence_parallel=False)
