@@ -12,6 +12,7 @@ WHEEL = Installation(Path("/wheel"), "0.16.1")
 CHECKOUT = Installation(Path("/checkout"), "0.16.1")
 TRAINING = Installation(Path("/checkout"), "0.16.1", has_training=True)
 _LACKS = "CANN's library has no aclnnLightningIndexer; npu_lightning_indexer needs newer ones"
+FIRST = {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # of torchrun
 HIDDEN = ("all-to-alls of experts (moe-fb-overlap)",)
 
 
@@ -537,6 +538,10 @@ CASES = [
             {"machine": {"local_ranks": 2, "devices": 2}},
             {"machine": {"local_ranks": 8, "devices": None}},
             {"variables": {"LOCAL_RANK": "0"}},  # each rank has a device of its own
+            {
+                "machine": {"local_ranks": 8, "devices": 1},
+                "variables": {**FIRST, "ASCEND_RT_VISIBLE_DEVICES": "3"},
+            },
         ],
     ),
     (
@@ -544,11 +549,28 @@ CASES = [
         "cuda",
         {
             "machine": {"local_ranks": 4, "devices": 1},
-            "variables": {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"},
+            "variables": FIRST,
         },
         "error",
         "torchrun --nproc-per-node 1, or more devices in CUDA_VISIBLE_DEVICES",
-        [{"machine": {"local_ranks": 1, "devices": 1}}],
+        [
+            {"machine": {"local_ranks": 1, "devices": 1}},
+            {
+                "machine": {"local_ranks": 4, "devices": 1},
+                "variables": {**FIRST, "CUDA_VISIBLE_DEVICES": "2"},
+            },
+        ],
+    ),
+    (
+        "devices-for-ranks",
+        "cuda",
+        {
+            "machine": {"local_ranks": 4, "devices": 1},
+            "variables": {**FIRST, "CUDA_VISIBLE_DEVICES": "2", "LOCAL_RANK": "2"},
+        },
+        "error",
+        "sets CUDA_VISIBLE_DEVICES to that device, and LOCAL_RANK=0",
+        [{"variables": {**FIRST, "CUDA_VISIBLE_DEVICES": "2"}}],
     ),
     (
         "megatron-lm-packages",

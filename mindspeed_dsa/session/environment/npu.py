@@ -66,19 +66,22 @@ def _losses(about: Surroundings) -> tuple[str, ...]:
 def find_devices(about: Surroundings) -> Iterator[Finding]:
     """Yield ranks of this node for which there are no devices."""
     devices, rank = about.machine.devices, about.variable("LOCAL_RANK")
-    # Launchers other than torchrun may give each rank a device of its own, and all of them the number 0.
-    alone = rank.isdigit() and not about.variable("TORCHELASTIC_RUN_ID")
+    visible = "ASCEND_RT_VISIBLE_DEVICES" if about.platform == "npu" else "CUDA_VISIBLE_DEVICES"
+    # Launchers other than torchrun, and wrappers between it and the job, may give each rank a device of its
+    # own, and all of them the number 0. Where there are too few devices, ranks of higher numbers say so.
+    hidden = devices == 1 and rank == "0" and about.variable(visible)
+    alone = hidden or (rank.isdigit() and not about.variable("TORCHELASTIC_RUN_ID"))
     ranks = int(rank) + 1 if alone else about.machine.local_ranks
     if devices is None or ranks <= devices:
         return
-    visible = "ASCEND_RT_VISIBLE_DEVICES" if about.platform == "npu" else "CUDA_VISIBLE_DEVICES"
     limit = f" ({visible}={about.variable(visible)})" if about.variable(visible) else ""
     yield Finding(
         "error",
         f"{ranks} ranks on a node",
         f"they see {devices} device{'' if devices == 1 else 's'} there{limit}, and each takes the one of its "
         "number",
-        f"torchrun --nproc-per-node {devices}, or more devices in {visible}",
+        f"torchrun --nproc-per-node {devices}, or more devices in {visible}; a wrapper that gives each rank "
+        f"one device of its own sets {visible} to that device, and LOCAL_RANK=0",
     )
 
 
@@ -107,7 +110,8 @@ CHECKS = (
     EnvironmentCheck(
         "devices-for-ranks",
         "`LOCAL_WORLD_SIZE`, `LOCAL_RANK`, visible devices",
-        "a node has more ranks than devices; such a job is refused",
+        "a node has more ranks than devices, and ranks do not see one each as their number 0; such a job is "
+        "refused",
         "Megatron-LM 0.12.1 to 0.19, `training/initialize.py`: each rank takes the device of its number",
         ("error",),
         find_devices,
