@@ -1,9 +1,11 @@
-"""Megatron-LM's script behind the one line: ``python tests/npu/pretrain_gpt.py CHECKOUT FLAGS``."""
+"""Megatron-LM's script behind the one line: ``python tests/npu/pretrain_gpt.py CHECKOUT FLAGS``.
+
+Processes that a job spawns begin with the line as well, as they do where it stands in the script itself.
+"""
 
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -15,8 +17,11 @@ def main() -> None:
     os.chdir(checkout)
     import mindspeed_dsa.megatron_adaptor  # noqa: F401
 
-    runpy.run_path(str(Path(checkout, "pretrain_gpt.py")), run_name="__main__")
+    script = Path(checkout, "pretrain_gpt.py")
+    exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    import mindspeed_dsa.megatron_adaptor  # noqa: F401

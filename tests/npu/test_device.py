@@ -67,6 +67,33 @@ def test_one_device(tmp_path):
     run(tmp_path, SINGLE)
 
 
+SHARED = """
+import torch
+import torch.multiprocessing as mp
+import torch_npu
+
+def copy(queue, done):
+    x = queue.get()
+    x.copy_(torch.tensor([3.0, 4.0]))
+    done.put(x.cpu().tolist())
+
+if __name__ == "__main__":
+    context = mp.get_context("spawn")
+    queue, done = context.Queue(), context.Queue()
+    x = torch.tensor([1.0, 2.0], device="npu")
+    process = context.Process(target=copy, args=(queue, done))
+    process.start()
+    queue.put(x)
+    assert done.get(timeout=100) == [3.0, 4.0]
+    assert x.cpu().tolist() == [3.0, 4.0]
+    process.join()
+"""
+
+
+def test_a_process_that_a_rank_spawns_has_its_memory(tmp_path):
+    run(tmp_path, SHARED)
+
+
 COLLECTIVES = """
 import os
 import torch

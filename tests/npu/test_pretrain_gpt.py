@@ -55,6 +55,7 @@ LAYOUTS = {
     "CP2": "--context-parallel-size 2",
     "EP2": f"{EXPERTS} --expert-model-parallel-size 2",
     "DP2, sharded optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "asynchronous saves": "--async-save --use-persistent-ckpt-worker --ckpt-format torch_dist",
     "FSDP2": "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist",
 }
 RANKS = {"PP2 x VPP2 in pairs": 4}

@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +19,7 @@
 #include "device.h"
 
 typedef int aclError;
-enum { NOT_SET = 107002, OUT_OF_MEMORY = 207001 };
+enum { INVALID = 100000, NOT_SET = 107002, OUT_OF_MEMORY = 207001 };
 
 /* Counters. */
 
@@ -41,13 +42,16 @@ static struct block {
     struct block *next;
 } *blocks;
 static size_t used_bytes, limit_bytes;
+static int memory_file;
 static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void reserve(void) {
     const char *limit = getenv("STAND_IN_NPU_MEMORY");
     limit_bytes = limit ? strtoull(limit, NULL, 10) : TOTAL;
-    stand_in_memory = mmap(NULL, RANGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stand_in_memory == MAP_FAILED) {
+    memory_file = memfd_create("stand-in NPU", 0); /* which other processes can map, by their handles */
+    if (ftruncate(memory_file, RANGE) == 0)
+        stand_in_memory = mmap(NULL, RANGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory_file, 0);
+    if (!stand_in_memory || stand_in_memory == MAP_FAILED) {
         perror("stand-in NPU: no range of addresses");
         abort();
     }
@@ -82,6 +86,13 @@ aclError aclrtMalloc(void **pointer, size_t size, int policy) {
 
 aclError aclrtMallocAlign32(void **pointer, size_t size, int policy) { return aclrtMalloc(pointer, size, policy); }
 
+/* Gives whole pages back. */
+static void punch(char *start, size_t size) {
+    size_t page = sysconf(_SC_PAGESIZE), from = (start - stand_in_memory + page - 1) / page * page;
+    size_t to = (start - stand_in_memory + size) / page * page;
+    if (to > from) fallocate(memory_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from, to - from);
+}
+
 aclError aclrtFree(void *pointer) {
     pthread_mutex_lock(&memory_lock);
     struct block *before = NULL;
@@ -89,7 +100,7 @@ aclError aclrtFree(void *pointer) {
         if (b->start != (char *)pointer || !b->used) continue;
         b->used = 0;
         used_bytes -= b->size;
-        madvise(b->start, b->size, MADV_DONTNEED);
+        punch(b->start, b->size);
         if (b->next && !b->next->used) {
             struct block *next = b->next;
             b->size += next->size;
@@ -126,6 +137,31 @@ aclError aclrtHostRegister(void *pointer, uint64_t size, int type, void **device
     return 0;
 }
 aclError aclrtHostUnregister(void *pointer) { return 0; }
+
+/* Handles of memory for other processes: process, file, place and size. */
+
+aclError aclrtIpcMemGetExportKey(void *pointer, size_t size, char *key, size_t length, uint64_t flags) {
+    size_t place = (char *)pointer - stand_in_memory;
+    int written = snprintf(key, length, "%d %d %zx %zx", getpid(), memory_file, place, size);
+    return written < 0 || written >= length ? INVALID : 0;
+}
+aclError aclrtIpcMemImportByKey(void **pointer, const char *key, uint64_t flags) {
+    int process, file;
+    size_t place, size, page = sysconf(_SC_PAGESIZE);
+    if (sscanf(key, "%d %d %zx %zx", &process, &file, &place, &size) != 4) return INVALID;
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", process, file);
+    int opened = open(path, O_RDWR);
+    size_t before = place % page;
+    char *start = mmap(NULL, size + before, PROT_READ | PROT_WRITE, MAP_SHARED, opened, place - before);
+    close(opened);
+    if (start == MAP_FAILED) return INVALID;
+    *pointer = start + before;
+    return 0;
+}
+/* What is mapped stays so until the process ends. */
+aclError aclrtIpcMemClose(const char *key) { return 0; }
+aclError aclrtIpcMemSetImportPid(const char *key, int32_t *processes, size_t count) { return 0; }
 
 /* Streams and events. */
 
