@@ -35,11 +35,13 @@ def main() -> None:
 
     from mindspeed_dsa import platforms
     from mindspeed_dsa.features.dsa import problem
+    from tests.npu import device_jobs
 
     platforms.prepare(platforms.detect("npu"))
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
     # Where all keys are chosen nothing is sparse; and fewer than 1024 the operators of an NPU do not take.
     problem.every_key_is_chosen = lambda *_: False
+    device_jobs.parse_once()
     for name, flags in json.loads(sys.argv[1]):
         print(MARK + json.dumps([name, _run(flags)]), flush=True)
 
