@@ -8,12 +8,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+comma := ,
 # torch_npu breaks `import torch` where CANN is missing, so its tests have an environment of their own, one for each
 # release: make test-npu NPU_RELEASE=2.9.0.post2
 NPU_NEWEST := 2.13.0
 NPU_RELEASE ?= $(NPU_NEWEST)
 NPU_TORCH := $(firstword $(subst .post, ,$(NPU_RELEASE)))
 NPU_TESTS := .venv-npu$(patsubst %,-%,$(filter-out $(NPU_NEWEST),$(NPU_RELEASE)))
+# TorchTitan 0.3 needs a newer torch than some releases have.
+NPU_TITAN := $(if $(filter $(NPU_NEWEST),$(NPU_RELEASE)),$(comma)torchtitan)
 NPU_BIN := $(NPU_TESTS)/bin
 NPU_STAMP := $(NPU_TESTS)/.installed
 # The long cases as well, fp32 and every layout of Megatron-LM's script among them: make test-npu NPU_MARKS=
@@ -94,7 +97,8 @@ $(NPU_STAMP): setup.py constraints.txt
 		--extra-index-url https://download.pytorch.org/whl/cpu --constraint $(NPU_TESTS)/constraints.txt torch
 	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torch_npu==$(NPU_RELEASE)
 	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint $(NPU_TESTS)/constraints.txt pyyaml --editable '.[megatron,test]'
+		--constraint $(NPU_TESTS)/constraints.txt pyyaml --editable '.[megatron,test$(NPU_TITAN)]' \
+		--requirement examples/megatron_lm/requirements.txt
 	@touch $@
 
 test-npu: $(NPU_STAMP)  ## the NPU backend through the real torch_npu, without an NPU (x86-64 Linux, gcc)

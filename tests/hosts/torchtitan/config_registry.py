@@ -26,19 +26,19 @@ from torchtitan.trainer import Trainer
 from mindspeed_dsa.integrations.torchtitan import build
 
 DIM, VOCABULARY = 64, 512
+WIDTHS = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 
 def model() -> deepseek_v3.DeepSeekV3Model.Config:
+    """Return the model; ``$TITAN_WIDTHS``, JSON, names others than :data:`WIDTHS`."""
+    widths = {**WIDTHS, **json.loads(os.environ.get("TITAN_WIDTHS", "{}"))}
     layers = deepseek_v3._build_dsv3_layers(
         n_layers=4,
         n_dense_layers=1,
         dim=DIM,
         n_heads=4,
         q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
+        **widths,
         mscale=0.7,
         dense_hidden_dim=96,
         moe_hidden_dim=32,
@@ -49,7 +49,9 @@ def model() -> deepseek_v3.DeepSeekV3Model.Config:
         attn_backend="flex",
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
-        rope=ComplexRoPE.Config(dim=16, max_seq_len=4096, scaling="yarn", rope_factor=40.0),
+        rope=ComplexRoPE.Config(
+            dim=widths["qk_rope_head_dim"], max_seq_len=4096, scaling="yarn", rope_factor=40.0
+        ),
     )
     for layer in layers:
         # FlexAttention has no backward on CPUs, and variable lengths no forward.

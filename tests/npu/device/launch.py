@@ -77,6 +77,7 @@ def run(
     variables: Mapping[str, str] | None = None,
     limit: float = _LIMIT,
     stand_in: bool = True,
+    folder: Path | None = None,
 ) -> Ended:
     """Run a script in ``ranks`` processes with torchrun's variables; a rank that is killed has status -9.
 
@@ -87,15 +88,16 @@ def run(
         variables: more of the environment.
         limit: seconds until all ranks are killed.
         stand_in: False runs the script without NPUs, for what is compared with them.
+        folder: working directory of the ranks; this process' own by default.
     """
     python = [sys.executable, "-W", "ignore", *(("-m", "tests.npu.device") if stand_in else ())]
     command = [str(word) for word in (*python, script, *arguments)]
     port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="stand-in-", dir=_memory_folder()) as name, ExitStack() as stack:
-        folder = Path(name)
+        messages = Path(name)
         common = {
             **os.environ,
-            **environment(ranks if stand_in else 0, folder),
+            **environment(ranks if stand_in else 0, messages),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
@@ -103,10 +105,11 @@ def run(
             "LOCAL_WORLD_SIZE": str(ranks),
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
-        outputs = [folder / f"output{rank}" for rank in range(ranks)]
+        outputs = [messages / f"output{rank}" for rank in range(ranks)]
         processes = [
             subprocess.Popen(
                 command,
+                cwd=folder,
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(variables or {})},
                 stdout=stack.enter_context(output.open("wb")),
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,105 @@
+"""TorchTitan's own trainer on NPU tensors, stock and with all converters, beside its jobs on CPU tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan.config.override", reason="TorchTitan 0.3, for torch 2.13: make test-npu")
+
+from tests.hosts.torchtitan import jobs
+from tests.npu import titan_jobs
+from tests.npu.device import launch
+
+STEPS = 2
+# Of widths that the operators take.
+WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
+CONVERTERS = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
+SPARSE = {"names": CONVERTERS, "topk": 16, "index_heads": 8, "index_dim": 128}
+# All keys of a row are selected, as without a selection.
+ALL_KEYS = {**SPARSE, "topk": 64}
+JOBS = {"stock": None, "all keys": ALL_KEYS, "sparse": SPARSE}
+CALLED = {"deepseek_sparse_attention", "rms_norm", "permute", "unpermute", "grouped_matmul"}
+# Attention to fewer than 1024 keys is PyTorch's, in chunks.
+OPERATORS = {"lightning_indexer npu", "sparse_flash_attention chunked", "rms_norm npu"}
+LAYOUTS = {
+    "one rank": (1, []),
+    "FSDP": (2, [*jobs.BACKEND]),
+    "EP": (2, [*jobs.BACKEND, "--parallelism.expert_parallel_degree", "2"]),
+    "TP": (2, [*jobs.BACKEND, "--parallelism.tensor_parallel_degree", "2"]),
+    "PP": (2, [*jobs.BACKEND, "--parallelism.pipeline_parallel_degree", "2"]),
+}
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    """Folder with a tokenizer, texts and the weights from which all jobs begin; jobs of one CPU rank."""
+    folder = jobs.files(tmp_path_factory.mktemp("torchtitan"))
+    seed = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint", "--dump_folder", "seed"]
+    return folder, train("cpu", "one rank", folder, before=[["seed", SPARSE, seed]])
+
+
+def run(platform: str, ranks: int, folder: Path, given: list[Any]) -> Found:
+    """Run jobs, and return what the rank that has the losses printed, by name."""
+    done = launch.run(
+        Path(titan_jobs.__file__),
+        [platform, json.dumps(given)],
+        ranks=ranks,
+        variables={"TITAN_WIDTHS": json.dumps(WIDTHS), "HF_HUB_OFFLINE": "1"},
+        limit=600,
+        stand_in=platform == "npu",
+        folder=folder,
+    ).require_success()
+    lines = done.output[-1].splitlines()
+    return dict(
+        json.loads(line.removeprefix(titan_jobs.MARK)) for line in lines if line.startswith(titan_jobs.MARK)
+    )
+
+
+def train(platform: str, layout: str, folder: Path, before: Sequence[Any] = ()) -> Found:
+    """Train from the same weights, after other jobs; on several ranks with converters only."""
+    ranks, arguments = LAYOUTS[layout]
+    given = [*before]
+    for name, converters in JOBS.items():
+        if ranks > 1 and name != "sparse":
+            continue
+        own = ["--dump_folder", f"{platform} {layout} {name}", "--checkpoint.enable"]
+        own += [
+            "--checkpoint.initial_load_path",
+            f"{folder}/seed/checkpoint/step-0",
+            "--checkpoint.load_only",
+        ]
+        own += ["--training.mixed_precision_param", "bfloat16", "--training.steps", str(STEPS)]
+        given.append([name, converters, [*own, *arguments]])
+    return run(platform, ranks, folder, given)
+
+
+def require_as(found: Any, expected: Any, loss: float = 2e-3, norm: float = 2e-2) -> None:
+    """Compare steps, losses and norms of gradients."""
+    assert [step for step, _, _ in found["steps"]] == list(range(1, STEPS + 1))
+    for (_, *got), (_, *wanted) in zip(found["steps"], expected["steps"], strict=True):
+        assert got[0] == pytest.approx(wanted[0], rel=loss)
+        assert got[1] == pytest.approx(wanted[1], rel=norm)
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] if n else []) for n, name in enumerate(LAYOUTS)]
+)
+def test_losses_are_those_of_cpus(layout: str, begun: tuple[Path, Found]) -> None:
+    folder, alone = begun
+    expected = alone if layout == "one rank" else train("cpu", layout, folder)
+    found = train("npu", layout, folder)
+    assert found
+    for name, each in found.items():
+        require_as(each, expected[name])
+    assert set(found["sparse"]["calls"]) >= CALLED | OPERATORS
+    if layout == "one rank":
+        require_as(found["all keys"], found["stock"])
+        assert found["sparse"]["steps"][0][1] != pytest.approx(found["stock"]["steps"][0][1], rel=1e-6)
+        assert found["stock"]["calls"] == []
