@@ -50,8 +50,8 @@ class Options:
         known = [repair.name for repair in REPAIRS]
         if unknown := sorted(left_out.difference(known)):
             raise SettingsError(
-                f"mindspeed_dsa: {LEFT_OUT.name} {text}: no repair is called {', '.join(unknown)}; they are "
-                f"{', '.join(known)}"
+                f"mindspeed_dsa: {LEFT_OUT.name} {text}: no repair is called {', '.join(unknown)}; choose "
+                f"among {', '.join(known)}"
             )
         features_on = getattr(settings, "features_on", ())
         return cls(left_out=left_out, groups_experts="moe-grouped-gemm" in features_on)

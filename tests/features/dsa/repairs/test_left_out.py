@@ -28,7 +28,7 @@ def test_named_repairs_are_left_out():
 
 
 def test_an_unknown_repair_is_refused():
-    with pytest.raises(SettingsError, match="no repair is called loss-scal; they are local-provider, "):
+    with pytest.raises(SettingsError, match="no repair is called loss-scal; choose among local-provider, "):
         FEATURE.patches_for(SimpleNamespace(no_dsa_repairs="hadamard,loss-scal"))
 
 
