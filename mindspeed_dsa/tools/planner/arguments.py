@@ -79,8 +79,9 @@ def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: fl
         raise SettingsError(
             f"mindspeed_dsa plan: --imbalance {imbalance:g}: a maximum over its mean is 1 or more"
         )
-    for name in flags.INTEGERS:
-        value, least = getattr(options, name.replace("-", "_")), int(name not in flags.MAY_BE_ZERO)
+    for name in (*flags.SIZES, *flags.MAY_BE_ZERO):
+        value = getattr(options, flags.dest_of(name))
+        least = int(name not in flags.MAY_BE_ZERO)
         if value is not None and value < least:
             raise SettingsError(f"mindspeed_dsa plan: --{name} {value}: give {least} or more")
 
@@ -139,7 +140,7 @@ def _check_together(options: argparse.Namespace) -> None:
         problems.append("--fsdp2-shard-experts needs --use-torch-fsdp2")
     if options.fsdp2_config_path:
         problems.append("--fsdp2-config-path is not read by plans: give the same by --fsdp2-... flags")
-    if options.num_experts and not options.disable_bias_linear:
+    if options.num_experts and options.add_bias_linear:
         if options.moe_shared_expert_intermediate_size:
             problems.append("shared experts have no biases: add --disable-bias-linear")
         if options.moe_grouped_gemm and options.transformer_impl == "local":
@@ -256,7 +257,7 @@ def model_of(options: argparse.Namespace) -> Model:
         multiple=options.make_vocab_size_divisible_by,
         pattern=tuple(bool(experts and each) for each in frequency),
         gated=options.swiglu,
-        bias=not options.disable_bias_linear,
+        bias=options.add_bias_linear,
         qkv_bias=options.add_qkv_bias,
         layer_norm=options.normalization == "LayerNorm",
         tied=not options.untie_embeddings_and_output_weights,
@@ -278,7 +279,7 @@ def model_of(options: argparse.Namespace) -> Model:
         index_heads=options.dsa_indexer_n_heads or 0,
         index_dim=options.dsa_indexer_head_dim or 0,
         topk=options.dsa_indexer_topk or 0,
-        index_loss=options.dsa_indexer_loss_coeff > 0,
+        index_loss=(options.dsa_indexer_loss_coeff or 0) > 0,
         sharing=Sharing.of(options),
         experts=experts,
         expert_ffn=(options.moe_ffn_hidden_size or ffn) if experts else 0,
@@ -343,14 +344,14 @@ def layout_of(options: argparse.Namespace) -> Layout:
         etp=etp if options.num_experts else 1,
         cp=options.context_parallel_size,
         sequence=options.sequence_parallel and tp > 1,
-        group=options.microbatch_group_size_per_virtual_pipeline_stage or pp,
+        group=options.microbatch_group_size_per_vp_stage or pp,
         first=options.decoder_first_pipeline_num_layers,
         last=options.decoder_last_pipeline_num_layers,
         embedding_counts=options.account_for_embedding_in_pipeline_split,
         loss_counts=options.account_for_loss_in_pipeline_split,
         stages=stages,
         v_shaped=v_shaped,
-        cp_algorithm=options.cp_comm_type[0],
+        cp_algorithm=(options.cp_comm_type or ["p2p"])[0],
     )
 
 
@@ -411,7 +412,7 @@ def training_of(options: argparse.Namespace) -> Training:
         overlap_grad=options.overlap_grad_reduce,
         overlap_param=options.overlap_param_gather,
         kernels=engine,
-        fused_glu=not options.no_bias_swiglu_fusion,
+        fused_glu=options.bias_swiglu_fusion,
         flash=engine or options.use_flash_attn or options.multi_latent_attention,
         grouped=options.moe_grouped_gemm,
         full=full,

@@ -15,7 +15,7 @@ _LAYOUT = {
     "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
-    "microbatch_group_size_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_vp_stage",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",

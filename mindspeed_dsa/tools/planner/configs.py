@@ -153,7 +153,8 @@ def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:
         SettingsError: Megatron cannot compute the model.
     """
     # Rows of padding follow from the layout.
-    omitted = {"padded-vocab-size"} | {name.replace("_", "-") for name in given}
+    names = {"add_bias_linear": "disable-bias-linear"}
+    omitted = {"padded-vocab-size"} | {names.get(name, name.replace("_", "-")) for name in given}
     found = []
     for line in hugging_face.flags_of(read(path), release, f"{_WHO}: {path}"):
         name = line.split()[0].removeprefix("--").removeprefix("no-")
@@ -171,7 +172,6 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
         SettingsError: the file cannot be read, or is of another kind of model.
     """
     said = config.sizes_of(read(path), f"{_WHO}: {path}")
-    said["disable_bias_linear"] = not said.pop("add_bias_linear")  # one flag, of which Megatron stores this
     # A pattern takes the place of frequency and offset, and they that of the file's pattern.
     overruled = _RULE if _PATTERN in given else {_PATTERN} if given & _RULE else set()
     for name, value in said.items():

@@ -64,7 +64,7 @@ def words_of(flag: str) -> list[str]:
         SettingsError: no plan depends on it.
     """
     words = shlex.split(flag)
-    known = flags.parser()._option_string_actions
+    known = flags.planned()
     unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
     if unknown or not words or not words[0].startswith("--"):
         raise SettingsError(

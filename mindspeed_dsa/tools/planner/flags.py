@@ -1,4 +1,4 @@
-"""Megatron's flags that a plan depends on: their defaults, and the example job's."""
+"""A job's flags as a plan reads them: by the record of Megatron's, with the example job's defaults."""
 
 from __future__ import annotations
 
@@ -6,53 +6,50 @@ import argparse
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn
 
+from packaging.version import Version
+
 from mindspeed_dsa import settings
+from mindspeed_dsa.feature import Flag
 from mindspeed_dsa.features import everything
 from mindspeed_dsa.megatron.batches import SCHEDULE
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import megatron_flags
 
-INTEGERS: Mapping[str, int | None] = {
-    "num-layers": None,
-    "hidden-size": None,
-    "ffn-hidden-size": None,
-    "num-attention-heads": None,
-    "kv-channels": None,
-    "num-query-groups": 1,
-    "seq-length": None,
-    "max-position-embeddings": None,
-    "vocab-size": None,
-    "padded-vocab-size": None,
-    "make-vocab-size-divisible-by": 128,
-    "q-lora-rank": None,
-    "kv-lora-rank": 32,
-    "qk-head-dim": 128,
-    "qk-pos-emb-head-dim": 64,
-    "v-head-dim": 128,
-    "dsa-indexer-n-heads": None,
-    "dsa-indexer-head-dim": None,
-    "dsa-indexer-topk": None,
-    "num-experts": None,
-    "moe-ffn-hidden-size": None,
-    "moe-shared-expert-intermediate-size": None,
-    "moe-router-topk": 2,
-    "mtp-num-layers": None,
-    "micro-batch-size": None,
-    "global-batch-size": None,
-    "tensor-model-parallel-size": 1,
-    "pipeline-model-parallel-size": 1,
-    "num-layers-per-virtual-pipeline-stage": None,
-    "num-virtual-stages-per-pipeline-rank": None,
-    "microbatch-group-size-per-virtual-pipeline-stage": None,
-    "decoder-first-pipeline-num-layers": None,
-    "decoder-last-pipeline-num-layers": None,
-    "context-parallel-size": 1,
-    "expert-model-parallel-size": 1,
-    "expert-tensor-parallel-size": None,
-    "recompute-num-layers": None,
-}
+SIZES = (
+    "num-layers",
+    "hidden-size",
+    "ffn-hidden-size",
+    "num-attention-heads",
+    "kv-channels",
+    "num-query-groups",
+    "seq-length",
+    "max-position-embeddings",
+    "vocab-size",
+    "padded-vocab-size",
+    "make-vocab-size-divisible-by",
+    "kv-lora-rank",
+    "qk-head-dim",
+    "qk-pos-emb-head-dim",
+    "v-head-dim",
+    "dsa-indexer-n-heads",
+    "dsa-indexer-head-dim",
+    "dsa-indexer-topk",
+    "moe-ffn-hidden-size",
+    "moe-router-topk",
+    "micro-batch-size",
+    "global-batch-size",
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+    "microbatch-group-size-per-virtual-pipeline-stage",
+    "context-parallel-size",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
+)
 MAY_BE_ZERO = (
     "q-lora-rank",
     "num-experts",
@@ -62,7 +59,7 @@ MAY_BE_ZERO = (
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
 )
-SWITCHES = (
+OTHERS = (
     "multi-latent-attention",
     "qk-layernorm",
     "group-query-attention",
@@ -71,11 +68,16 @@ SWITCHES = (
     "add-qkv-bias",
     "untie-embeddings-and-output-weights",
     "no-bias-swiglu-fusion",
+    "dsa-indexer-loss-coeff",
     "dsa-indexer-use-sparse-loss",
+    "hidden-dropout",
+    "attention-dropout",
+    "moe-layer-freq",
     "moe-router-enable-expert-bias",
     "moe-grouped-gemm",
     "moe-permute-fusion",
     "sequence-parallel",
+    "pipeline-model-parallel-layout",
     "account-for-embedding-in-pipeline-split",
     "account-for-loss-in-pipeline-split",
     "bf16",
@@ -87,27 +89,23 @@ SWITCHES = (
     "accumulate-allreduce-grads-in-fp32",
     "grad-reduce-in-bf16",
     "recompute-activations",
+    "recompute-modules",
     "overlap-moe-expert-parallel-comm",
     "delay-wgrad-compute",
     "use-flash-attn",
-    "use-fused-dsa",  # ours; the example job can also switch it off
+    "cp-comm-type",
 )
-WORDS: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
-    "experimental-attention-variant": (None, ("dsa", "none")),
-    "transformer-impl": ("transformer_engine", ("transformer_engine", "local")),
-    "position-embedding-type": ("learned_absolute", ("learned_absolute", "rope", "yarn", "none")),
-    "normalization": ("LayerNorm", ("LayerNorm", "RMSNorm")),
-    "optimizer": ("adam", ("adam", "sgd")),
-    "moe-token-dispatcher-type": ("allgather", ("allgather", "alltoall", "flex")),
-    "recompute-granularity": (None, ("full", "selective")),
-    "recompute-method": (None, ("uniform", "block")),
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "experimental-attention-variant": ("dsa", "none"),
+    "transformer-impl": ("transformer_engine", "local"),
+    "position-embedding-type": ("learned_absolute", "rope", "yarn", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "optimizer": ("adam", "sgd"),
+    "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "recompute-granularity": ("full", "selective"),
+    "recompute-method": ("uniform", "block"),
 }
-"""Default, and what can be planned."""
-FLOATS: Mapping[str, float] = {
-    "dsa-indexer-loss-coeff": 0.0,
-    "hidden-dropout": 0.1,
-    "attention-dropout": 0.1,
-}
+"""Values that can be planned."""
 NOT_PLANNED = (
     "use-precision-aware-optimizer",
     "main-grads-dtype",
@@ -138,9 +136,9 @@ EXAMPLE: Mapping[str, Any] = {
     "multi_latent_attention": True,
     "qk_layernorm": True,
     "swiglu": True,
-    "disable_bias_linear": True,
+    "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
-    "no_bias_swiglu_fusion": True,
+    "bias_swiglu_fusion": False,
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "hidden_dropout": 0.0,
@@ -175,47 +173,61 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"mindspeed_dsa plan: {message}")
 
 
+@cache
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the job's own flags, this library's included."""
+    """Build the parser of a job: flags of all recorded releases of Megatron-LM, newest first, and ours."""
     made = _Parser(prog="python -m mindspeed_dsa plan", add_help=False, allow_abbrev=False)
-    add = made.add_argument
-    for name, number in INTEGERS.items():
-        add(f"--{name}", type=int, default=number)
-    for name in SWITCHES:
-        add(f"--{name}", action=argparse.BooleanOptionalAction, default=False)
-    for name, (word, choices) in WORDS.items():
-        add(f"--{name}", default=word, choices=choices)
-    for name, value in FLOATS.items():
-        add(f"--{name}", type=float, default=value)
-    add("--moe-layer-freq", type=megatron_flags.pattern, default=1)
-    add("--pipeline-model-parallel-layout")
-    add(SCHEDULE)
-    add("--recompute-modules", nargs="+", default=[])
-    add("--cp-comm-type", nargs="+", default=["p2p"])
-    ours = settings.unique(flag for feature in everything() for flag in feature.flags)
-    settings.add_flags(made, "mindspeed_dsa", ours)
+    for release in reversed(megatron_flags.releases()):
+        megatron_flags.add_recorded(made, Version(release))
+    settings.add_flags(made, "mindspeed_dsa", _ours())
+    # A question, or the example job, may take back a switch.
+    for name in (*OTHERS, "use-fused-dsa"):
+        switch = made._option_string_actions[f"--{name}"]
+        if switch.nargs == 0 and f"--no-{name}" not in made._option_string_actions:
+            action = "store_false" if switch.const else "store_true"
+            made.add_argument(f"--no-{name}", dest=switch.dest, action=action, default=argparse.SUPPRESS)
+    for name, choices in CHOICES.items():
+        made._option_string_actions[f"--{name}"].choices = choices
     return made
 
 
+def dest_of(name: str) -> str:
+    """Return the argument that a flag, without its dashes, sets."""
+    return parser()._option_string_actions[f"--{name}"].dest
+
+
+@cache
+def planned() -> frozenset[str]:
+    """Return the flags that plans depend on: some of Megatron's, and all of this library's."""
+    every = parser()._option_string_actions
+    names = [f"--{name}" for name in (*SIZES, *MAY_BE_ZERO, *OTHERS, *CHOICES)]
+    names += settings.all_names(flag for flag in _ours() if not flag.megatron)
+    arguments = {every[name].dest for name in (*names, SCHEDULE) if name in every}
+    return frozenset(name for name, action in every.items() if action.dest in arguments)
+
+
+def _ours() -> list[Flag]:
+    return settings.unique(flag for feature in everything() for flag in feature.flags)
+
+
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, set[str], list[str]]:
-    """A job's arguments, the names of those that were given, and the tokens of flags that no plan needs.
+    """A job's arguments, the names of those that were given, and the flags that no plan depends on.
 
     The first word may be the script: ``pretrain_dsa.py`` has the example job's defaults.
     """
     words = list(argv)
     script = words.pop(0) if words and not words[0].startswith("-") else ""
-    made = parser()
-    given = {action.dest for action in made._actions} & _mentioned(made, words)
-    if script.endswith(EXAMPLE_SCRIPT):
-        made.set_defaults(**EXAMPLE)
-    elif script and not script.endswith(".py"):
+    example = script.endswith(EXAMPLE_SCRIPT)
+    if script and not script.endswith(".py"):
         raise SettingsError(
             f"mindspeed_dsa plan: {script!r} is neither a flag nor a script; begin with pretrain_gpt.py, "
             f"{EXAMPLE_SCRIPT} or a flag"
         )
-    options, unknown = made.parse_known_args(words)
-    options.example = script.endswith(EXAMPLE_SCRIPT)
-    return options, given, [token for token in unknown if token.startswith("--")]
+    made = parser()
+    options, _ = made.parse_known_args(words, argparse.Namespace(**EXAMPLE if example else {}))
+    options.example = example
+    others = [word for word in words if word.startswith("--") and word.partition("=")[0] not in planned()]
+    return options, _mentioned(made, words), others
 
 
 def _mentioned(made: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
@@ -223,16 +235,16 @@ def _mentioned(made: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
     return {options[word.partition("=")[0]].dest for word in words if word.partition("=")[0] in options}
 
 
-def sorted_out(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags that were not read: those that matter, and the others, with what misspelt ones resemble."""
-    names = list(dict.fromkeys(token.partition("=")[0] for token in unknown))
+def sorted_out(others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide flags that no plan depends on into those that matter all the same, and the rest."""
+    names = list(dict.fromkeys(word.partition("=")[0] for word in others))
     missed = [name for name in names if name[2:] in NOT_PLANNED]
-    known = parser()._option_string_actions
-    others = []
+    rest = []
     for name in names:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.93)
-        others += [f"{name} (did you mean {near[0]}?)" if near else name] if name not in missed else []
-    return missed, others
+        near = difflib.get_close_matches(name, planned(), n=1, cutoff=0.93)
+        hint = f" (did you mean {near[0]}?)" if near and not megatron_flags.known(name) else ""
+        rest += [] if name in missed else [name + hint]
+    return missed, rest
 
 
 def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
@@ -242,7 +254,7 @@ def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
         words: command line of a job.
         also: options of the command itself.
     """
-    known = [*parser()._option_string_actions, *also]
+    known = [*planned(), *also]
     found = []
     for word in dict.fromkeys(words):
         name = word.partition("=")[0]

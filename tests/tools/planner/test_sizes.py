@@ -40,7 +40,7 @@ def _count(given: Any) -> int:
         num_attention_heads=given.num_attention_heads,
         num_query_groups=given.num_query_groups if given.group_query_attention else None,
         normalization=given.normalization,
-        add_bias_linear=not given.disable_bias_linear,
+        add_bias_linear=given.add_bias_linear,
         add_qkv_bias=given.add_qkv_bias,
         qk_layernorm=given.qk_layernorm,
         gated_linear_unit=given.swiglu,
