@@ -1,15 +1,14 @@
 """Seconds that saves of Megatron's distributed checkpoints take from training, with and without a manifest.
 
 The state is that of mixed precision with Adam: weights in bf16, master weights and both moments in float32.
-Asynchronous saves are written by a process that is forked. What the manifest adds is the difference of whole
-saves with and without it, in turns, because checksums are made while files are written; it is told of the
-processors' time, which other work on the machine does not change, and of the time that passes.
+Asynchronous saves are written by a process that is forked. The manifest and its checksums cost the difference
+of whole saves with and without them, in turns; it is given in the processors' time, which other work on the
+machine does not change, and in the time that passes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
 import statistics
 import tempfile
@@ -17,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,6 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.saving import begin, finish, listed_at_the_end
 from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
-from mindspeed_dsa.features.checkpoints.whole.written import sum_a_file, sum_an_item
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 
@@ -69,14 +66,16 @@ class Saves:
     """Saves of one state, timed.
 
     Attributes:
-        work: what whole-checkpoints knows.
+        works: state of whole-checkpoints, without and with checksums, each with a folder of its own.
     """
 
     def __init__(self, folder: Path, parameters: int, megatron: Megatron) -> None:
         self.folder, self.megatron = folder, megatron
-        options = Options(verify=True, save=folder)
-        self.context = Context("whole-checkpoints", options, megatron, log.get("whole-checkpoints"))
-        self.work = self.context.state(Work)
+        self.works = {}
+        for verify in (False, True):
+            options = Options(verify=verify, save=folder / str(verify))
+            context = Context("whole-checkpoints", options, megatron, log.get("whole-checkpoints"))
+            self.works[verify] = context.state(Work)
         sharded: Any = megatron("core.dist_checkpointing.mapping").ShardedTensor
         kinds = ("weight", torch.bfloat16), ("master", torch.float32), ("mean", torch.float32)
         self.state = {
@@ -103,41 +102,34 @@ class Saves:
             shutil.rmtree(path)
 
     def at_once(self) -> Spent:
-        """Save synchronously, with a manifest."""
+        """Save synchronously, with a manifest and checksums."""
 
         def write() -> None:
-            with self.saving() as save:
+            with self.saving(verify=True) as save:
                 self.megatron("core.dist_checkpointing").save(self.state, str(save.path))
             save.tracker.write_text("1", encoding="ascii")
-            finish(save, self.work)
+            finish(save, self.works[True])
 
         return spent(write)
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[Save]:
-        """Begin a save whose files are summed as they are written."""
-        save = begin(self.folder, "iter_0000001", self.work)
+    def saving(self, verify: bool) -> Iterator[Save]:
+        """Begin a save."""
+        work = self.works[verify]
+        work.saving = save = begin(self.folder / str(verify), "iter_0000001", work)
         save.path.mkdir(exist_ok=True)
-        module: Any = self.megatron("core.dist_checkpointing.strategies.filesystem_async")
-        write = sum_a_file(module.FileSystemWriterAsync.write_preloaded_data, self.context)
-        item = sum_an_item(module._write_item, self.context)
-        self.work.saving = save
-        with (
-            mock.patch.object(module.FileSystemWriterAsync, "write_preloaded_data", staticmethod(write)),
-            mock.patch.object(module, "_write_item", functools.wraps(module._write_item)(item)),
-        ):
-            yield save
-        self.work.saving = None
+        yield save
+        work.saving = None
 
-    def in_the_background(self) -> float:
+    def in_the_background(self, verify: bool) -> float:
         """Save asynchronously while every tensor changes; return the seconds in which training waits."""
         started = time.perf_counter()
-        with self.saving() as save:
+        with self.saving(verify) as save:
             request = self.megatron("core.dist_checkpointing").save(
                 self.state, str(save.path), async_sharded_save=True
             )
             request.add_finalize_fn(lambda: save.tracker.write_text("1", encoding="ascii"))
-            self.queue.schedule_async_request(listed_at_the_end(request, save, self.work))
+            self.queue.schedule_async_request(listed_at_the_end(request, save, self.works[verify]))
         blocked = time.perf_counter() - started
         for tensor in self.state.values():
             tensor.data.add_(1)
@@ -148,10 +140,11 @@ class Saves:
 
     def is_whole(self) -> bool:
         """Return whether what was saved last verifies, and is named by the tracker; then delete it."""
-        path = self.folder / "iter_0000001"
+        folder = max(self.folder.glob("*/iter_0000001"), key=lambda path: path.stat().st_mtime).parent
+        path = folder / "iter_0000001"
         listed = manifest.read(path)
         whole = listed is not None and not manifest.damage(path, listed, contents=True)
-        named = (self.folder / TRACKER).read_text(encoding="ascii") == "1"
+        named = (folder / TRACKER).read_text(encoding="ascii") == "1"
         shutil.rmtree(path)
         return whole and named
 
@@ -163,22 +156,25 @@ def _measured(saves: Saves, times: int) -> dict[str, Any]:
         plain = saves.plainly()
         listed = saves.at_once()
         whole &= saves.is_whole()
-        blocked = saves.in_the_background()
+        blocked = saves.in_the_background(verify=False)
         whole &= saves.is_whole()
-        rounds.append((plain, listed, blocked))
-    wall = statistics.median(plain.wall for plain, _, _ in rounds)
-    blocked = statistics.median(blocked for _, _, blocked in rounds)
+        summed = saves.in_the_background(verify=True)
+        whole &= saves.is_whole()
+        rounds.append((plain, listed, blocked, summed))
+    wall = statistics.median(plain.wall for plain, *_ in rounds)
+    blocked, summed = (statistics.median(each[at] for each in rounds) for at in (2, 3))
     size = sum(tensor.data.numel() * tensor.data.itemsize for tensor in saves.state.values())
     found: dict[str, Any] = {
         "state_bytes": size,
         "synchronous_s": wall,
-        "synchronous_cpu_s": statistics.median(plain.cpu for plain, _, _ in rounds),
+        "synchronous_cpu_s": statistics.median(plain.cpu for plain, *_ in rounds),
         "blocked_s": blocked,
         "blocking_ratio": blocked / wall,
-        "with_manifest_s": statistics.median(listed.wall for _, listed, _ in rounds),
-        "verify_overhead": statistics.median(listed.cpu / plain.cpu - 1 for plain, listed, _ in rounds),
+        "blocking_ratio_with_sums": summed / wall,
+        "with_manifest_s": statistics.median(listed.wall for _, listed, *_ in rounds),
+        "verify_overhead": statistics.median(listed.cpu / plain.cpu - 1 for plain, listed, *_ in rounds),
         "verify_overhead_wall": statistics.median(
-            listed.wall / plain.wall - 1 for plain, listed, _ in rounds
+            listed.wall / plain.wall - 1 for plain, listed, *_ in rounds
         ),
     }
     if not whole:

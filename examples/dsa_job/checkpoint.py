@@ -134,7 +134,9 @@ def save(
             raise
         # Of the state that all ranks have in common, which the first one writes; torch does not say why not.
         raise OSError(errno.EIO, "common.pt cannot be written, the disk may be full", str(partial)) from None
-    request.add_finalize_fn(lambda: from_rank_0(lambda: checkpoints.publish(partial, step, strategy.sums)))
+    request.add_finalize_fn(
+        lambda: from_rank_0(lambda: checkpoints.publish(partial, step, args.verify_checkpoint))
+    )
     return request
 
 

@@ -12,12 +12,10 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_dsa.runs import manifest, whole_checkpoints
 from mindspeed_dsa.runs.files import RunError, beside, is_running, number, sync, write_atomically
-from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
 _ATTEMPTS = 3
@@ -104,13 +102,13 @@ def unwritten(folder: Path, step: int, why: object) -> RunError:
     )
 
 
-def publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
+def publish(partial: Path, step: int, verify: bool) -> Path:
     """List what was written since :func:`begin`, bring it to the disk, and let the tracker name it.
 
     Args:
         partial: its folder until now.
         step: of the checkpoint.
-        known: files that are on the disk, and whose sums are known of their writing.
+        verify: list checksums beside sizes.
 
     Returns:
         The checkpoint's folder.
@@ -119,14 +117,15 @@ def publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
         RunError: nothing can be written there; earlier checkpoints are as they were.
     """
     try:
-        return _publish(partial, step, known)
+        return _publish(partial, step, verify)
     except OSError as error:
         raise unwritten(partial.parent, step, error) from error
 
 
-def _publish(partial: Path, step: int, known: Mapping[str, Entry]) -> Path:
+def _publish(partial: Path, step: int, verify: bool) -> Path:
     final = folder_of(partial.parent, step)
-    manifest.complete(partial, f"{socket.gethostname()}-{os.getpid()}", known, final.name)
+    summed = manifest.sums(partial, manifest.names(partial)) if verify else {}
+    manifest.complete(partial, f"{socket.gethostname()}-{os.getpid()}", summed, final.name)
     _rename(partial, final)
     write_atomically(final.parent / TRACKER, str(step))
     return final

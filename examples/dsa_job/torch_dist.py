@@ -11,19 +11,17 @@ import os
 import pickle
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.futures import Future
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.runs.files import RunError, end_with_parent, sync
-from mindspeed_dsa.runs.manifest import Entry, Summing
 
 
 def save_in_this_process(megatron: Megatron | None = None) -> Any:
@@ -37,15 +35,12 @@ def save_in_this_process(megatron: Megatron | None = None) -> Any:
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
             shards = self.planned(sharded_state_dict, checkpoint_dir)
             shards.write()
-            self.sums = shards.complete()
+            shards.complete()
 
         def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> Any:
             shards = self.planned(sharded_state_dict, checkpoint_dir)
 
-            def complete() -> None:
-                self.sums = shards.complete()
-
-            return request(write_beside(os.getpid(), shards.write), (), [complete])
+            return request(write_beside(os.getpid(), shards.write), (), [shards.complete])
 
         def planned(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Shards:
             by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
@@ -87,7 +82,6 @@ class Shards(torch_checkpoint.FileSystemWriter):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, per_thread_copy_ahead=0)  # which would use the device
-        self.fs = SummingFiles()
         self._kept: dict[Any, Any] = {}
         self._plan: Any = None
         self._metadata: Any = None
@@ -113,37 +107,36 @@ class Shards(torch_checkpoint.FileSystemWriter):
 
     def write(self) -> None:
         """Write this rank's file, in whichever process; :meth:`complete` tells what has come of it."""
-        found: tuple[str, list[Any], dict[str, Entry]]
+        found: tuple[str, list[Any]]
         try:
             results = super().write_data(self._plan, self).wait()  # type: ignore[arg-type]
-            found = "", results, self.fs.sums
+            # torch syncs before it closes a file, when the end is still in a buffer of Python.
+            for name in {result.storage_data.relative_path for result in results}:
+                sync(Path(self.path, name))
+            found = "", results
         except Exception as error:  # tensors and files of any kind
-            found = f"{type(error).__name__}: {error}", [], {}
+            found = f"{type(error).__name__}: {error}", []
         with contextlib.suppress(OSError):  # complete() finds nothing
             pickle.dump(found, self._outcome)
             self._outcome.flush()
         self._kept.clear()
 
-    def complete(self) -> dict[str, Entry]:
+    def complete(self) -> None:
         """Write the list of all ranks' tensors when all have written theirs; all ranks call it together.
-
-        Returns:
-            The sums of all ranks' files.
 
         Raises:
             RunError: on all ranks: one of them has not written its file.
         """
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._outcome_of_this_rank())
-        problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(ranks) if problem]
+        problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(ranks) if problem]
         if problems:
             raise RunError(
                 f"checkpoint {self.path} was not written ({'; '.join(problems)}); earlier ones are as they "
                 "were: make room, or name another folder with --save"
             )
         if dist.get_rank() == 0:
-            super().finish(self._metadata, [results for _, results, _ in ranks])
-        return {name: entry for _, _, sums in ranks for name, entry in sums.items()}
+            super().finish(self._metadata, [results for _, results in ranks])
 
     def _outcome_of_this_rank(self) -> Any:
         with self._outcome as file:
@@ -151,7 +144,7 @@ class Shards(torch_checkpoint.FileSystemWriter):
             try:
                 return pickle.load(file)
             except EOFError:
-                return "its writer has ended without a word", [], {}
+                return "its writer has ended without a word", []
 
 
 def _on_the_host(data: Any) -> Any:
@@ -163,24 +156,3 @@ def _on_the_host(data: Any) -> Any:
         return tensor.to("cpu", non_blocking=True)
     # Pinned pages are shared with forked processes.
     return tensor.clone() if tensor.is_shared() or tensor.is_pinned() else tensor
-
-
-class SummingFiles(FileSystem):
-    """Files that are summed while they are written.
-
-    Attributes:
-        sums: of those that are written.
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Entry] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; it is on the disk, and its sum is known, when it is closed."""
-        with super().create_stream(path, mode) as stream:
-            summing = Summing(stream)
-            yield summing
-        if "w" in mode:
-            sync(Path(path))  # torch did before it closed the file, without what Python still had in a buffer
-            self.sums[Path(path).name] = summing.entry

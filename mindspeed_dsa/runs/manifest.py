@@ -1,8 +1,8 @@
 """The list of a checkpoint's files, with which a checkpoint is known to be whole: ``dsa_manifest.json``.
 
-It lies in the checkpoint's folder and is written last, by rename, so that a folder that has one was written
-to its end. For each file it has the number of bytes and the CRC-32 of zlib, which finds truncated files and
-flipped bits; it is no protection against somebody who means harm. Imports neither torch nor Megatron.
+It is written last into the checkpoint's folder, by rename, so that a folder with one was written to its end.
+For each file it has the number of bytes and, on request, the CRC-32 of zlib, which finds flipped bits; it is
+no protection against somebody who means harm. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ except ImportError:
     from zlib import crc32
 
 NAME = "dsa_manifest.json"
-SUMS = ".dsa_sums."
-"""What files with the sums of some of a checkpoint's files are called, before the manifest is written."""
-SMALL = 1 << 20
-"""Files of so many bytes at most are read at every check: what they hold tells jobs and iterations apart."""
-WITHDRAWN = "it was begun anew and not written to its end"
 _FORMAT = "mindspeed_dsa.checkpoint/1"
 _BLOCK = 128 << 10  # stays in a cache between the copy and the sum
 _THREADS = 8
@@ -39,37 +34,11 @@ class Entry:
 
     Attributes:
         size: bytes.
-        crc32: of its content, as zlib computes it.
+        crc32: checksum of its content, as zlib computes it; ``None`` where none was made.
     """
 
     size: int
-    crc32: int
-
-
-class Summing:
-    """A binary stream that is summed while it is written, from its beginning on."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._size = self._crc32 = 0
-
-    @property
-    def entry(self) -> Entry:
-        """Entry of a manifest for the bytes so far."""
-        return Entry(self._size, self._crc32)
-
-    def write(self, data: Any) -> int:
-        """Sum bytes, and write them, in blocks: what is summed is still in a cache when it is copied."""
-        content = memoryview(data).cast("B")
-        for at in range(0, content.nbytes, _BLOCK):
-            block = content[at : at + _BLOCK]
-            self._crc32 = crc32(block, self._crc32)
-            self._stream.write(block)
-        self._size += content.nbytes
-        return content.nbytes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    crc32: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +59,11 @@ class Manifest:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(entry.size for entry in self.files.values())
+
+    @property
+    def has_sums(self) -> bool:
+        """Return whether each file has a checksum."""
+        return all(entry.crc32 is not None for entry in self.files.values())
 
     def __str__(self) -> str:
         return f"{len(self.files)} files, {amount(self.size)}"
@@ -113,7 +87,7 @@ def names(checkpoint: Path) -> list[str]:
 
 
 def _is_ours(name: str) -> bool:
-    return name == NAME or name.startswith((f".{NAME}", SUMS))
+    return name == NAME or name.startswith(f".{NAME}")
 
 
 def sums(checkpoint: Path, files: Iterable[str]) -> dict[str, Entry]:
@@ -137,24 +111,31 @@ def _sum(path: Path) -> Entry:
     return Entry(size, crc)
 
 
-def complete(checkpoint: Path, job: str, known: Mapping[str, Entry], name: str = "") -> Manifest:
+def sizes(checkpoint: Path) -> dict[str, Entry]:
+    """Return every file of a checkpoint with its size.
+
+    Raises:
+        OSError: a file cannot be asked.
+    """
+    return {name: Entry((checkpoint / name).stat().st_size) for name in names(checkpoint)}
+
+
+def complete(checkpoint: Path, job: str, summed: Mapping[str, Entry], name: str = "") -> Manifest:
     """Bring all files of a checkpoint to the disk, and write its manifest.
 
     Args:
         checkpoint: its folder.
-        job: of the processes that wrote it.
-        known: files that are on the disk, and whose sums are known of their writing; others are read.
-        name: that the folder will have; by default the one it has.
+        job: name of the processes that wrote it.
+        summed: files whose checksums are known; of others the size is listed.
+        name: name that the folder will have; by default the one it has.
 
     Raises:
         OSError: a file cannot be read, or nothing can be written.
     """
-    found = names(checkpoint)
-    rest = [file for file in found if file not in known]
-    for file in rest:
+    files = sizes(checkpoint)
+    for file in files:
         sync(checkpoint / file)
-    files = {file: known[file] for file in found if file in known} | sums(checkpoint, rest)
-    return write(checkpoint, job, files, name)
+    return write(checkpoint, job, {**files, **summed}, name)
 
 
 def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = "") -> Manifest:
@@ -164,7 +145,7 @@ def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = ""
     Args:
         checkpoint: its folder.
         job: of the processes that wrote it.
-        files: from :func:`sums`.
+        files: entries from :func:`sizes` or :func:`sums`.
         name: that the folder will have; by default the one it has.
 
     Raises:
@@ -175,34 +156,23 @@ def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = ""
         "format": _FORMAT,
         "checkpoint": manifest.name,
         "job": job,
-        "files": {
-            name: {"bytes": entry.size, "crc32": f"{entry.crc32:08x}"}
-            for name, entry in sorted(files.items())
-        },
+        "files": {name: _facts(entry) for name, entry in sorted(files.items())},
     }
     write_atomically(checkpoint / NAME, json.dumps(content, indent=1) + "\n")
     return manifest
 
 
-def withdraw(checkpoint: Path, job: str) -> None:
-    """Put a manifest without files into a folder whose files are about to be written over.
-
-    Without one it would pass for a checkpoint that Megatron alone has written, of which some files are old
-    and some new.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    content = {"format": _FORMAT, "checkpoint": checkpoint.name, "job": job, "files": {}}
-    write_atomically(checkpoint / NAME, json.dumps(content) + "\n")
+def _facts(entry: Entry) -> dict[str, Any]:
+    checksum = {} if entry.crc32 is None else {"crc32": f"{entry.crc32:08x}"}
+    return {"bytes": entry.size, **checksum}
 
 
 def read(checkpoint: Path) -> Manifest | None:
     """Return a checkpoint's manifest; ``None`` where it has none, as those that Megatron alone has written.
 
     Raises:
-        RunError: it cannot be read, is another program's file, or was withdrawn; the message goes on from the
-            checkpoint's name.
+        RunError: it cannot be read, or is another program's file; the message goes on from the checkpoint's
+            name.
     """
     try:
         content = json.loads((checkpoint / NAME).read_bytes())
@@ -210,7 +180,7 @@ def read(checkpoint: Path) -> Manifest | None:
             raise ValueError(f"its format is {str(content['format'])[:40]!r}")
         files = {name: _entry(name, facts) for name, facts in content["files"].items()}
         if not files:
-            raise RunError(WITHDRAWN)
+            raise ValueError("it lists no file")
         return Manifest(str(content["checkpoint"]), str(content["job"]), files)
     except FileNotFoundError:
         return None
@@ -228,18 +198,16 @@ def _entry(name: str, facts: Any) -> Entry:
         raise ValueError(f"it lists {name[:40]!r}, which is elsewhere")
     if b"\0" in os.fsencode(name):  # or characters that no file system has
         raise ValueError(f"it lists {name[:40]!r}, which names no file")
-    return Entry(int(facts["bytes"]), int(facts["crc32"], 16))
+    return Entry(int(facts["bytes"]), int(facts["crc32"], 16) if "crc32" in facts else None)
 
 
 def damage(checkpoint: Path, manifest: Manifest, contents: bool = False) -> str:
     """Return in words what a checkpoint lacks of its manifest; nothing if it is whole.
 
-    Sizes of all files are compared, and what small ones hold.
-
     Args:
         checkpoint: its folder.
         manifest: from :func:`read`.
-        contents: read large files as well.
+        contents: read all files that have a checksum, besides the sizes of all.
     """
     if manifest.name != checkpoint.name:
         return f"{NAME} is that of {manifest.name[:40]}"
@@ -252,7 +220,7 @@ def damage(checkpoint: Path, manifest: Manifest, contents: bool = False) -> str:
             return f"{name} cannot be read ({error.strerror or error})"
         if size != entry.size:
             return f"{name} has {size} bytes of {entry.size}"
-    wanted = [name for name, entry in manifest.files.items() if contents or entry.size <= SMALL]
+    wanted = [name for name, entry in manifest.files.items() if contents and entry.crc32 is not None]
     try:
         found = sums(checkpoint, wanted)
     except OSError as error:

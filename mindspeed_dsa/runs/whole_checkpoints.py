@@ -170,7 +170,7 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
     Args:
         folder: of checkpoints.
         step: this one alone.
-        contents: read all files of those that come into question, besides their sizes.
+        contents: compare checksums of those that come into question, besides sizes.
 
     Raises:
         RunError: none is whole, in one line; or the folder cannot be read.
@@ -206,8 +206,6 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
 
 
 def _has_list(state: State) -> bool:
-    if state.damage == manifest.WITHDRAWN:
-        return False
     return state.listed is not None or os.path.lexists(state.path / manifest.NAME)
 
 

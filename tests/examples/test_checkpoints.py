@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from dsa_job import checkpoints as files
-from dsa_job import torch_dist
 
 from mindspeed_dsa.runs.files import RunError
 
@@ -127,7 +126,7 @@ def test_a_checkpoint_is_replaced_although_another_machine_gives_the_old_its_nam
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", met_between)
-    files.publish(partial, 4, {})
+    files.publish(partial, 4, verify=False)
     assert met
     assert (files.folder_of(tmp_path, 4) / "common.pt").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", files.TRACKER]
@@ -144,17 +143,5 @@ def test_names_are_on_the_disk_before_the_old_checkpoint_is_deleted(
     monkeypatch.setattr(
         files.shutil, "rmtree", lambda path, **how: done.append("delete") or delete(path, **how)
     )
-    files.publish(partial, 4, {})
+    files.publish(partial, 4, verify=False)
     assert done.index(f"sync {tmp_path.name}") < done.index("delete")
-
-
-def test_a_shard_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch asks for it before it closes the file, when the end is still in a buffer of Python."""
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    made = torch_dist.SummingFiles()
-    with made.create_stream(tmp_path / "__0_0.distcp", "wb") as stream:
-        stream.write(b"weights")
-        os.fsync(stream.fileno())
-    assert synced == [0, 7]
-    assert made.sums["__0_0.distcp"].size == 7

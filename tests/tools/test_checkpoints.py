@@ -11,11 +11,6 @@ from mindspeed_dsa.runs import manifest
 from tests.features.checkpoints.whole.folders import SHARD, checkpoint, track
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "SMALL", 1000)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Five checkpoints, the last one of which is truncated."""

@@ -14,8 +14,8 @@ from mindspeed_dsa.session import start_report
 
 _DESCRIPTION = """\
 Lists the checkpoints in a folder of Megatron-LM's --save, and which of them are whole. A checkpoint that
---whole-checkpoints has written has a manifest of its files: their sizes are compared with it, and what small
-ones hold; with --verify all of them are read. Ends with 1 if a checkpoint is damaged."""
+--whole-checkpoints has written has a manifest of its files: their sizes are compared with it, and with
+--verify the checksums that --verify-checkpoint has made. Ends with 1 if a checkpoint is damaged."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,7 +65,8 @@ def _row(state: State, latest: int | str | None, verified: bool) -> tuple[str, .
     elif state.listed is None:
         text = "unknown: it has no manifest"
     else:
-        text = "whole, all files read" if verified else "whole"
+        read = "all files read" if state.listed.has_sums else "it has no checksums"
+        text = f"whole, {read}" if verified else "whole"
     sizes = ("", "") if state.listed is None else (str(len(state.listed.files)), amount(state.listed.size))
     return (state.path.name, *sizes, f"{text}{', the latest' if named else ''}")
 
@@ -87,12 +88,12 @@ def _keep(folder: Path, known: Sequence[State], keep: int) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m mindspeed_dsa checkpoints", description=_DESCRIPTION)
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder given to --save")
-    parser.add_argument("--verify", action="store_true", help="read all files and compare their checksums")
+    parser.add_argument("--verify", action="store_true", help="read files and compare their checksums")
     parser.add_argument(
         "--keep",
         type=int,
         metavar="K",
-        help="delete what is older than the K newest whole checkpoints, of which all files are read; never "
+        help="delete what is older than the K newest whole checkpoints, whose checksums are compared; never "
         "the newest whole one, the one that the tracker file names, or a folder with files that no manifest "
         "lists",
     )

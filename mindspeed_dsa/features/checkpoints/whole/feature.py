@@ -26,8 +26,8 @@ class Options:
     """The requested settings.
 
     Attributes:
-        verify: all files of a checkpoint are read before it is loaded.
-        save: where the job saves; ``None`` where it does not.
+        verify: checksums are made when a checkpoint was saved, and compared before it is loaded.
+        save: folder that the job saves into; ``None`` where it does not.
     """
 
     verify: bool
@@ -68,14 +68,17 @@ def check_saves(args: Any, options: Options) -> Iterator[str]:
 
 FEATURE = Feature(
     name="whole-checkpoints",
-    summary="Lists each checkpoint's files with sizes and checksums, and loads the newest that is whole.",
+    summary="Lists each checkpoint's files with sizes, and loads the newest that is whole.",
     flags=(
         Flag(
             FLAG,
             "Write a manifest of each checkpoint's files, last, and load the newest checkpoint whose files "
             "have the sizes that its manifest says.",
         ),
-        Flag(VERIFY, "Read all files of a checkpoint and compare checksums before it is loaded."),
+        Flag(
+            VERIFY,
+            "Make a checksum of each file when a checkpoint was saved, and compare it before one is loaded.",
+        ),
         Flag("--save", "Megatron's own flag; no second job may save there.", kind="value", megatron=True),
     ),
     patches=(
@@ -100,23 +103,15 @@ FEATURE = Feature(
             "megatron.training.async_utils:schedule_async_save",
             "wrap",
             f"{_HERE}.saving:schedule_whole",
-            "an asynchronous save has its files' checksums made where they are written, and ends with the "
-            "manifest",
+            "an asynchronous save ends with the manifest",
             params=("async_request",),
             required=False,
         ),
         Patch(
             f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data",
             "wrap",
-            f"{_HERE}.written:sum_a_file",
-            "a file's checksum is left beside it when it is written",
-            required=False,
-        ),
-        Patch(
-            f"{_WRITER}:_write_item",
-            "wrap",
-            f"{_HERE}.written:sum_an_item",
-            "bytes are summed as they are written, which costs less than reading them again",
+            f"{_HERE}.saving:end_writer",
+            "a process that writes ends with its job: the next one may write the same files",
             required=False,
         ),
         Patch(
@@ -155,6 +150,6 @@ FEATURE = Feature(
     active=active,
     options=Options.of,
     check=check_saves,
-    on_finalize=f"{_HERE}.saving:claim_before_training",
+    on_finalize=f"{_HERE}.saving:lock_before_training",
     doc="whole-checkpoints.md",
 )

@@ -3,17 +3,17 @@
 Megatron writes a checkpoint's files and then, in place, the tracker that names it. Here it writes the
 tracker under another name, which becomes the tracker's when the manifest is there. The checkpoint before,
 which ``--save-retain-interval`` has Megatron delete when it writes a tracker that named it, is deleted here
-after that. Whoever writes an asynchronous save's files reads them again, for the checksums, while training
-goes on.
+after that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import threading
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
 from mindspeed_dsa.features.checkpoints.whole.work import Save, Work
-from mindspeed_dsa.features.checkpoints.whole.written import Summed, forget, left
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import manifest
-from mindspeed_dsa.runs.files import RunError, delete, sync
+from mindspeed_dsa.runs.files import delete, end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, remove, tracked
 
@@ -34,16 +33,16 @@ _deleting = threading.Lock()
 """Lock of the threads that delete checkpoints: one deletes after the other."""
 
 
-def claim_before_training(context: Context[Options]) -> None:
-    """Claim the folder of ``--save`` before the model is built.
+def lock_before_training(context: Context[Options]) -> None:
+    """Lock the folder of ``--save`` before the model is built.
 
     Raises:
         RunError: on all ranks: another job saves there, or nothing can be written there.
     """
     folder = context.options.save
     if folder is not None:
-        claims = context.state(Work).claims
-        together(lambda: claims.claim(folder) if is_first() else None, f"{context.feature}: --save {folder}")
+        work = context.state(Work)
+        together(lambda: work.lock(folder) if is_first() else None, f"{context.feature}: --save {folder}")
 
 
 def save_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -81,17 +80,14 @@ def _folder(job: Any, temporary: bool) -> Path:
 
 
 def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Save:
-    """Prepare a save on all ranks: what is about to be replaced is no whole checkpoint any more."""
-    token = [uuid.uuid4().hex]
-    if _ranks() > 1:
-        dist.broadcast_object_list(token, src=0)
-    save = Save(folder, name, token[0], retain)
+    """Prepare a save on all ranks: a checkpoint that is about to be written again is deleted."""
+    save = Save(folder, name, retain)
 
     def prepare() -> None:
-        work.claims.claim(folder)
-        if save.path.is_dir():
-            manifest.withdraw(save.path, work.claims.job)
-        forget(save.path)
+        work.lock(folder)
+        if save.path.is_dir() and not save.path.is_symlink():
+            # Megatron would write over its files, and be killed with some of them new and some old.
+            remove(save.path)
         save.tracker.unlink(missing_ok=True)  # of a killed job; Megatron would read which one came before
 
     together(
@@ -122,10 +118,9 @@ def track_aside(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``schedule_async_save``: checksums where files are written, a manifest when all ranks have
-    ended.
+    """Decorate ``schedule_async_save``: a manifest when all ranks have ended.
 
-    Megatron calls what ends a request on all ranks, in the order in which it was added.
+    Megatron calls the functions that end a request on all ranks, in the order in which they were added.
     """
     work = context.state(Work)
 
@@ -137,61 +132,75 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
-    """Return Megatron's ``AsyncRequest`` of a save with the sums and the manifest added to it."""
-    if is_first():
-        request.add_finalize_fn(lambda: end(save, work))
+    """Return Megatron's ``AsyncRequest`` of a save with the manifest added to it."""
+    request.add_finalize_fn(lambda: finish(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
-    return request._replace(async_fn=Summed(request.async_fn, save, _rank()))
+    return request._replace(async_fn=EndsWithJob(request.async_fn, save.process))
 
 
-def end(save: Save, work: Work) -> None:
-    """Write the manifest of an asynchronous save, of sums that others have left and the first rank's own.
+@dataclass(frozen=True)
+class EndsWithJob:
+    """Function of a process that writes, which is killed with its job: the next one may write the same files.
 
-    Other ranks are not here, and do not wait for it.
+    Attributes:
+        write: Megatron's function, which can be pickled as this can.
+        process: process of the job.
     """
-    try:
-        _publish(save, left(save.path, save.token), work)
-    except OSError as error:
-        raise RunError(
-            f"{work.context.feature}: {save.path} cannot be written: {error}; make room, or name a folder "
-            "that can be read and written"
-        ) from error
+
+    write: Callable[..., Any]
+    process: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Write."""
+        parent = multiprocessing.parent_process()
+        if os.getpid() != self.process and parent is not None and not end_with_parent(parent.pid or 0):
+            os._exit(1)
+        return self.write(*args, **kwargs)
+
+
+def end_writer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
+    """Decorate ``FileSystemWriterAsync.write_preloaded_data``, for which the writer starts more processes."""
+    work = context.state(Work)
+
+    def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:
+        save = work.saving
+        write = original if save is None else EndsWithJob(original, save.process)
+        return write(*args, **kwargs)
+
+    return write_preloaded_data
 
 
 def finish(save: Save, work: Work) -> None:
-    """Write the manifest of a synchronous save; ranks share the reading of files whose sums are not known."""
+    """Write the manifest of a save; with ``--verify-checkpoint`` all ranks share the reading of its files."""
     who = f"{work.context.feature}: {save.path} cannot be written"
-    of_writing = together(lambda: left(save.path, save.token) if is_first() else {}, who)
-    mine = decided(lambda: _by_size(save.path, of_writing), who)[_rank() :: _ranks()]
-    shares = [together(lambda: _seen(save.path, mine), who)]
-    if _ranks() > 1:
-        own, shares = shares[0], [{}] * _ranks()
-        dist.all_gather_object(shares, own)
-    known = {name: entry for share in (of_writing, *shares) for name, entry in share.items()}
-    together(lambda: _publish(save, known, work) if is_first() else None, who)
+    summed: dict[str, Entry] = {}
+    if work.context.options.verify:
+        mine = decided(lambda: _by_size(save.path), who)[_rank() :: _ranks()]
+        shares = [together(lambda: _seen(save.path, mine), who)]
+        if _ranks() > 1:
+            own, shares = shares[0], [{}] * _ranks()
+            dist.all_gather_object(shares, own)
+        summed = {name: entry for share in shares for name, entry in share.items()}
+    together(lambda: _publish(save, summed, work) if is_first() else None, who)
 
 
-def _by_size(checkpoint: Path, but: Mapping[str, Entry]) -> list[str]:
-    names = [name for name in manifest.names(checkpoint) if name not in but]
-    return sorted(names, key=lambda name: -(checkpoint / name).stat().st_size)
+def _by_size(checkpoint: Path) -> list[str]:
+    files = manifest.sizes(checkpoint)
+    return sorted(files, key=lambda name: -files[name].size)
 
 
 def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
-    """Sum files, and bring them to the disk.
-
-    Files that this rank's machine does not see, or not yet, are left to the first rank.
-    """
-    seen = [name for name in names if (checkpoint / name).is_file()]
-    for name in seen:
-        sync(checkpoint / name)
-    return manifest.sums(checkpoint, seen)
+    """Sum files; those that this rank's machine does not see, or not yet, are left to the first rank."""
+    return manifest.sums(checkpoint, [name for name in names if (checkpoint / name).is_file()])
 
 
-def _publish(save: Save, known: dict[str, Entry], work: Work) -> None:
+def _publish(save: Save, summed: dict[str, Entry], work: Work) -> None:
     """Write the manifest when all files are on the disk, and let the tracker name the checkpoint."""
-    manifest.complete(save.path, work.claims.job, known)
-    forget(save.path)
+    if work.context.options.verify:
+        rest = [name for name in manifest.names(save.path) if name not in summed]
+        summed = {**summed, **manifest.sums(save.path, rest)}
+    manifest.complete(save.path, work.job, summed)
     before, _ = tracked(save.folder)
     sync(save.tracker)
     os.replace(save.tracker, save.folder / TRACKER)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
+import socket
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.checkpoints.whole.claims import Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import Options
-from mindspeed_dsa.runs.manifest import Summing
+from mindspeed_dsa.runs.files import Sole
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
 
@@ -19,16 +19,14 @@ class Save:
     """A checkpoint that is being written.
 
     Attributes:
-        folder: of all checkpoints.
-        name: of this one.
-        token: other than that of any other save; the same on all ranks.
+        folder: folder of all checkpoints.
+        name: name of this one's.
         retain: interval of steps whose checkpoints stay when the next one is whole; ``None``: all do.
-        process: of this rank, which may have others write.
+        process: process of this rank, which may have others write.
     """
 
     folder: Path
     name: str
-    token: str
     retain: int | None = None
     process: int = field(default_factory=os.getpid)
 
@@ -43,19 +41,8 @@ class Save:
         return self.folder / f".{TRACKER}.{self.name}"
 
 
-class Open(threading.local):
-    """The file that a thread writes.
-
-    Attributes:
-        stream: ``None`` where it has written nothing yet.
-    """
-
-    stream: Summing | None = None
-
-    def close(self) -> Summing | None:
-        """Return the stream; what is written next is another file's."""
-        stream, self.stream = self.stream, None
-        return stream
+LOCK = ".dsa_job.lock"
+"""Name of the file in a folder of checkpoints that the job which saves there has locked."""
 
 
 @dataclass
@@ -63,15 +50,26 @@ class Work:
     """State that the feature's implementations share.
 
     Attributes:
-        context: of the feature.
+        context: context of the feature.
         saving: the save whose call of Megatron is running.
-        choices: what is loaded, by folder and by what ``--ckpt-step`` says.
-        claims: folders that this job saves into.
-        open: the file that is written.
+        choices: checkpoints to load, by folder and by ``--ckpt-step``.
+        job: name of the job in manifests.
     """
 
     context: Context[Options]
     saving: Save | None = None
     choices: dict[tuple[Path, int | None], Choice] = field(default_factory=dict)
-    claims: Claims = field(default_factory=Claims)
-    open: Open = field(default_factory=Open)
+    job: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    _locks: dict[Path, Sole] = field(default_factory=dict)
+
+    def lock(self, folder: Path) -> None:
+        """Keep other jobs out of a folder until this process ends.
+
+        Raises:
+            RunError: another job saves there.
+            OSError: nothing can be written there.
+        """
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder not in self._locks:
+            self._locks[folder] = Sole(folder / LOCK, f"{self.context.feature}: --save {folder}")

@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ import pytest
 import mindspeed_dsa
 from mindspeed_dsa import features
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
-from mindspeed_dsa.runs import manifest
 from tests.features.checkpoints.whole.folders import SHARD
 from tests.support import fork
 
@@ -158,6 +158,19 @@ class Job(SimpleNamespace):
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """A fork with the feature on."""
+    with _job(tmp_path, monkeypatch, whole_checkpoints=True) as made:
+        yield made
+
+
+@pytest.fixture
+def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A fork with the feature on, and checksums."""
+    with _job(tmp_path, monkeypatch, verify_checkpoint=True) as made:
+        yield made
+
+
+@contextmanager
+def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **switches: Any) -> Iterator[Job]:
     fork.write(tmp_path, ROOT)
     for name, text in FILES.items():
         path = tmp_path / ROOT / name
@@ -167,7 +180,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     # The fork is too small for the platform's own redirections.
     monkeypatch.setattr(features, "built_in", lambda: (FEATURE,))
     folder = tmp_path / "checkpoints"
-    with mindspeed_dsa.enabled(whole_checkpoints=True):
+    with mindspeed_dsa.enabled(**switches):
         training = import_module(f"{ROOT}.training")
         training.ARGS.save = str(folder)
         yield Job(
@@ -181,6 +194,5 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "SMALL", 1000)
+def _disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

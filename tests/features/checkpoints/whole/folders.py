@@ -10,7 +10,7 @@ from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of
 
 SHARD = 5000
-"""Bytes of files that only ``--verify-checkpoint`` reads, where a test makes small ones smaller."""
+"""Bytes of a shard."""
 
 
 def checkpoint(folder: Path, iteration: int | None, job: str = "mine", listed: bool = True) -> Path:

@@ -39,12 +39,6 @@ def files_of(path: Path, **changes: object) -> None:
     edit(path, files={**json.loads((path / manifest.NAME).read_text())["files"], **changes})
 
 
-def in_its_place(path: Path) -> None:
-    """Give it the manifest of another job's checkpoint with files of the same sizes."""
-    other = checkpoint(path.parent / "elsewhere", 3, job="them")
-    shutil.copy(other / manifest.NAME, path / manifest.NAME)
-
-
 DAMAGE: dict[str, tuple[Damage, str, bool]] = {
     "truncated shard": (
         lambda path: truncate(path / "__1_0.distcp", 999),
@@ -84,7 +78,7 @@ DAMAGE: dict[str, tuple[Damage, str, bool]] = {
     "flipped bit of what ranks share": (
         lambda path: flip(path / "common.pt", 1),
         "common.pt has another content than was written",
-        False,
+        True,
     ),
     "no index of tensors": (lambda path: (path / ".metadata").unlink(), ".metadata is missing", False),
     "foreign metadata.json": (
@@ -132,8 +126,7 @@ DAMAGE: dict[str, tuple[Damage, str, bool]] = {
         f"{manifest.NAME} is that of iter_0000002",
         False,
     ),
-    "manifest of another job": (in_its_place, "has another content than was written", False),
-    "manifest without files": (lambda path: edit(path, files={}), manifest.WITHDRAWN, False),
+    "manifest without files": (lambda path: edit(path, files={}), "it lists no file", False),
     "manifest without an end to a size": (
         lambda path: files_of(path, **{"common.pt": {"bytes": math.inf, "crc32": "0"}}),
         f"{manifest.NAME} is not a manifest (",

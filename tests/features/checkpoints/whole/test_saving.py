@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import shutil
+import re
 import signal
 import socket
 import subprocess
@@ -18,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_dsa.features.checkpoints.whole.claims import FILE, Claims
 from mindspeed_dsa.features.checkpoints.whole.feature import FEATURE
-from mindspeed_dsa.features.checkpoints.whole.work import Save
-from mindspeed_dsa.features.checkpoints.whole.written import Summed
+from mindspeed_dsa.features.checkpoints.whole.saving import EndsWithJob
+from mindspeed_dsa.features.checkpoints.whole.work import LOCK
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError, is_running
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, choose, state_of
@@ -40,7 +38,7 @@ def test_a_save_ends_with_a_manifest_of_all_files_and_then_the_tracker(job: Job)
     assert (job.folder / TRACKER).read_text() == "6"
     assert job.checkpointing.SEEN == ["", ""]  # what --save-retain-interval deletes by, before a manifest
     left = {path.name for path in job.folder.iterdir()}
-    assert left == {"iter_0000003", "iter_0000006", TRACKER, FILE}
+    assert left == {"iter_0000003", "iter_0000006", TRACKER, LOCK}
 
 
 def test_a_save_that_fails_on_the_way_is_not_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +59,8 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(job: Job) -
     job.save(6)
     job.args.async_save = True
     job.save(6)
-    # Megatron writes over its files: of a job that is killed now, some are of this save, some of that before.
-    assert state_of(job.folder, 6).damage == manifest.WITHDRAWN
+    # Megatron would write over its files: of a job that is killed now, some would be of the save before.
+    assert state_of(job.folder, 6).damage == "it was not written to its end"
     assert job.load() == "iter_0000003"
     job.async_utils.finalize()
     assert state_of(job.folder, 6, contents=True).damage == ""
@@ -108,33 +106,33 @@ def test_files_are_on_the_disk_before_a_manifest_lists_them(
     assert short == []
 
 
-def test_an_asynchronous_save_is_summed_where_it_is_written(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job.args.async_save = True
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checksums_are_made_on_request_when_all_is_written(verified: Job, asynchronous: bool) -> None:
+    verified.args.async_save = asynchronous
+    verified.save(3)
+    path = verified.folder / "iter_0000003"
+    if asynchronous:
+        (request,) = verified.async_utils.QUEUE
+        request.async_fn(*request.async_fn_args)  # another process may run it
+        assert not (path / manifest.NAME).exists()
+        assert not (verified.folder / TRACKER).exists()
+        for function in request.finalize_fns:
+            function()
+    listed = manifest.read(path)
+    assert listed is not None
+    assert listed.files == manifest.sums(path, manifest.names(path))
+    assert (verified.folder / TRACKER).read_text() == "3"
+    content = bytearray((path / "__0_1.distcp").read_bytes())
+    content[7] ^= 1
+    (path / "__0_1.distcp").write_bytes(content)
+    with pytest.raises(RunError, match=r"__0_1.distcp has another content than was written"):
+        verified.load()
+
+
+def test_without_the_request_no_file_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(manifest, "_sum")
     job.save(3)
-    (request,) = job.async_utils.QUEUE
-    path = job.folder / "iter_0000003"
-    assert not (path / manifest.NAME).exists()
-    assert not (job.folder / TRACKER).exists()
-    request.async_fn(*request.async_fn_args)  # another process may run it
-    assert sorted(each.name for each in path.glob(f"{manifest.SUMS}*")) == [
-        f"{manifest.SUMS}__0_{part}.distcp" for part in range(2)
-    ]
-    read: list[str] = []
-    sums = manifest.sums
-
-    def remember(at: Path, names: list[str]) -> dict[str, manifest.Entry]:
-        read.extend(names)
-        return sums(at, names)
-
-    monkeypatch.setattr(manifest, "sums", remember)
-    for function in request.finalize_fns:
-        function()
-    assert sorted(read) == ["common.pt", "metadata.json"]  # the shards are not read again
-    assert state_of(job.folder, 3, contents=True).damage == ""
-    assert (job.folder / TRACKER).read_text() == "3"
-    assert not list(path.glob(f"{manifest.SUMS}*"))
+    assert job.load() == "iter_0000003"
 
 
 def test_two_asynchronous_saves_end_one_after_the_other(job: Job) -> None:
@@ -148,25 +146,22 @@ def test_two_asynchronous_saves_end_one_after_the_other(job: Job) -> None:
 
 
 def test_what_writes_in_the_background_can_be_sent_to_a_process() -> None:
-    write = pickle.loads(pickle.dumps(Summed(partial(print, "x"), Save(Path("nowhere"), "it", "token"), 0)))
+    write = pickle.loads(pickle.dumps(EndsWithJob(partial(print, "x"), 0)))
     assert write.write.func is print
     write()
 
 
 WRITERS = """
-import multiprocessing, os, pathlib, sys, time, types
-from mindspeed_dsa.features.checkpoints.whole.work import Open, Save
-from mindspeed_dsa.features.checkpoints.whole.written import Summed, sum_a_file
-
-save = Save(pathlib.Path(sys.argv[2]), "iter_0000001", "token")
+import multiprocessing, os, sys, time, types
+from mindspeed_dsa.features.checkpoints.whole.saving import EndsWithJob, end_writer
 
 def write():
     print(os.getpid(), flush=True)
     time.sleep(600)
 
-work = types.SimpleNamespace(saving=save, open=Open())
-one = sum_a_file(write, types.SimpleNamespace(state=lambda kind: work))
-target = Summed(write, save, 0) if sys.argv[1] == "all" else one
+work = types.SimpleNamespace(saving=types.SimpleNamespace(process=os.getpid()))
+one = end_writer(write, types.SimpleNamespace(state=lambda kind: work))
+target = EndsWithJob(write, os.getpid()) if sys.argv[1] == "all" else one
 process = multiprocessing.get_context("fork").Process(target=target)
 process.start()
 process.join()
@@ -175,9 +170,9 @@ process.join()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end processes with their parents")
 @pytest.mark.parametrize("what", ["all", "one"])
-def test_what_writes_ends_with_its_job(what: str, tmp_path: Path) -> None:
+def test_what_writes_ends_with_its_job(what: str) -> None:
     """A job that is started again may write the same files, while it still does."""
-    command = [sys.executable, "-c", WRITERS, what, str(tmp_path)]
+    command = [sys.executable, "-c", WRITERS, what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         number = int(job.stdout.readline())
@@ -188,15 +183,6 @@ def test_what_writes_ends_with_its_job(what: str, tmp_path: Path) -> None:
             os.kill(number, signal.SIGKILL)
             pytest.fail("the writer still runs")
         time.sleep(0.05)
-
-
-def test_sums_of_an_earlier_save_are_not_taken(job: Job) -> None:
-    job.args.async_save = True
-    path = job.folder / "iter_0000003"
-    job.save(3)
-    (path / f"{manifest.SUMS}7").write_text(json.dumps({"token": "else", "files": {"__0_0.distcp": [1, 2]}}))
-    job.async_utils.finalize()
-    assert state_of(job.folder, 3, contents=True).damage == ""
 
 
 def test_loading_passes_over_what_is_damaged_and_restores_the_arguments(job: Job) -> None:
@@ -246,33 +232,29 @@ def test_temporary_checkpoints_are_checked_and_passed_over(job: Job) -> None:
     assert job.load() == "iter_0000003"
 
 
-def test_a_folder_has_one_job(tmp_path: Path) -> None:
-    """A job that runs is not disturbed; one of another machine is told when it saves again."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        theirs = {"job": "x", "host": socket.gethostname(), "pid": other.pid, "started": started}
-        (tmp_path / FILE).write_text(json.dumps(theirs))
-        with pytest.raises(RunError, match=f"another job saves there, process {other.pid} of this machine"):
-            Claims().claim(tmp_path)
-        (tmp_path / FILE).write_text(json.dumps({**theirs, "started": "1"}))  # the number came again
-        Claims().claim(tmp_path)
-        other.communicate(b"\n")
-    (tmp_path / FILE).write_text(json.dumps(theirs))
-    first, second = Claims(), Claims()
-    first.claim(tmp_path)
-    first.claim(tmp_path)
-    second.claim(tmp_path)  # as from another machine
-    with pytest.raises(RunError, match=r"another job saves there since then .*each its own folder"):
-        first.claim(tmp_path)
-    shutil.rmtree(tmp_path)
-    second.claim(tmp_path)
+OTHER = """
+import pathlib, sys
+from mindspeed_dsa.runs.files import Sole
+held = Sole(pathlib.Path(sys.argv[1]), "x")
+print("held", flush=True)
+input()
+"""
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"pid": "x", "host": 3}', '{"pid": -1}', "\x00"])
-def test_a_claim_that_nobody_understands_is_replaced(content: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(content)
-    Claims().claim(tmp_path)
-    assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+def test_a_folder_has_one_job_that_runs(job: Job) -> None:
+    """A killed job's lock is gone with it, although the file is there."""
+    job.folder.mkdir()
+    command = [sys.executable, "-c", OTHER, str(job.folder / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        host = re.escape(socket.gethostname())
+        with pytest.raises(RunError, match=f"--save .* is being written by process {other.pid} on {host};"):
+            job.save(3)
+        other.kill()
+    assert (job.folder / LOCK).exists()
+    job.save(3)
+    assert job.load() == "iter_0000003"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
