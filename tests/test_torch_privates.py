@@ -26,6 +26,8 @@ NOT_TORCHS = {
     *("_asdict", "_replace", "_initializing"),
     # Triton before 3.9, where it has no underscore
     "_reinterpret",
+    # torch_npu
+    "_lazy_call",
     # TorchTitan
     *("_combine_token_exchange", "_unpermute"),
     # Megatron and Transformer Engine

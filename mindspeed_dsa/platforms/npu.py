@@ -56,6 +56,13 @@ class NpuPlatform(CudaPlatform):
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
         os.environ.setdefault(_CAPABILITY.name, _CAPABILITY.recommended)
         import_module("torch_npu.contrib.transfer_to_npu")
+        # The redirection of 2.9 leaves this name empty, by which Megatron sets a device's random state.
+        self._module._lazy_call(self._share_generators)
+
+    def _share_generators(self) -> None:
+        import torch
+
+        torch.cuda.default_generators = self._module.default_generators
 
     def facts(self) -> dict[str, Any]:
         """Return CANN's release, the product, its limits, and the environment beside what is recommended."""

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.npu.device import launch
+
 
 def run(code, **environment):
     done = subprocess.run(
@@ -59,6 +61,18 @@ assert platforms.prepare("npu") is platforms.current()
 assert torch.cuda.is_available()
 assert torch.cuda.current_device.__module__.startswith("torch_npu")
 """)
+
+
+def test_megatron_finds_the_generators_of_the_device(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import torch
+from mindspeed_dsa import platforms
+platforms.prepare("npu")
+torch.ones(1, device="npu")
+assert torch.cuda.default_generators[0] is torch.npu.default_generators[0]
+""")
+    launch.run(script).require_success()
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "(8, 0)"), ("9.5", "(9, 5)")])
