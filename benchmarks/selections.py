@@ -20,13 +20,13 @@ from benchmarks.registry import Metrics
 from benchmarks.released import INDEX_DIM, MODELS
 from mindspeed_dsa import log
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem
-from mindspeed_dsa.features.dsa.recorded_selections.feature import Options
-from mindspeed_dsa.features.dsa.recorded_selections.recorder import Recorder
+from mindspeed_dsa.features.dsa.selections.feature import Options
+from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording
+from mindspeed_dsa.features.dsa.selections.record import Recorder
 from mindspeed_dsa.features.dsa.sparse_attention import sparse_attention
-from mindspeed_dsa.megatron.replayed_selections import LayerRows, RowRun
+from mindspeed_dsa.megatron.selection_source import Chosen, LayerRows, RowRun
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
-from mindspeed_dsa.runs.selections import Header, Key, Recording
 
 _EXAMPLES = str(Path(__file__).parents[1] / "examples")
 _FACTORS = {"fp8": True, "fp8-plain": False}
@@ -307,8 +307,8 @@ def _step(layer: _Layer, topk: int, recorder: Recorder | None, step: int) -> Non
     problem = Problem(layer.operands, topk, loss=LossOptions(1.0, on_chosen_keys=True))
     result = sparse_attention(problem, layer.index)
     if recorder is not None:
-        of_layer = LayerRows(1, [RowRun(0, rows, 0, rows)], 1, rows, rows, topk)
-        recorder.take(Key(step, 0, 1), of_layer, result.topk_indices, False)
+        of_layer = LayerRows(1, lambda: [RowRun(0, rows, 0, rows)], 1, rows, rows, topk)
+        recorder.take(Key(step, 0, 1), of_layer, Chosen(result.topk_indices))
     assert result.loss is not None
     (result.out.sum() + result.loss).backward()
     for leaf in layer.leaves:

@@ -4,10 +4,15 @@
 is docs/hosts/dsa-in-rl.md. Recordings in files are on docs/features/dsa-recorded-selections.md.
 """
 
-from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write_recording
-from mindspeed_dsa.features.dsa.recorded_selections.replay import SelectionError, hand_over
-from mindspeed_dsa.features.dsa.recorded_selections.rollout import decode, hand_over_requests
-from mindspeed_dsa.runs.selections import Recording
+from mindspeed_dsa.features.dsa.selections.format import Recording
+from mindspeed_dsa.features.dsa.selections.replay import (
+    Handed,
+    SelectionError,
+    decode,
+    hand_over,
+    hand_over_requests,
+    write_recording,
+)
 
 __all__ = [
     "Handed",

@@ -17,9 +17,9 @@ from benchmarks.dsa.forms import chosen, operands_in
 from benchmarks.dsa.problem import Sizes, make_inputs
 from benchmarks.registry import Metrics
 from mindspeed_dsa.features.dsa.main_attention import attend_sparsely
-from mindspeed_dsa.features.dsa.shared_selections.layers import decoder_place
+from mindspeed_dsa.features.dsa.selections.share import decoder_place
+from mindspeed_dsa.megatron.selection_source import Place, Selections
 from mindspeed_dsa.megatron.selections import Sharing
-from mindspeed_dsa.megatron.shared_selections import Place, Selections
 from mindspeed_dsa.ops.indexer_kl_loss import indexer_kl_loss
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer
 from mindspeed_dsa.ops.rotary import rotate, rotation

@@ -30,7 +30,7 @@ from dsa_job.text import Corpus
 from dsa_job.tokenizers import build_tokenizer
 from dsa_job.validation import World, padded_vocab_size
 from mindspeed_dsa import session
-from mindspeed_dsa.features.dsa.recorded_selections import steps as recorded_selections
+from mindspeed_dsa.features.dsa.selections.record import start_at
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.runs.files import RunError
@@ -238,7 +238,7 @@ class _Job:
         running = session.current()
         recorded = None if running is None else running.contexts.get("dsa-recorded-selections")
         if recorded is not None:
-            recorded_selections.start_at(recorded, progress.iteration + 1)
+            start_at(recorded, progress.iteration + 1)
         while progress.iteration < args.train_iters:
             record = self._step(stream)
             records.append(record)

@@ -18,12 +18,12 @@ FEATURE = "dsa-recorded-selections"
 
 def train(argv: Sequence[str], **arguments: Any) -> example_job.RankOutcome:
     """Run the job as :func:`example_job.train` does, and wait for its recorder."""
-    from mindspeed_dsa.features.dsa.recorded_selections.steps import selections_of
+    from mindspeed_dsa.features.dsa.selections.record import steps_of
 
     outcome = example_job.train(argv, **arguments)
     context = running(FEATURE)
     assert context is not None
-    recorder = selections_of(context).recorder
+    recorder = steps_of(context).recorder
     if recorder is not None:
         recorder.close()
         assert not recorder.failed, recorder.failed
@@ -41,9 +41,9 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
     from dsa_job import step as job_step
     from megatron.core import parallel_state
 
-    from mindspeed_dsa.features.dsa.recorded_selections.replay import hand_over
-    from mindspeed_dsa.features.dsa.recorded_selections.steps import selections_of
-    from mindspeed_dsa.runs.selections import Recording
+    from mindspeed_dsa.features.dsa.selections.format import Recording
+    from mindspeed_dsa.features.dsa.selections.record import steps_of
+    from mindspeed_dsa.features.dsa.selections.replay import hand_over
 
     recording, original, calls = Recording.open(Path(handed)), job_step.forward_step, 0
     # Of a step, on this rank: Megatron's samplers deal each microbatch to the data parallel ranks in turn.
@@ -58,7 +58,7 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
             parallel_state.get_data_parallel_rank(),
         )
         first, calls = (calls * ranks + rank) * batch % sequences, calls + 1
-        step = selections_of(context).step
+        step = steps_of(context).step
         arrays = [recording.array(step, first + each) for each in range(batch)]
         # In any order, as an engine's kernels leave them.
         hand_over(torch.from_numpy(np.stack(arrays)[..., ::-1].copy()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_dsa.runs.selections import Recording
+from mindspeed_dsa.features.dsa.selections.format import Recording
 from tests.distributed.flags import (
     EP2,
     FOUR_MICROBATCHES,

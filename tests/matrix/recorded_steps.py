@@ -15,7 +15,7 @@ def step(
     switches: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None, **arguments: Any
 ) -> dict[str, Any]:
     """Run :func:`sharing_steps.step`, and tell how many selections were recorded, and how many replayed."""
-    from mindspeed_dsa.features.dsa.recorded_selections import replay, steps
+    from mindspeed_dsa.features.dsa.selections import record, replay
 
     train_step, recorded = job.train_step, 0
 
@@ -23,7 +23,7 @@ def step(
         nonlocal recorded
         result = train_step(*args, **kwargs)
         context = running("dsa-recorded-selections")
-        recorder = None if context is None else steps.selections_of(context).recorder
+        recorder = None if context is None else record.steps_of(context).recorder
         if recorder is not None:
             recorder.close()
             assert not recorder.failed, recorder.failed

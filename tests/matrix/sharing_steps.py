@@ -10,7 +10,7 @@ from unittest import mock
 
 from packaging.version import Version
 
-from mindspeed_dsa.megatron import shared_selections
+from mindspeed_dsa.megatron import selection_source
 from mindspeed_dsa.patches import versions
 from tests.matrix import steps
 from tests.support import model as job
@@ -31,13 +31,13 @@ def step(
     """
     overrides = {**MODEL, **communication(**arguments), **(overrides or {})}
     holder = contextlib.nullcontext() if repaired else _megatrons_holder()
-    store = shared_selections.Selections.store
+    store = selection_source.Selections.store
     with (
         holder,
-        mock.patch.object(shared_selections.Selections, "store", autospec=True, side_effect=store) as stored,
+        mock.patch.object(selection_source.Selections, "store", autospec=True, side_effect=store) as stored,
     ):
         result = steps.step(switches, overrides, **arguments)
-    return {**result, "selected": stored.call_count, "left": shared_selections.current().latest}
+    return {**result, "selected": stored.call_count, "left": selection_source.current().latest}
 
 
 def communication(cp: int = 1, **others: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_dsa.runs.selections import Recording
+from mindspeed_dsa.features.dsa.selections.format import Recording
 
 pytestmark = pytest.mark.releases(">=0.12.1")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.dsa.shared_selections.feature import SHARED_SELECTIONS
+from mindspeed_dsa.features.dsa.selections.feature import SHARED_SELECTIONS
 from mindspeed_dsa.megatron import pipeline_chunks
 from mindspeed_dsa.megatron.pipeline_chunks import Split, check_chunks, layout_text, stages_of
 from mindspeed_dsa.megatron.selections import Sharing

@@ -20,9 +20,16 @@ from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.problem import Groups, LossOptions, Rows
 from mindspeed_dsa.features.dsa.sparse_attention import in_runs
-from mindspeed_dsa.megatron import replayed_selections, shared_selections
 from mindspeed_dsa.megatron.dsa import Options
-from mindspeed_dsa.megatron.replayed_selections import LayerRows, Replayed, RowRun
+from mindspeed_dsa.megatron.selection_source import (
+    NUMBER,
+    Chosen,
+    LayerRows,
+    RowRun,
+    SelectionSource,
+    current,
+    sources_of,
+)
 
 
 @dataclass(frozen=True)
@@ -112,18 +119,8 @@ class Call:
         return topk
 
     @cached_property
-    def shared(self) -> shared_selections.Selected | None:
-        """Selection of a layer below that this one attends to; None if it computes its own."""
-        place, holder = shared_selections.place_of(self.layer), shared_selections.current()
-        if place is None or not holder.is_shared_by(place):
-            return None
-        latest = holder.read(place)
-        holder.release(place)
-        return latest
-
-    @cached_property
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Runs of this rank's rows, on the host: see :class:`.replayed_selections.RowRun`."""
+        """Runs of this rank's rows, on the host: see :class:`.selection_source.RowRun`."""
         if self.documents is not None:
             return self.documents.runs()
         if self.exchange is not None:
@@ -134,23 +131,19 @@ class Call:
         return [(0, padding.tokens, 0, padding.tokens), (padding.tokens, rows, 0, 0)]
 
     @cached_property
-    def layer_rows(self) -> LayerRows:
-        """This rank's rows of the layer, as whoever replays or records selections knows them.
+    def sources(self) -> list[SelectionSource]:
+        """Sources of the layer's selections."""
+        return sources_of(self.layer)
 
-        Raises:
-            RuntimeError: nobody knows the layer's number.
-        """
+    @cached_property
+    def layer_rows(self) -> LayerRows:
+        """This rank's rows of the layer, as sources of selections know them."""
         rows, batch = self.query.shape[:2]
-        number, microbatch = vars(self.layer).get(replayed_selections.NUMBER), replayed_selections.current()
-        if number is None:
-            raise RuntimeError(
-                "dsa-recorded-selections: a DSAttention was built outside of Megatron's TransformerLayer, "
-                "which knows its number; build it inside one, or omit the flag"
-            )
+        microbatch = current().microbatch
         tokens = None if microbatch is None else microbatch.tokens
         return LayerRows(
-            layer=number,
-            runs=[RowRun(*run) for run in self.runs],
+            layer=vars(self.layer).get(NUMBER, 0),
+            find_runs=lambda: [RowRun(*run) for run in self.runs],
             batch=batch,
             rows=rows,
             keys=self.key.shape[0] if self.exchange is None else rows * self.exchange.ranks,
@@ -159,41 +152,28 @@ class Call:
         )
 
     @cached_property
-    def replayed(self) -> Replayed | None:
+    def chosen(self) -> Chosen | None:
         """Keys that the rows attend to whatever the indexer says; None where it selects them."""
-        microbatch = replayed_selections.current()
-        if microbatch is None or microbatch.source is None or self.shared is not None:
-            return None
-        replayed, device = microbatch.source.selection(self.layer_rows), self.query.device
-        if self.exchange is not None and self.documents is None and not in_runs(device):
+        answers = (source.choose(self.layer_rows) for source in self.sources)
+        chosen = next((answer for answer in answers if answer is not None), None)
+        if chosen is None or chosen.is_shared:
+            return chosen
+        if self.exchange is not None and self.documents is None and not in_runs(self.query.device):
             # Padding of whole sequences attends like other rows there, and has experts: the last bits of
             # weights' gradients are those of the recorded run only if it attends to the same keys.
-            replayed = replayed.without([(first, end) for first, end, low, high in self.runs if low == high])
-        return replayed.to(device)
+            chosen = chosen.without([run for run in self.layer_rows.find_runs() if run.low == run.high])
+        return chosen.to(self.query.device)
 
-    def hand_on(
-        self,
-        topk_indices: tuple[Tensor | None, ...],
-        by_run: bool,
-        mass_of: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Keep a selection for layers above that share it, and for who records it.
+    @property
+    def shares(self) -> bool:
+        """Return whether a layer below has selected the keys."""
+        return self.chosen is not None and self.chosen.is_shared
 
-        Args:
-            topk_indices: ``[batch, rows, topk]``; None where rows attend to all keys that they see.
-            by_run: there is one for each of :attr:`runs`, whose keys are counted from its first one.
-            mass_of: returns each key's share of its row's attention, ``[batch, rows, topk]``, of a selection.
-        """
-        if self.shared is not None:
-            return
-        place, microbatch = shared_selections.place_of(self.layer), replayed_selections.current()
-        if place is not None:
-            shared_selections.current().store(place, *topk_indices)
-        if microbatch is not None and microbatch.sink is not None:
-            mass = None
-            if microbatch.sink.wants_mass and not by_run and topk_indices[0] is not None:
-                mass = mass_of(topk_indices[0])
-            microbatch.sink.take(self.layer_rows, topk_indices, by_run, mass)
+    def hand_on(self, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
+        """Tell the sources which keys the rows attended to; arguments as of :meth:`SelectionSource.took`."""
+        if not self.shares:
+            for source in self.sources:
+                source.took(self.layer_rows, chosen, mass_of)
 
     @property
     def indexer_inputs(self) -> tuple[Tensor, Tensor]:
@@ -235,7 +215,7 @@ class Call:
             all_rows: of the microbatch's whole sequences, over all context parallel ranks.
         """
         config = self.layer.config
-        learns = self.layer.training and torch.is_grad_enabled() and self.shared is None
+        learns = self.layer.training and torch.is_grad_enabled() and not self.shares
         if not (learns and coefficient(config) > 0):
             return None
         # The callback lives until backward: it must not hold this call, and with it the layer's tensors.

@@ -24,6 +24,7 @@ from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs,
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.mla_projections import steps_of
+from mindspeed_dsa.megatron.selection_source import Chosen
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -133,14 +134,14 @@ def attend(call: Call) -> Tensor:
         options.backend,
         parts_left_to_megatron(call, operands),
         options.precision,
-        call.replayed,
+        call.chosen,
     )
-    index, shared = None, call.shared
-    if shared is None and problem.needs_index:
+    index = None
+    if problem.needs_index:
         with torch.set_grad_enabled(problem.loss is not None):
             index = index_inputs(call).of(slice(call.earlier, None), slice(None))
-    result = sparse_attention(problem, index, None if shared is None else shared.topk_indices)
-    call.hand_on(result.topk_indices, False, partial(attention_mass, problem))
+    result = sparse_attention(problem, index)
+    call.hand_on(Chosen(result.topk_indices), partial(attention_mass, problem))
     return call.with_loss(result.out, result.loss, all_rows)
 
 
@@ -182,7 +183,7 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
     loss, topk = call.loss_options(all_rows), call.topk
     index, index_under_way = None, None
     with torch.set_grad_enabled(loss is not None):
-        if call.shared is None and needs_index(length, rows, topk, loss, replayed=call.replayed):
+        if needs_index(length, rows, topk, loss, given=call.chosen):
             index_under_way = shared_index_inputs(call, exchange)
             gathered += [index_under_way.key] if loss is not None else []
     complete = operands()
@@ -196,13 +197,12 @@ def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
         loss,
         options.backend,
         precision=options.precision,
-        replayed=call.replayed,
+        given=call.chosen,
     )
-    shared = None if call.shared is None else call.shared.topk_indices
     by_run = in_runs(query.device)
     if by_run:
-        result = attend_by_runs(problem, index, call.runs, all_rows, shared)
+        result = attend_by_runs(problem, index, call.runs, all_rows)
     else:
-        result = sparse_attention(problem, index, shared)
-    call.hand_on(result.topk_indices, by_run, partial(attention_mass, problem))
+        result = sparse_attention(problem, index)
+    call.hand_on(Chosen(result.topk_indices, by_run), partial(attention_mass, problem))
     return exchange.free(call.with_loss(result.out, result.loss, all_rows), gathered)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.context_parallel.layout import counted_rows
 from mindspeed_dsa.context_parallel.packs import PackRows
 from mindspeed_dsa.context_parallel.padding import Padding
-from mindspeed_dsa.megatron.replayed_selections import Replayed
+from mindspeed_dsa.megatron.selection_source import Chosen
 from mindspeed_dsa.ops.row_ranges import TO_LAST_KEY, RowForm
 from mindspeed_dsa.platforms.host_pool import upload
 
@@ -399,7 +399,8 @@ class Problem:
         backend: of the operators.
         parts: code that replaces our operators.
         precision: by which keys are selected, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
-        replayed: keys that rows attend to instead of those of the highest scores.
+        given: keys that rows attend to instead of those of the highest scores; there is no loss if they are
+            shared.
     """
 
     operands: Operands
@@ -410,13 +411,13 @@ class Problem:
     backend: str = "auto"
     parts: Parts = field(default_factory=Parts)
     precision: str = "full"
-    replayed: Replayed | None = None
+    given: Chosen | None = None
 
     @property
     def needs_index(self) -> bool:
         """Return whether the indexer's inputs are read; if not, the indexer need not be run."""
         keys = self.operands.key.shape[0]
-        return needs_index(keys, self.rows, self.topk, self.loss, self.parts, self.replayed)
+        return needs_index(keys, self.rows, self.topk, self.loss, self.parts, self.given)
 
     @property
     def is_dense(self) -> bool:
@@ -436,10 +437,8 @@ class Problem:
 
     def first(self, rows: int) -> Problem:
         """Return it without the rows from this one on, none of which counts."""
-        replayed = None if self.replayed is None else self.replayed.of(slice(rows), 0, rows)
-        return replace(
-            self, operands=self.operands.first(rows), rows=self.rows.first(rows), replayed=replayed
-        )
+        given = None if self.given is None else self.given.of(slice(rows), 0, rows)
+        return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows), given=given)
 
 
 def needs_index(
@@ -448,7 +447,7 @@ def needs_index(
     topk: int,
     loss: LossOptions | None,
     parts: Parts | None = None,
-    replayed: Replayed | None = None,
+    given: Chosen | None = None,
 ) -> bool:
     """Return whether sparse attention reads the indexer's inputs, before its operands are there.
 
@@ -458,12 +457,12 @@ def needs_index(
         topk: keys per row.
         loss: the indexer loss; None for none.
         parts: code that replaces our operators.
-        replayed: as of :class:`Problem`.
+        given: as of :class:`Problem`.
     """
     parts = parts or Parts()
     if every_key_is_chosen(keys, rows, topk, parts):
         return loss is not None and (parts.loss is None or parts.choose is None)
-    if replayed is not None and replayed.missing is None:
+    if given is not None and given.missing is None:
         return loss is not None
     return parts.choose is None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_dsa.features.dsa.loss import dense_loss, share_of_rank, sparse_loss
 from mindspeed_dsa.features.dsa.main_attention import attend_densely, attend_sparsely
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Problem, Rows, Run, Selection
-from mindspeed_dsa.megatron.replayed_selections import Replayed
+from mindspeed_dsa.megatron.selection_source import Chosen, RowRun
 from mindspeed_dsa.ops.indexer_kl_loss import divergence_and_score_gradient, takes_lse
 from mindspeed_dsa.ops.lightning_indexer import lightning_indexer, selected_scores
 from mindspeed_dsa.ops.quantised_indexer import quantised_indexer
@@ -35,30 +35,26 @@ class Result(NamedTuple):
     """``[b, s, topk]`` int32 for each run of rows; None where rows attend to all keys that they see."""
 
 
-def sparse_attention(
-    problem: Problem, index: IndexInputs | None, shared: tuple[Tensor | None, ...] | None = None
-) -> Result:
+def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
     """Select keys for every row, attend to them, and compute the indexer loss.
 
     Args:
         problem: the layer's.
         index: the indexer's query, key and weights; None if the problem does not need them.
-        shared: ``topk_indices`` of another layer's result for the same rows, which are attended to; there is
-            no loss then.
     """
     rows, loss, parts = problem.rows, problem.loss, problem.parts
     if rows.end is not None:
         # Operators that know documents one behind the other, and nothing else, run as well.
         padding = problem.operands.query.shape[0] - rows.end
         index = None if index is None else index.first(rows.end)
-        result = sparse_attention(problem.first(rows.end), index, shared)
+        result = sparse_attention(problem.first(rows.end), index)
         return result._replace(out=F.pad(result.out, (0, 0, 0, 0, 0, padding)))
 
     def choose() -> Selection:
         if parts.choose is not None:
             return parts.choose()
-        if problem.replayed is not None:
-            return _replay(problem, problem.replayed, _present(index))
+        if problem.given is not None:
+            return _scored(problem, problem.given, _present(index))
         return select_keys(
             _present(index),
             problem.topk,
@@ -76,12 +72,8 @@ def sparse_attention(
             return Result(out, parts.loss(choose()))
         # Both forms of the loss are the dense one.
         return Result(out, dense_loss(problem, _present(index)))
-    if shared is not None:
-        (topk_indices,) = shared
-        assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
-        return Result(_attend_to(problem, topk_indices).out, None, shared)
-    if problem.replayed is not None and not problem.needs_index:
-        topk_indices = problem.replayed.topk_indices
+    if problem.given is not None and not problem.needs_index:
+        topk_indices = problem.given.of_all_rows
         return Result(_attend_to(problem, topk_indices).out, None, (topk_indices,))
 
     with torch.set_grad_enabled(loss is not None):
@@ -118,22 +110,22 @@ def sparse_attention(
 
 
 def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
-    """Attend to keys that another layer has selected for the same rows, or that are replayed."""
+    """Attend to keys that are given, by whichever code."""
     if problem.parts.attend is not None:
         return problem.parts.attend(topk_indices)
     form = problem.rows.form
     return attend_sparsely(problem.operands, topk_indices, problem.backend, with_sum=False, form=form)
 
 
-def _replay(problem: Problem, replayed: Replayed, index: IndexInputs) -> Selection:
-    """Return replayed keys with the indexer's scores; rows without them get the indexer's keys."""
+def _scored(problem: Problem, given: Chosen, index: IndexInputs) -> Selection:
+    """Return given keys with the indexer's scores; rows without them get the indexer's keys."""
     rows = problem.rows
     own = select_keys(
         index, problem.topk, rows, problem.backend, True, problem.precision, problem.reads_scores
     )
-    topk_indices = replayed.topk_indices
-    if replayed.missing is not None:
-        topk_indices = torch.where(replayed.missing[..., None], own.topk_indices, topk_indices)
+    topk_indices = given.of_all_rows
+    if given.missing is not None:
+        topk_indices = torch.where(given.missing[..., None], own.topk_indices, topk_indices)
     # Scores at given entries are summed in another order than those of a selection: where these are the
     # same keys, a run that repeats another one has its losses to the bit.
     if torch.equal(topk_indices, own.topk_indices):
@@ -272,7 +264,6 @@ def attend_by_runs(
     index: IndexInputs | None,
     runs: list[Run],
     all_rows: int,
-    shared: tuple[Tensor | None, ...] | None = None,
 ) -> Result:
     """Attend as :func:`sparse_attention`, with one call of the operators for each run; in absorbed form.
 
@@ -281,7 +272,6 @@ def attend_by_runs(
         index: likewise.
         runs: neighbours in the sequence, in the order of the rows.
         all_rows: that the loss is a mean of, on all context parallel ranks.
-        shared: as of :func:`sparse_attention`, one for each run.
     """
     loss, results = problem.loss, []
     inputs_of_runs = [None] * len(runs) if index is None else index.by_runs(runs)
@@ -298,12 +288,11 @@ def attend_by_runs(
             weight = (end - first) * batch * ranks / all_rows
             share = replace(loss, coefficient=loss.coefficient * weight)
         rows = Rows.to_last_key(end - first, keys, operands.query.device)
-        chosen = None if shared is None else shared[number : number + 1]
-        replayed = problem.replayed
-        if replayed is not None:
-            replayed = replayed.of(slice(first, end), low, keys)
-        part = replace(problem, operands=operands, rows=rows, loss=share, replayed=replayed)
-        results.append(sparse_attention(part, inputs, chosen))
+        given = problem.given
+        if given is not None:
+            given = given.of_run(number, RowRun(first, end, low, high))
+        part = replace(problem, operands=operands, rows=rows, loss=share, given=given)
+        results.append(sparse_attention(part, inputs))
     losses = [result.loss for result in results if result.loss is not None]
     out = torch.cat([result.out for result in results])
     topk_indices = tuple(indices for result in results for indices in result.topk_indices)

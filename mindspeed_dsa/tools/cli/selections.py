@@ -1,4 +1,8 @@
-"""``selections``: what a run recorded, and how far two recordings, or two ways to run a job, are apart."""
+"""``selections``: what a run recorded, and how far two recordings, or two ways to run a job, are apart.
+
+Two recordings are compared by equal keys, by layer, length and place, and by lost attention. Only rows that
+choose count, which see more keys than they list: others list all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,19 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mindspeed_dsa.features.dsa.selections.format import SUFFIX, Key, Recording, Rows
 from mindspeed_dsa.runs.files import RunError, amount
-from mindspeed_dsa.runs.selections import SUFFIX, Recording
+from mindspeed_dsa.runs.metrics import pyplot_for
 from mindspeed_dsa.session import start_report
 from mindspeed_dsa.tools.compare import job
-from mindspeed_dsa.tools.selections import agreement
 
 _DESCRIPTION = """\
 Shows what --dsa-record-selections wrote into A; or, with B, how many of A's keys B has, by layer, by the
@@ -32,6 +40,12 @@ each of them and records its first step:
 
 Keys at the head are the first 128 of their document, near ones the last 128 before the row. Rows that see no
 more keys than they select are left out. Exit status: 0, or 1 if a job failed, 2 if something was refused."""
+ENDS = 128
+"""Keys at the head of a document, and of those right before a row, that are counted apart."""
+PLACES = ("head", "between", "near")
+
+
+# -- the command ---------------------------------------------------------------------------------
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,16 +77,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _compare(folders: Sequence[Recording], options: argparse.Namespace) -> int:
-    layers = agreement.compare(*folders)
-    everything = agreement.total(layers)
+    layers = compare(*folders)
+    everything = total(layers)
     if not everything.rows:
         raise RunError(
             f"no row that both recorded sees more than the {folders[0].header.topk} keys that it lists; "
             "longer sequences are needed for a choice to be made"
         )
-    print("\n".join(start_report.aligned(agreement.table(layers))))
+    print("\n".join(start_report.aligned(_table(layers))))
     print()
-    print("\n".join(start_report.aligned(agreement.lengths(layers))))
+    print("\n".join(start_report.aligned(_lengths(everything))))
     if options.json is not None:
         found: dict[str, Any] = {
             "a": options.a,
@@ -83,7 +97,7 @@ def _compare(folders: Sequence[Recording], options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"\n{options.json}")
     if options.picture is not None:
-        agreement.draw(options.picture, layers, (options.a or "A", options.b or "B"))
+        _draw(options.picture, layers, (options.a or "A", options.b or "B"))
         print(f"\n{options.picture} shows them")
     return 0
 
@@ -134,3 +148,182 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path} cannot be written: make the folder {path.parent} first")
     return options, command
+
+
+# -- comparison ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Agreement:
+    """Agreement of two selections, B's with A's, in parts of wholes by their names.
+
+    The names are ``same``, rows with the same keys of those that choose; ``keys``, A's keys that B has, too;
+    each of :data:`PLACES` and each power of two, likewise of keys at that place and of rows that see so many
+    keys and less than twice as many; ``lost``, A's attention on keys that B lacks.
+
+    Attributes:
+        part: how many, or how much.
+        whole: of how many, or how much; nothing of ``lost`` where it was not recorded.
+    """
+
+    part: Counter[str | int] = field(default_factory=Counter)
+    whole: Counter[str | int] = field(default_factory=Counter)
+
+    def count(self, name: str | int, part: Any, whole: Any) -> None:
+        """Add a part of a whole."""
+        self.part[name] += part.item()
+        self.whole[name] += whole.item()
+
+    def add(self, other: Agreement) -> None:
+        """Add the rows of another part."""
+        self.part.update(other.part)
+        self.whole.update(other.whole)
+
+    @property
+    def rows(self) -> int:
+        """Rows that choose, and are in both."""
+        return self.whole["same"]
+
+    def value(self, name: str | int) -> float | None:
+        """Return the quotient of a part and its whole; None of nothing."""
+        return self.part[name] / self.whole[name] if self.whole[name] else None
+
+    def lengths(self) -> list[int]:
+        """Return the powers of two, ascending."""
+        return sorted(name for name in self.whole if isinstance(name, int))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as numbers: quotients, None of nothing."""
+        return {
+            "rows": self.rows,
+            "same_rows": self.value("same"),
+            "equal_keys": self.value("keys"),
+            "by_place": {name: self.value(name) for name in PLACES if name in self.whole},
+            "by_length": {str(length): self.value(length) for length in self.lengths()},
+            "lost_attention": self.value("lost"),
+        }
+
+
+def compare(a: Recording, b: Recording) -> dict[int, Agreement]:
+    """Compare the rows that both have, by layer.
+
+    Raises:
+        RunError: the recordings are of different models, have no row in common, or a record is damaged.
+    """
+    differences = list(a.header.problems(b.header))
+    if differences:
+        raise RunError(f"{a.folder} and {b.folder} are of different models: {'; '.join(differences)}")
+    common = sorted(set(a.places()) & set(b.places()))
+    if not common:
+        raise RunError(
+            f"{a.folder} and {b.folder} have no step, sequence and layer in common; record the same steps of "
+            "the same data, from --load with --finetune if the checkpoints are of different steps"
+        )
+    found: dict[int, Agreement] = {}
+    for key in common:
+        _count_rows(found.setdefault(key.layer, Agreement()), _rows(a, key), _rows(b, key), key)
+    return dict(sorted(found.items()))
+
+
+def _rows(recording: Recording, key: Key) -> Rows:
+    rows = recording.rows(key)
+    assert rows is not None, "it is listed"
+    return rows
+
+
+def _count_rows(agreement: Agreement, a: Rows, b: Rows, key: Key) -> None:
+    """Count the rows of one sequence that both have."""
+    _, at_a, at_b = np.intersect1d(a.positions, b.positions, return_indices=True)
+    if (a.documents[at_a] != b.documents[at_b]).any():
+        raise RunError(
+            f"step {key.step}, sequence {key.sequence}: documents begin at other rows in one recording than "
+            "in the other; record the same data in the same order"
+        )
+    visible = a.positions[at_a] - a.documents[at_a] + 1
+    # A byte for each key that a row sees: a few rows at a time.
+    for part in np.array_split(np.arange(len(at_a)), max(1, len(at_a) // 256)):
+        rows = part[visible[part] > np.count_nonzero(a.keys[at_a[part]] >= 0, axis=1)]
+        if len(rows):
+            mass = None if a.mass is None else a.mass[at_a[rows]]
+            _count_keys(agreement, a.keys[at_a[rows]], b.keys[at_b[rows]], visible[rows], mass)
+
+
+def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass: Any) -> None:
+    """Count rows ``[rows, topk]`` that see so many keys each, ``[rows]``."""
+    named = keys >= 0
+    has = np.zeros((len(keys), int(visible.max()) + 1), np.bool_)
+    # What is no key falls behind the last one.
+    np.put_along_axis(has, np.where(others >= 0, others, has.shape[1] - 1), True, axis=1)
+    has[:, -1] = False
+    equal = np.take_along_axis(has, np.where(named, keys, has.shape[1] - 1), axis=1) & named
+    per_row, of_row = equal.sum(axis=1), named.sum(axis=1)
+    same = (per_row == of_row) & (np.count_nonzero(others >= 0, axis=1) == of_row)
+    agreement.count("same", same.sum(), np.int64(len(keys)))
+    agreement.count("keys", per_row.sum(), of_row.sum())
+    is_head, is_near = keys < ENDS, keys >= (visible - ENDS)[:, None]
+    places = (is_head, ~is_head & ~is_near, is_near & ~is_head)
+    for name, where in zip(PLACES, places, strict=True):
+        agreement.count(name, (equal & where).sum(), (named & where).sum())
+    lengths = 2 ** np.floor(np.log2(visible)).astype(np.int64)
+    for length in np.unique(lengths):
+        of_length = lengths == length
+        agreement.count(int(length), per_row[of_length].sum(), of_row[of_length].sum())
+    if mass is not None:
+        agreement.count("lost", mass[named & ~equal].sum(), mass.sum())
+
+
+def total(layers: Mapping[int, Agreement]) -> Agreement:
+    """Return the agreement of all layers together."""
+    result = Agreement()
+    for each in layers.values():
+        result.add(each)
+    return result
+
+
+# -- tables and picture --------------------------------------------------------------------------
+
+
+def _table(layers: Mapping[int, Agreement]) -> list[tuple[str, ...]]:
+    """Return one row of words for each layer, and one for all of them."""
+    rows: list[tuple[str, ...]] = [
+        ("layer", "rows that choose", "equal keys", "same rows", *PLACES, "lost attention")
+    ]
+    for name, each in [*((str(layer), each) for layer, each in layers.items()), ("all", total(layers))]:
+        figures = (_percent(each.value(figure)) for figure in ("keys", "same", *PLACES, "lost"))
+        rows.append((name, str(each.rows), *figures))
+    return rows
+
+
+def _lengths(everything: Agreement) -> list[tuple[str, ...]]:
+    """Return one row of words for each power of two of keys that rows see."""
+    return [
+        ("keys seen", "equal keys"),
+        *(
+            (f"{length} to {2 * length - 1}", _percent(everything.value(length)))
+            for length in everything.lengths()
+        ),
+    ]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3%}"
+
+
+def _draw(path: Path, layers: Mapping[int, Agreement], names: Sequence[str]) -> None:
+    """Draw equal keys over layers, by the place of the key and by the number of keys seen."""
+    pyplot = pyplot_for(path)
+    figure, (by_place, by_length) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name in (*PLACES, "keys"):
+        values = [each.value(name) for each in layers.values()]
+        style: dict[str, Any] = {"marker": "o", "label": f"keys {name}"}
+        if name == "keys":
+            style = {"color": "k", "linestyle": "--", "label": "all keys"}
+        by_place.plot(list(layers), [np.nan if each is None else each for each in values], **style)
+    by_place.set(xlabel="layer", ylabel="equal keys", title=f"{names[0]} and {names[1]}")
+    by_place.legend()
+    everything = total(layers)
+    found = everything.lengths()
+    by_length.plot(found, [everything.value(length) for length in found], marker="o")
+    by_length.set(xscale="log", xlabel="keys that the row sees", ylabel="equal keys", title="all layers")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.runs.selections import Header, Key, Recording, Run, Writer
-from mindspeed_dsa.tools.selections import agreement
+from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording, Run, Writer
+from mindspeed_dsa.tools.cli import selections as agreement
 
 TOPK, LENGTH = 4, 300
 HEADER = Header(TOPK, 2, 0, (1, 2))
@@ -39,17 +39,17 @@ def test_equal_keys_are_counted_as_sets(tmp_path):
     layers = agreement.compare(Recording.open(a), Recording.open(b))
     one, two = (selection(seed)[TOPK:] for seed in (1, 2))  # the first rows see no more than they list
     common = [len(set(x) & set(y)) for x, y in zip(one.tolist(), two.tolist(), strict=True)]
-    assert layers[1].keys.value == layers[1].same.value == 1
+    assert layers[1].value("keys") == layers[1].value("same") == 1
     assert layers[2].rows == LENGTH - TOPK
-    assert layers[2].keys.value == pytest.approx(sum(common) / one.size)
-    assert layers[2].same.value == pytest.approx(common.count(TOPK) / len(common))
-    places = layers[2].by_place
-    assert sum(share.whole for share in places.values()) == one.size
-    assert places["head"].whole == (one < agreement.ENDS).sum()
+    assert layers[2].value("keys") == pytest.approx(sum(common) / one.size)
+    assert layers[2].value("same") == pytest.approx(common.count(TOPK) / len(common))
+    whole = layers[2].whole
+    assert sum(whole[place] for place in agreement.PLACES) == one.size
+    assert whole["head"] == (one < agreement.ENDS).sum()
     near = (one >= (np.arange(TOPK, LENGTH) + 1 - agreement.ENDS)[:, None]) & (one >= agreement.ENDS)
-    assert places["near"].whole == near.sum()
+    assert whole["near"] == near.sum()
     of_length = [sum(common[64 - TOPK - 1 : 127 - TOPK]) / (64 * TOPK)]
-    assert layers[2].by_length[64].value == pytest.approx(of_length[0])
+    assert layers[2].value(64) == pytest.approx(of_length[0])
 
 
 def test_the_attention_on_keys_that_b_lacks_is_lost(tmp_path):
@@ -57,13 +57,13 @@ def test_the_attention_on_keys_that_b_lacks_is_lost(tmp_path):
     a = record(tmp_path / "a", (1, 1), mass)
     b = record(tmp_path / "b", (1, 2))
     layers = agreement.compare(Recording.open(a), Recording.open(b))
-    assert layers[1].lost.value == 0
+    assert layers[1].value("lost") == 0
     one, two = (selection(seed)[TOPK:] for seed in (1, 2))
     rows = zip(one, two.tolist(), strict=True)
     lacking = np.array([[key not in row for key in keys] for keys, row in rows])
     rounded = mass[TOPK:].astype(np.float16).astype(np.float64)
-    assert layers[2].lost.value == pytest.approx((rounded * lacking).sum() / rounded.sum(), rel=1e-5)
-    assert agreement.compare(Recording.open(b), Recording.open(a))[2].lost.value is None
+    assert layers[2].value("lost") == pytest.approx((rounded * lacking).sum() / rounded.sum(), rel=1e-5)
+    assert agreement.compare(Recording.open(b), Recording.open(a))[2].value("lost") is None
 
 
 def test_tables_json_and_picture(tmp_path, capsys):

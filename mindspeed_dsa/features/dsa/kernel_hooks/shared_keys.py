@@ -22,10 +22,9 @@ from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
 from mindspeed_dsa.features.dsa.key_exchange.layers import mark_gradients_of_own_rows, with_whole_key
 from mindspeed_dsa.features.dsa.problem import keeps_parts_apart
-from mindspeed_dsa.megatron import replayed_selections
 from mindspeed_dsa.megatron.dsa import shares_keys
 from mindspeed_dsa.megatron.mla_projections import Projections
-from mindspeed_dsa.megatron.shared_selections import place_of
+from mindspeed_dsa.megatron.selection_source import current, place_of
 
 
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
@@ -111,7 +110,7 @@ def attend_to_shared_keys(
         # The query's latent part alone: the hooks want one piece.
         has_reason = has_reason or query.shape[-1] < key.shape[-1]
         # Who records or replays selections knows where rows lie, which the kernels' arguments do not say.
-        if context.options.all_ours and replayed_selections.current() is not None:
+        if context.options.all_ours and current().microbatch is not None:
             has_reason = True
         is_dealt = _is_dealt_here(packed_seq_params) or (has_reason and is_alone)
         if not has_reason or up_v_weight is None or not is_dealt:

@@ -36,7 +36,7 @@ from mindspeed_dsa.features.pipeline.recomputation import (
     random_states,
     set_random_states,
 )
-from mindspeed_dsa.megatron.shared_selections import Carrying
+from mindspeed_dsa.megatron.selection_source import Carrying
 from mindspeed_dsa.megatron.split_layers import Companion, companion_of, transformer_layer
 from mindspeed_dsa.parallel.weight_gradients import queueing_of_now
 from mindspeed_dsa.platforms.host_pool import download

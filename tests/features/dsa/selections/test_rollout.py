@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver, SelectionError
-from mindspeed_dsa.features.dsa.recorded_selections.rollout import decode, hand_over_requests, in_pack
-from mindspeed_dsa.megatron import replayed_selections
-from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
-from mindspeed_dsa.runs.selections import Header
+from mindspeed_dsa.features.dsa.selections.format import Header
+from mindspeed_dsa.features.dsa.selections.replay import (
+    HandedOver,
+    SelectionError,
+    decode,
+    hand_over_requests,
+    in_pack,
+)
+from mindspeed_dsa.megatron.selection_source import LayerRows, Microbatch, RowRun, current
 from tests.support import model as job
 from tests.support.contexts import running
 
@@ -60,15 +64,15 @@ def test_rows_are_attended_to_where_the_pack_has_them(kind):
     if kind == "tensors":
         requests = [torch.from_numpy(each).long() for each in whole]
     source = HandedOver(HEADER, "refuse")
-    replayed_selections.put_down(Microbatch(source))
+    current().microbatch = Microbatch(source)
     try:
         hand_over_requests(requests, LENGTHS, PADDED)
     finally:
-        replayed_selections.put_down(None)
+        current().microbatch = None
     # Of documents as the model sees them: padding belongs to the request before it.
     runs = [RowRun(a, b, a, b) for a, b in ((0, 12), (12, 16), (16, 20))]
     for layer in HEADER.computing:
-        found = source.selection(LayerRows(layer, runs, 1, 20, 20, TOPK)).topk_indices[0]
+        found = source.choose(LayerRows(layer, lambda: runs, 1, 20, 20, TOPK)).of_all_rows[0]
         for begin, array in zip((0, 12), whole, strict=True):
             for row, keys in enumerate(array[:, layer - 1]):
                 expected = sorted(int(key) + begin for key in keys if key >= 0)
@@ -144,7 +148,7 @@ def test_it_needs_a_microbatch_that_waits():
 def step_of_a_job(asks: bool, forward_only: bool) -> None:
     """Hand over a microbatch's keys in Megatron's schedule; runs in a worker of the pool."""
     from mindspeed_dsa.features.dsa import call
-    from mindspeed_dsa.features.dsa.recorded_selections.replay import hand_over
+    from mindspeed_dsa.features.dsa.selections.replay import hand_over
 
     forward_step, train_step = job.forward_step, job.train_step
 
@@ -167,7 +171,7 @@ def step_of_a_job(asks: bool, forward_only: bool) -> None:
         )
         return []
 
-    elsewhere = contextlib.nullcontext() if asks else mock.patch.object(call.Call, "replayed", None)
+    elsewhere = contextlib.nullcontext() if asks else mock.patch.object(call, "sources_of", return_value=[])
     with (
         mock.patch.object(job, "forward_step", handing_over),
         mock.patch.object(job, "train_step", without_backward if forward_only else train_step),
@@ -190,12 +194,12 @@ def test_keys_that_no_layer_asks_for_end_the_step(pool, asks, forward_only):
 def recorded_step(folder: str, brings: bool) -> int:
     """Train a step that records; runs in a worker of the pool, and returns how many records it wrote."""
     from mindspeed_dsa.features.dsa import call
-    from mindspeed_dsa.features.dsa.recorded_selections.steps import selections_of
+    from mindspeed_dsa.features.dsa.selections.record import steps_of
 
-    elsewhere = contextlib.nullcontext() if brings else mock.patch.object(call.Call, "hand_on")
+    elsewhere = contextlib.nullcontext() if brings else mock.patch.object(call, "sources_of", return_value=[])
     with elsewhere:
         job.run({"use_fused_dsa": True, "dsa_record_selections": folder}, {}, micro_batch_size=2)
-    recorder = selections_of(running("dsa-recorded-selections")).recorder
+    recorder = steps_of(running("dsa-recorded-selections")).recorder
     recorder.close()
     return recorder.records
 

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 _BITS, _GAPS = b"b", b"g"
-# Rows of a block: its arrays stay in the cache, however many rows there are.
+# Arrays of a block stay in the cache, however many rows there are.
 _ROWS = 256
 
 

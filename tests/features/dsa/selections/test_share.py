@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mindspeed_dsa.features.dsa.model.feature import MODEL
-from mindspeed_dsa.features.dsa.shared_selections.feature import SHARED_SELECTIONS
-from mindspeed_dsa.features.dsa.shared_selections.layers import decoder_place, mtp_place
+from mindspeed_dsa.features.dsa.selections.feature import SHARED_SELECTIONS
+from mindspeed_dsa.features.dsa.selections.share import decoder_place, mtp_place
+from mindspeed_dsa.megatron.selection_source import Carrying, Selections, current, recomputing
 from mindspeed_dsa.megatron.selections import Sharing
-from mindspeed_dsa.megatron.shared_selections import Carrying, Selections, current, recomputing
 
 GLM = Sharing(frequency=4, offset=3)
 

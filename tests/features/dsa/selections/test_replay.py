@@ -10,7 +10,8 @@ import torch
 
 from mindspeed_dsa.context_parallel.layout import Zigzag
 from mindspeed_dsa.features.dsa.problem import IndexInputs, LossOptions, Operands, Problem
-from mindspeed_dsa.features.dsa.recorded_selections.replay import (
+from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording, Run, Writer
+from mindspeed_dsa.features.dsa.selections.replay import (
     HandedOver,
     Recorded,
     SelectionError,
@@ -18,11 +19,16 @@ from mindspeed_dsa.features.dsa.recorded_selections.replay import (
     replaying,
 )
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, sparse_attention
-from mindspeed_dsa.megatron import replayed_selections
-from mindspeed_dsa.megatron.replayed_selections import LayerRows, Microbatch, RowRun
-from mindspeed_dsa.megatron.shared_selections import Carrying
+from mindspeed_dsa.megatron.selection_source import (
+    Carrying,
+    LayerRows,
+    Microbatch,
+    RowRun,
+    SelectionSource,
+    current,
+    recomputing,
+)
 from mindspeed_dsa.ops import backend
-from mindspeed_dsa.runs.selections import Header, Key, Recording, Run, Writer
 
 LENGTH, TOPK, LAYER = 24, 5, 3
 HEADS, LATENT, ROPE, VALUE, INDEX_HEADS, INDEX = 2, 8, 4, 6, 4, 8
@@ -75,7 +81,7 @@ def runs_of(length: int = LENGTH) -> list[RowRun]:
 
 
 def asked(batch: int, runs=None, layer: int = LAYER) -> LayerRows:
-    return LayerRows(layer, runs or runs_of(), batch, LENGTH, LENGTH, TOPK)
+    return LayerRows(layer, lambda: runs or runs_of(), batch, LENGTH, LENGTH, TOPK)
 
 
 def handed(array, missing: str = "refuse") -> HandedOver:
@@ -87,7 +93,7 @@ def handed(array, missing: str = "refuse") -> HandedOver:
 @pytest.mark.parametrize("by_runs", [False, True])
 def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
     batch, array = 2, foreign(2)
-    replayed = handed(array).selection(asked(batch))
+    replayed = handed(array).choose(asked(batch))
     mask = torch.zeros(batch, LENGTH, LENGTH + 1, dtype=torch.bool)
     keys = torch.from_numpy(array[:, :, 1]).long()
     chosen = mask.scatter(-1, keys.masked_fill(keys < 0, LENGTH), True)[..., :LENGTH]
@@ -96,7 +102,7 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
         operands, index, leaves = tensors(batch)
         if ours:
             loss = LossOptions(1.0, on_chosen_keys=True)
-            problem = Problem(operands, TOPK, loss=loss, backend="reference", replayed=replayed)
+            problem = Problem(operands, TOPK, loss=loss, backend="reference", given=replayed)
             assert not problem.is_dense
             if by_runs:
                 result = attend_by_runs(problem, index, list(map(tuple, runs_of())), LENGTH * batch)
@@ -112,21 +118,21 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(by_runs):
 
 
 def test_without_a_loss_no_indexer_is_asked():
-    replayed = handed(foreign(1)).selection(asked(1))
+    replayed = handed(foreign(1)).choose(asked(1))
     operands, _, _ = tensors(1)
-    problem = Problem(operands, TOPK, backend="reference", replayed=replayed)
+    problem = Problem(operands, TOPK, backend="reference", given=replayed)
     assert not problem.needs_index
     before = backend.calls()
     result = sparse_attention(problem, None)
-    assert torch.equal(result.topk_indices[0], replayed.topk_indices)
+    assert torch.equal(result.topk_indices[0], replayed.of_all_rows)
     assert {operator for operator, _ in backend.calls() - before} == {"sparse_flash_attention"}
 
 
 def test_rows_of_packs_and_of_context_parallel_ranks():
     array = foreign(1, (9, 1, 10))[:, :20]
     runs = [RowRun(0, 9, 0, 9), RowRun(9, 10, 9, 10), RowRun(10, 20, 10, 20), RowRun(20, 24, 0, 0)]
-    replayed = handed(array).selection(asked(1, runs))
-    got = replayed.topk_indices[0].numpy()
+    replayed = handed(array).choose(asked(1, runs))
+    got = replayed.of_all_rows[0].numpy()
     low = np.repeat([0, 9, 10], [9, 1, 10])[:, None]
     expected = np.sort(np.where(array[0, :, 1] >= 0, array[0, :, 1] + low, 99), axis=1)
     assert np.array_equal(np.where(got[:20] < 0, 99, got[:20]), expected)
@@ -138,8 +144,8 @@ def test_rows_of_packs_and_of_context_parallel_ranks():
         positions = layout.rows_of_rank(rank, LENGTH).numpy()
         half = len(positions) // 2
         runs = [RowRun(at, at + half, 0, int(positions[at + half - 1]) + 1) for at in (0, half)]
-        rows = LayerRows(LAYER, runs, 1, len(positions), LENGTH, TOPK)
-        got = handed(whole).selection(rows).topk_indices[0].numpy()
+        rows = LayerRows(LAYER, lambda runs=runs: runs, 1, len(positions), LENGTH, TOPK)
+        got = handed(whole).choose(rows).of_all_rows[0].numpy()
         ordered = np.sort(np.where(whole[0, positions, 1] >= 0, whole[0, positions, 1], 99), axis=1)
         assert np.array_equal(np.where(got < 0, 99, got), ordered)
 
@@ -160,33 +166,33 @@ def test_a_wrong_row_is_named(change, words):
     array = foreign(1).astype(np.int64)
     change(array)
     with pytest.raises(SelectionError, match=rf"sequence 0 of the microbatch, layer 3: {words}"):
-        handed(array).selection(asked(1))
+        handed(array).choose(asked(1))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64])
 def test_any_integer_type_is_taken(dtype):
     array = foreign(1)[..., :1]  # one key for each row: not all types have a -1
-    expected = handed(array, "select").selection(asked(1)).topk_indices
-    assert torch.equal(handed(array.astype(dtype), "select").selection(asked(1)).topk_indices, expected)
+    expected = handed(array, "select").choose(asked(1)).of_all_rows
+    assert torch.equal(handed(array.astype(dtype), "select").choose(asked(1)).of_all_rows, expected)
 
 
 def test_another_topk_and_another_number_of_layers_are_named():
     wide = np.concatenate([foreign(1)] * 2, axis=-1)
     wide[..., TOPK:] = -1
-    assert handed(wide).selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+    assert handed(wide).choose(asked(1)).of_all_rows.shape == (1, LENGTH, TOPK)
     wide[0, 20, 1] = np.arange(2 * TOPK)
     with pytest.raises(SelectionError, match="row 20 has 10 keys, and the model selects 5"):
-        handed(wide).selection(asked(1))
+        handed(wide).choose(asked(1))
     with pytest.raises(SelectionError, match=r"selections are \[24, 3, 5\]; hand over \[tokens, 2, topk\]"):
         handed(np.zeros((24, 3, 5), np.int32))
     with pytest.raises(SelectionError, match="2 sequences were handed over, and the microbatch has 3"):
-        handed(foreign(2)).selection(asked(3))
+        handed(foreign(2)).choose(asked(3))
     with pytest.raises(SelectionError, match="24 tokens were handed over, which are not those of 5"):
-        handed(foreign(1)[0]).selection(asked(5))
+        handed(foreign(1)[0]).choose(asked(5))
     with pytest.raises(SelectionError, match="keys of 25 tokens were handed over, and the sequence has"):
-        handed(foreign(1, (LENGTH, 1))).selection(asked(1))
+        handed(foreign(1, (LENGTH, 1))).choose(asked(1))
     longer = np.pad(foreign(1), ((0, 0), (0, 9), (0, 0), (0, 0)), constant_values=-1)
-    assert handed(longer).selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+    assert handed(longer).choose(asked(1)).of_all_rows.shape == (1, LENGTH, TOPK)
     with pytest.raises(SelectionError, match=r"selections are torch\.float64; hand over positions"):
         handed(np.zeros((LENGTH, 2, TOPK)))
 
@@ -194,25 +200,25 @@ def test_another_topk_and_another_number_of_layers_are_named():
 def test_rows_without_a_selection_get_the_indexers():
     array = foreign(2)
     array[0, 11, 1], array[1, 6, 1, 2] = -1, -1
-    replayed = handed(array, "select").selection(asked(2))
+    replayed = handed(array, "select").choose(asked(2))
     assert replayed.missing.nonzero().tolist() == [[0, 11], [1, 6]]
     operands, index, _ = tensors(2)
     loss = LossOptions(1.0, on_chosen_keys=True)
     own = sparse_attention(Problem(operands, TOPK, loss=loss, backend="reference"), index).topk_indices[0]
-    problem = Problem(operands, TOPK, loss=loss, backend="reference", replayed=replayed)
+    problem = Problem(operands, TOPK, loss=loss, backend="reference", given=replayed)
     mixed = sparse_attention(problem, index).topk_indices[0]
     missing = replayed.missing
     assert torch.equal(mixed[missing], own[missing])
-    assert torch.equal(mixed[~missing], replayed.topk_indices[~missing])
-    assert not torch.equal(own[~missing], replayed.topk_indices[~missing])
+    assert torch.equal(mixed[~missing], replayed.of_all_rows[~missing])
+    assert not torch.equal(own[~missing], replayed.of_all_rows[~missing])
     # Without a loss the indexer is asked for these rows alone.
-    assert Problem(operands, TOPK, backend="reference", replayed=replayed).needs_index
+    assert Problem(operands, TOPK, backend="reference", given=replayed).needs_index
 
 
 def test_nothing_handed_over_is_refused_or_selected():
     with pytest.raises(SelectionError, match="row 0 has no selection"):
-        HandedOver(HEADER, "refuse").selection(asked(1))
-    assert HandedOver(HEADER, "select").selection(asked(1)).missing.all()
+        HandedOver(HEADER, "refuse").choose(asked(1))
+    assert HandedOver(HEADER, "select").choose(asked(1)).missing.all()
 
 
 # -- recordings ----------------------------------------------------------------------------------
@@ -228,17 +234,17 @@ def recorded(folder, positions=(0, LENGTH), tokens=None, **options):
 
 
 def test_a_recording_is_found_by_step_and_sequence(tmp_path):
-    replayed = recorded(tmp_path).selection(asked(1))
-    assert torch.equal(replayed.topk_indices, handed(foreign(1)).selection(asked(1)).topk_indices)
+    replayed = recorded(tmp_path).choose(asked(1))
+    assert torch.equal(replayed.of_all_rows, handed(foreign(1)).choose(asked(1)).of_all_rows)
 
 
 def test_rows_that_were_not_recorded(tmp_path):
     source = recorded(tmp_path, positions=(0, 20))
     with pytest.raises(SelectionError, match="step 2, sequence 3, layer 3: row 20 has no selection; record"):
-        source.selection(asked(1))
+        source.choose(asked(1))
     source = Recorded(Recording.open(tmp_path), step=9, place=0, missing="refuse")
     with pytest.raises(SelectionError, match="step 9, sequence 0, layer 3: row 0 has no selection"):
-        source.selection(asked(1))
+        source.choose(asked(1))
 
 
 def test_rows_of_another_document(tmp_path):
@@ -247,22 +253,22 @@ def test_rows_of_another_document(tmp_path):
     with pytest.raises(
         SelectionError, match="row 12 belongs to a document that begins at 12, and at 0 where"
     ):
-        source.selection(asked(1, runs))
+        source.choose(asked(1, runs))
 
 
 def test_rows_of_other_tokens(tmp_path):
     tokens = np.arange(LENGTH, dtype=np.int64) + 70_000
     source = recorded(tmp_path, tokens=tokens)
     same = replace(asked(1), tokens=torch.from_numpy(tokens)[None])
-    assert source.selection(same).topk_indices.shape == (1, LENGTH, TOPK)
+    assert source.choose(same).of_all_rows.shape == (1, LENGTH, TOPK)
     tokens = tokens.copy()
     tokens[13] += 1
     other = replace(asked(1), tokens=torch.from_numpy(tokens)[None])
     again = Recorded(Recording.open(tmp_path), step=2, place=3, missing="select")
     with pytest.raises(SelectionError, match="row 13 has another token than it had when its selection was"):
-        again.selection(other)
+        again.choose(other)
     # Stages of a pipeline behind the first one know no tokens.
-    assert again.selection(asked(1)).missing is None
+    assert again.choose(asked(1)).missing is None
 
 
 @pytest.mark.parametrize("missing", ["refuse", "select"])
@@ -273,10 +279,10 @@ def test_a_damaged_record_is_a_missing_one(tmp_path, missing):
     data[-1] ^= 1
     path.write_bytes(bytes(data))
     if missing == "select":
-        assert source.selection(asked(1)).missing.all()
+        assert source.choose(asked(1)).missing.all()
         return
     with pytest.raises(SelectionError, match=r"layer 3 is damaged.*let the indexer select there by"):
-        source.selection(asked(1))
+        source.choose(asked(1))
 
 
 # -- the microbatch ------------------------------------------------------------------------------
@@ -285,47 +291,45 @@ def test_a_damaged_record_is_a_missing_one(tmp_path, missing):
 def test_handing_over_needs_a_microbatch_that_waits_for_it():
     with pytest.raises(SelectionError, match="outside of a microbatch's forward, or without"):
         hand_over(torch.zeros(1, 2, TOPK))
-    replayed_selections.put_down(Microbatch())
+    current().microbatch = Microbatch()
     try:
         with pytest.raises(SelectionError, match="--dsa-replay-selections batch"):
             hand_over(torch.zeros(1, 2, TOPK))
     finally:
-        replayed_selections.put_down(None)
+        current().microbatch = None
 
 
 def test_a_model_called_without_a_schedule():
     with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
-        microbatch = replayed_selections.current()
-        assert microbatch.source.selection(asked(1)).topk_indices.shape == (1, LENGTH, TOPK)
+        microbatch = current().microbatch
+        assert microbatch.source.choose(asked(1)).of_all_rows.shape == (1, LENGTH, TOPK)
         with replaying(HEADER, torch.from_numpy(foreign(1)[0])):
-            assert replayed_selections.current() is not microbatch
-        assert replayed_selections.current() is microbatch
-    assert replayed_selections.current() is None
+            assert current().microbatch is not microbatch
+        assert current().microbatch is microbatch
+    assert current().microbatch is None
 
 
 def test_a_recomputation_replays_and_does_not_record():
-    class Nowhere:
-        wants_mass = False
-
-        def take(self, *arguments):
+    class Nowhere(SelectionSource):
+        def took(self, *arguments):
             raise AssertionError("recorded twice")
 
     source = handed(foreign(1))
-    with replayed_selections.recomputing(Microbatch(source, Nowhere())):
-        again = replayed_selections.current()
+    with recomputing(None, Microbatch(source, Nowhere())):
+        again = current().microbatch
         assert again.source is source
         assert again.sink is None
-    with replayed_selections.recomputing(Microbatch(None, Nowhere())):
-        assert replayed_selections.current() is None
+    with recomputing(None, Microbatch(None, Nowhere())):
+        assert current().microbatch is None
 
 
 def test_a_second_recomputation_would_select_and_is_refused():
-    carrying, source = Carrying(lambda: replayed_selections.current().source), handed(foreign(1))
-    replayed_selections.put_down(Microbatch(source))
+    carrying, source = Carrying(lambda: current().microbatch.source), handed(foreign(1))
+    current().microbatch = Microbatch(source)
     try:
         assert carrying() is source
     finally:
-        replayed_selections.put_down(None)
+        current().microbatch = None
     assert carrying() is source
     with pytest.raises(RuntimeError, match="share or replay a selection were recomputed twice"):
         carrying()

@@ -13,19 +13,12 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.key_exchange.exchange import groups_of
-from mindspeed_dsa.features.dsa.shared_selections.feature import check_sharing
+from mindspeed_dsa.features.dsa.selections.feature import check_sharing
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
-from mindspeed_dsa.megatron.replayed_selections import NUMBER
+from mindspeed_dsa.megatron.selection_source import NUMBER, PLACE, Carrying, Place, current, place_of
 from mindspeed_dsa.megatron.selections import Sharing
-from mindspeed_dsa.megatron.shared_selections import (
-    ATTRIBUTE,
-    Carrying,
-    Place,
-    current,
-    place_of,
-)
 
 # -- places: which layers own an indexer, and whose selection the others read -------------------
 
@@ -106,7 +99,7 @@ def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
 
 def put(attention: Any, place: Place) -> None:
     """Give a ``DSAttention`` its place, and take the indexer from one that never selects."""
-    vars(attention)[ATTRIBUTE] = place
+    vars(attention)[PLACE] = place
     if not place.computes and attention.indexer is not None:
         attention.pg_collection = groups_of(attention)
         attention.indexer = None

@@ -8,13 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_dsa import log
-from mindspeed_dsa.features.dsa.recorded_selections.feature import Numbers, Options
-from mindspeed_dsa.features.dsa.recorded_selections.replay import HandedOver
-from mindspeed_dsa.features.dsa.recorded_selections.steps import Selections
-from mindspeed_dsa.megatron import replayed_selections
-from mindspeed_dsa.runs.selections import Key, Recording
+from mindspeed_dsa.features.dsa.selections.feature import Numbers, Options
+from mindspeed_dsa.features.dsa.selections.format import Key, Recording
+from mindspeed_dsa.features.dsa.selections.record import Steps
+from mindspeed_dsa.features.dsa.selections.replay import HandedOver
+from mindspeed_dsa.megatron.selection_source import Chosen, current
 from mindspeed_dsa.schedule.events import Event, Kind
-from tests.features.dsa.recorded_selections.test_recorder import rows, selection
+from tests.features.dsa.selections.test_record import rows, selection
 
 
 class Megatron:
@@ -39,12 +39,12 @@ def selections(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
-    def make(megatron=None, **options) -> Selections:
+    def make(megatron=None, **options) -> Steps:
         context = SimpleNamespace(
             megatron=megatron or Megatron(), options=Options(**options), log=log.get("test", "megatron")
         )
-        found = Selections(context)
-        found.know(SimpleNamespace(num_layers=2, mtp_num_layers=None, dsa_indexer_topk=3))
+        found = Steps(context)
+        found.set_model(SimpleNamespace(num_layers=2, mtp_num_layers=None, dsa_indexer_topk=3))
         made.append(found)
         return found
 
@@ -54,7 +54,7 @@ def selections(monkeypatch):
             each.recorder.close()
 
 
-def run(selections: Selections, forward, microbatches: int = 2, **step) -> None:
+def run(selections: Steps, forward, microbatches: int = 2, **step) -> None:
     """Run a schedule whose forwards call a function with their microbatch."""
 
     def schedule(**_):
@@ -62,7 +62,7 @@ def run(selections: Selections, forward, microbatches: int = 2, **step) -> None:
             events = [Event(Kind.FORWARD, 0, number)]
             if selections.following:
                 selections.before(events)
-            forward(replayed_selections.current())
+            forward(current().microbatch)
             if selections.following:
                 selections.after(events)
 
@@ -72,7 +72,7 @@ def run(selections: Selections, forward, microbatches: int = 2, **step) -> None:
 def take(microbatch) -> None:
     if microbatch is not None and microbatch.sink is not None:
         for layer in (1, 2):
-            microbatch.sink.take(rows(layer), [selection()], False)
+            microbatch.sink.took(rows(layer), Chosen((selection(),)), mass_of=None)
 
 
 def test_places_count_over_data_parallel_ranks(selections, tmp_path):
@@ -125,5 +125,5 @@ def test_a_step_that_fails_leaves_no_microbatch(selections, forward_only):
 
     with pytest.raises(ArithmeticError):
         run(found, fail, forward_only=forward_only)
-    assert replayed_selections.current() is None
+    assert current().microbatch is None
     assert not found.following

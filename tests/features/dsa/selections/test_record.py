@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from mindspeed_dsa import log
-from mindspeed_dsa.features.dsa.recorded_selections import recorder as recording
-from mindspeed_dsa.features.dsa.recorded_selections.feature import (
-    FEATURE,
+from mindspeed_dsa.features.dsa.selections import record as recording
+from mindspeed_dsa.features.dsa.selections.feature import (
+    RECORDED_SELECTIONS,
     Numbers,
     Options,
     check_selections,
     header_of,
 )
-from mindspeed_dsa.features.dsa.recorded_selections.recorder import EXIT_STATUS, Recorder
-from mindspeed_dsa.megatron.replayed_selections import LayerRows, RowRun
+from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording
+from mindspeed_dsa.features.dsa.selections.record import EXIT_STATUS, Recorder
+from mindspeed_dsa.megatron.selection_source import Chosen, LayerRows, RowRun
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.runs.selections import Header, Key, Recording
 from tests.support import warm
 
 TOPK, LENGTH = 3, 8
@@ -34,7 +34,7 @@ HEADER = Header(TOPK, 2, 0, (1, 2))
 
 def rows(layer: int = 1, runs=((0, LENGTH, 0, LENGTH),), batch: int = 1) -> LayerRows:
     count = max(end for _, end, _, _ in runs)
-    return LayerRows(layer, [RowRun(*run) for run in runs], batch, count, LENGTH, TOPK)
+    return LayerRows(layer, lambda: [RowRun(*run) for run in runs], batch, count, LENGTH, TOPK)
 
 
 def selection(batch: int = 1, seed: int = 0, low: int = 0, length: int = LENGTH) -> torch.Tensor:
@@ -54,7 +54,7 @@ def a_recorder(folder, **options) -> Recorder:
 def test_everything_taken_is_on_disk_after_a_flush(tmp_path):
     recorder, chosen = a_recorder(tmp_path), selection(2)
     for layer in (1, 2):
-        recorder.take(Key(1, 4, layer), rows(layer, batch=2), [chosen], False)
+        recorder.take(Key(1, 4, layer), rows(layer, batch=2), Chosen((chosen,)))
     recorder.flush()
     found = Recording.open(tmp_path)
     assert found.places() == [Key(1, sequence, layer) for sequence in (4, 5) for layer in (1, 2)]
@@ -67,9 +67,9 @@ def test_rows_of_documents_and_dense_ones(tmp_path):
     recorder = a_recorder(tmp_path)
     runs = ((0, 5, 0, 5), (5, 8, 5, 8), (8, 9, 0, 0))  # the last row is padding
     whole = torch.cat([selection(length=5), selection(low=5, length=3), torch.full((1, 1, TOPK), -1)], dim=1)
-    recorder.take(Key(1, 0, 1), rows(1, runs), [whole.int()], False)
-    by_run = [selection(length=5), None, None]  # the second document is as long as the selection
-    recorder.take(Key(1, 0, 2), rows(2, runs), by_run, True)
+    recorder.take(Key(1, 0, 1), rows(1, runs), Chosen((whole.int(),)))
+    by_run = (selection(length=5), None, None)  # the second document is as long as the selection
+    recorder.take(Key(1, 0, 2), rows(2, runs), Chosen(by_run, by_run=True))
     recorder.close()
     array = Recording.open(tmp_path).array(1, 0)
     expected = np.concatenate([selection(length=5)[0].numpy(), selection(length=3)[0].numpy()])
@@ -80,7 +80,7 @@ def test_rows_of_documents_and_dense_ones(tmp_path):
 def test_only_what_was_asked_for(tmp_path):
     recorder = a_recorder(tmp_path, layers=Numbers.of("2"), rows=Numbers.of("1-2,6-"))
     for layer in (1, 2):
-        recorder.take(Key(1, 0, layer), rows(layer), [selection()], False)
+        recorder.take(Key(1, 0, layer), rows(layer), Chosen((selection(),)))
     recorder.close()
     found = Recording.open(tmp_path)
     assert found.places() == [Key(1, 0, 2)]
@@ -91,7 +91,7 @@ def test_shares_follow_the_keys_into_order(tmp_path):
     recorder = a_recorder(tmp_path, mass=True)
     keys = torch.tensor([[[0, -1, -1], [1, 0, -1], [2, 0, 1], [3, 1, 0]]], dtype=torch.int32)
     mass = torch.tensor([[[1.0, 0, 0], [0.75, 0.25, 0], [0.5, 0.125, 0.375], [0.5, 0.25, 0.25]]])
-    recorder.take(Key(1, 0, 1), rows(1, ((0, 4, 0, 4),)), [keys], False, mass)
+    recorder.take(Key(1, 0, 1), rows(1, ((0, 4, 0, 4),)), Chosen((keys,)), mass)
     recorder.close()
     found = Recording.open(tmp_path).rows(Key(1, 0, 1))
     assert found.keys[2].tolist() == [0, 1, 2]
@@ -110,7 +110,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recorder, "_write", slowly)
     for step in range(1, 60):
-        recorder.take(Key(step, 0, 1), rows(), [selection()], False)
+        recorder.take(Key(step, 0, 1), rows(), Chosen((selection(),)))
     recorder.close()
     assert len(Recording.open(tmp_path).places()) == 59
     assert max(most) <= 4 * selection().nbytes
@@ -125,13 +125,13 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
 ):
     script = textwrap.dedent(f"""
         import resource
-        from tests.features.dsa.recorded_selections.test_recorder import *
+        from tests.features.dsa.selections.test_record import *
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         from pathlib import Path
         recorder = a_recorder(Path({str(tmp_path)!r}))
         for step in range(1, 100):
-            recorder.take(Key(step, 0, 1), rows(), [selection()], False)
+            recorder.take(Key(step, 0, 1), rows(), Chosen((selection(),)))
         recorder.flush()
         print("trained", flush=True)
         {raises}
@@ -171,14 +171,14 @@ def test_whatever_ends_the_thread_training_goes_on(tmp_path, monkeypatch):
 
 def take_steps(recorder, steps):
     for step in steps:
-        recorder.take(Key(step, 0, 1), rows(), [selection(seed=step)], False)
+        recorder.take(Key(step, 0, 1), rows(), Chosen((selection(seed=step),)))
 
 
 def test_a_recorder_goes_on_after_it_was_closed(tmp_path):
     recorder = a_recorder(tmp_path)
     recorder.begin(1, 1)
     for layer in (1, 2):
-        recorder.take(Key(1, 0, layer), rows(layer), [selection()], False)
+        recorder.take(Key(1, 0, layer), rows(layer), Chosen((selection(),)))
         recorder.close()
     assert Recording.open(tmp_path).places() == [Key(1, 0, 1), Key(1, 0, 2)]
 
@@ -197,7 +197,7 @@ def test_tokens_may_be_overwritten_by_the_next_batch(tmp_path, monkeypatch):
     write = recorder._write
     monkeypatch.setattr(recorder, "_write", lambda piece: [may_write.wait(60), write(piece)])
     tokens = torch.arange(LENGTH)[None]
-    recorder.take(Key(1, 0, 1), replace(rows(), tokens=tokens), [selection()], False)
+    recorder.take(Key(1, 0, 1), replace(rows(), tokens=tokens), Chosen((selection(),)))
     tokens.zero_()
     may_write.set()
     recorder.close()
@@ -230,7 +230,9 @@ def test_no_numbers(text):
 
 def job(**changes) -> SimpleNamespace:
     unset = {
-        flag.dest: flag.unset for flag in FEATURE.flags if flag.name.startswith(("--dsa-re", "--dsa-record"))
+        flag.dest: flag.unset
+        for flag in RECORDED_SELECTIONS.flags
+        if flag.name.startswith(("--dsa-re", "--dsa-record"))
     }
     sizes = {"num_layers": 2, "dsa_indexer_topk": TOPK, "mtp_num_layers": None}
     fused = {"experimental_attention_variant": "dsa", "use_fused_dsa": True}
@@ -269,7 +271,7 @@ def test_whole_packs_of_one_rank_can(tmp_path):
 
 def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
     recorder = a_recorder(tmp_path)
-    recorder.take(Key(1, 0, 1), rows(), [selection()], False)
+    recorder.take(Key(1, 0, 1), rows(), Chosen((selection(),)))
     recorder.close()
     assert not list(check_selections(job(dsa_replay_selections=str(tmp_path)), None))
     (problem,) = check_selections(job(dsa_replay_selections=str(tmp_path), dsa_indexer_topk=8), None)
@@ -295,7 +297,7 @@ def test_a_recording_of_another_model_is_refused_before_training(tmp_path):
 )
 def test_flags_that_belong_to_others(changes, words):
     args = job(**changes)
-    assert FEATURE.is_active(args)
+    assert RECORDED_SELECTIONS.is_active(args)
     with pytest.raises(SettingsError, match=words):
         Options.of(args)
 

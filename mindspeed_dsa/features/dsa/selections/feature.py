@@ -1,4 +1,4 @@
-"""Selections of keys that one run records and another one attends to."""
+"""Selections of keys: shared by layers on every release of Megatron-core, recorded, and attended to again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,125 @@ from typing import Any
 from mindspeed_dsa import platforms
 from mindspeed_dsa.feature import EXPERIMENTAL_ATTENTION_VARIANT, Conflict, Feature, Flag
 from mindspeed_dsa.features.dsa.feature import USE_FUSED_DSA
+from mindspeed_dsa.features.dsa.selections.format import Header, Recording, header_in
 from mindspeed_dsa.megatron.configuration import argument, uses_cuda_graphs
+from mindspeed_dsa.megatron.dsa import DSA, KERNELS, OWN_LOOP, uses_dsa
 from mindspeed_dsa.megatron.dsa import Options as Parts
-from mindspeed_dsa.megatron.dsa import uses_dsa
+from mindspeed_dsa.megatron.pipeline_chunks import check_chunks
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 from mindspeed_dsa.runs.files import RunError, number
-from mindspeed_dsa.runs.selections import Header, Recording, header_in
+
+_HERE = "mindspeed_dsa.features.dsa.selections"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_ALL = ">=0.12.1,<0.21"
+
+
+# -- sharing -------------------------------------------------------------------------------------
+
+
+def check_sharing(args: Any, options: Parts) -> Iterator[str]:
+    """Yield why the chunks of a pipeline cannot share; ``dsa-model`` checks which layers do."""
+    yield from check_chunks(args)
+
+
+SHARED_SELECTIONS = Feature(
+    name="dsa-shared-selections",
+    summary="One indexer for several layers, on releases that lack it, and right under recomputation.",
+    flags=(EXPERIMENTAL_ATTENTION_VARIANT,),
+    active=uses_dsa,
+    when="the model uses DSA",
+    options=Parts.of,
+    check=check_sharing,
+    doc="dsa-shared-selections.md",
+    patches=(
+        Patch(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            "wrap",
+            f"{_HERE}.share:place_in_decoder",
+            "layers of released cores all have an indexer, and 0.19 knows no pattern",
+            params=("config",),
+            versions=_ALL,
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
+            "wrap",
+            f"{_HERE}.share:place_in_mtp",
+            "layers of multi-token prediction are counted apart from the decoder's",
+            params=("config",),
+            versions=_ALL,
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
+            "wrap",
+            f"{_HERE}.share:select_anew_in_mtp",
+            "a layer that runs once for each predicted token selects the first time only",
+            versions=_ALL,
+        ),
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_HERE}.share:attend_with_megatron",
+            "Megatron's DSA of these releases always selects",
+            params=("query", "key", "value"),
+            versions=OWN_LOOP,
+        ),
+        Patch(
+            f"{DSA}:unfused_dsa_fn",
+            "wrap",
+            f"{_HERE}.share:hand_on_indices",
+            "Megatron's DSA of these releases keeps its selection to itself",
+            params=("query", "key", "value", "topk_indices"),
+            versions=OWN_LOOP,
+        ),
+        Patch(
+            f"{DSA}:DSAttention.forward",
+            "wrap",
+            f"{_HERE}.share:repeat_with_megatron",
+            "Megatron's layers select in every run or in none, repeated ones of multi-token prediction too",
+            versions=KERNELS,
+        ),
+        Patch(
+            f"{DSA}:DSAttention._get_index_share_topk_holder",
+            "replace",
+            f"{_HERE}.share:hold_indices",
+            "Megatron keeps selections on the configuration, where a recomputed layer reads those of a later "
+            "microbatch",
+            versions=KERNELS,
+            factory=True,
+        ),
+        Patch(
+            f"{DSA}:DSAttention._get_index_share_topk_length_holder",
+            "replace",
+            f"{_HERE}.share:hold_lengths",
+            "Megatron keeps the lengths of selections on the configuration as well",
+            versions=KERNELS,
+            factory=True,
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.random:checkpoint",
+            "wrap",
+            f"{_HERE}.share:carry_selection",
+            "a recomputed layer runs before the one that it shares a selection with, and its weights get no "
+            "gradient where its input wants none",
+            params=("function", "distribute_saved_activations"),
+            versions=_ALL,
+            priority=200,  # outside whoever recomputes instead of Megatron
+        ),
+        Patch(
+            "megatron.core.extensions.transformer_engine:te_checkpoint",
+            "wrap",
+            f"{_HERE}.share:carry_selection",
+            "a layer recomputed by Transformer Engine runs before the one that it shares a selection with",
+            versions=_ALL,
+            required=False,
+        ),
+    ),
+)
+
+
+# -- recording and replaying ---------------------------------------------------------------------
 
 RECORD, REPLAY = "--dsa-record-selections", "--dsa-replay-selections"
 BATCH = "batch"
@@ -203,8 +314,6 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
         yield f"{REPLAY}: {error}"
 
 
-_HERE = "mindspeed_dsa.features.dsa.recorded_selections"
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _FLAGS = (
     Flag(
         RECORD,
@@ -256,7 +365,7 @@ _FLAGS = (
     ),
 )
 
-FEATURE = Feature(
+RECORDED_SELECTIONS = Feature(
     name="dsa-recorded-selections",
     summary="Records which keys each row attends to, and attends to recorded ones again.",
     flags=(*_FLAGS, EXPERIMENTAL_ATTENTION_VARIANT, USE_FUSED_DSA),
@@ -274,21 +383,21 @@ FEATURE = Feature(
         Patch(
             "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
             "wrap",
-            f"{_HERE}.steps:know_model",
+            f"{_HERE}.record:note_model",
             "a recording of another model is refused before the model is built",
             params=("config",),
         ),
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",
             "wrap",
-            f"{_HERE}.steps:take_tokens",
+            f"{_HERE}.record:take_tokens",
             "selections are of certain tokens, and others are to be noticed",
             params=("input_ids",),
         ),
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.build_schedule_plan",
             "wrap",
-            f"{_HERE}.steps:take_tokens",
+            f"{_HERE}.record:take_tokens",
             "models that run in pairs are not called",
             params=("input_ids",),
             versions=">=0.14",
@@ -296,26 +405,26 @@ FEATURE = Feature(
         Patch(
             f"{_SCHEDULES}:get_forward_backward_func",
             "wrap",
-            f"{_HERE}.steps:follow_steps",
+            f"{_HERE}.record:follow_steps",
             "says where a step of the schedule begins and ends",
         ),
         Patch(
             f"{_SCHEDULES}:forward_step",
             "wrap",
-            f"{_HERE}.steps:follow_forwards",
+            f"{_HERE}.record:follow_forwards",
             "says which microbatch's selections the layers are at",
         ),
         Patch(
             f"{_SCHEDULES}:backward_step",
             "wrap",
-            f"{_HERE}.steps:follow_backwards",
+            f"{_HERE}.record:follow_backwards",
             "lets go of what a forward has left",
             params=("output_tensor",),
         ),
         Patch(
             "megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
             "wrap",
-            f"{_HERE}.steps:follow_pairs",
+            f"{_HERE}.record:follow_pairs",
             "says which microbatch's selections the forward of a pair is at",
             params=("f_model", "b_model", "b_output_tensor"),
             versions=">=0.14",

@@ -8,9 +8,9 @@ with records, each of which has its length and a checksum before it:
   the decoder's;
 * its rows are runs of neighbours: the position at which their document begins, that of the first row, and how
   many there are. Positions of rows count from the first row of the sequence, or pack;
-* their keys count from the begin of the document, see :mod:`.selection_rows`; behind them lie the lower 16
-  bits of each row's token, where the rank knows them, by which other data are noticed; and maybe, for each
-  key in ascending order, the share of the row's attention that it got, a mean over heads, as fp16.
+* their keys count from the begin of the document, see :mod:`.rows`; behind them lie the lower 16 bits of
+  each row's token, where the rank knows them, by which other data are noticed; and maybe, for each key in
+  ascending order, the share of the row's attention that it got, a mean over heads, as fp16.
 
 A rank that is killed leaves half a record at the end at most, which readers pass over and the next writer
 cuts off. A job that goes on cuts off what it does again, of all ranks that there were (:func:`cut_off`). Of
@@ -20,24 +20,25 @@ several files that say something of a row, and several records of one file, the 
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mindspeed_dsa.features.dsa.selections.rows import Ints, decode, encode
 from mindspeed_dsa.runs.files import RunError, number
-from mindspeed_dsa.runs.selection_rows import Ints, WrongRows, decode, encode
 
 SUFFIX = ".selections"
 _PREFIX_OF_FILES = "rank"
 _MAGIC = b"DSASEL2\n"
 _PREFIX = struct.Struct("<II")
-"""Length of what follows, and its CRC-32."""
+"""Length of the rest, and its CRC-32."""
 _RECORD = struct.Struct("<IIIII?")
 """Step, sequence, layer, number of runs, length of the keys' bytes, and whether tokens follow them."""
 _TOKEN = 0xFFFF
@@ -50,7 +51,7 @@ class Run(NamedTuple):
     Attributes:
         document: position at which their document begins.
         first: position of the first row, in the sequence.
-        rows: how many there are.
+        rows: number of rows.
     """
 
     document: int
@@ -99,27 +100,15 @@ class Header:
 
     def to_bytes(self) -> bytes:
         """Return the begin of a file."""
-        text = json.dumps(
-            {
-                "topk": self.topk,
-                "layers": self.layers,
-                "mtp_layers": self.mtp_layers,
-                "computing": list(self.computing),
-            }
-        ).encode()
-        return _MAGIC + _PREFIX.pack(len(text), zlib.crc32(text)) + text
+        text = json.dumps(asdict(self)).encode()
+        return _MAGIC + _framed(text)
 
 
-def visible_of(runs: Sequence[Run]) -> Ints:
-    """Return how many keys each row sees: those of its document up to itself."""
-    parts = [np.arange(run.rows, dtype=np.int32) + (run.first - run.document + 1) for run in runs]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-
-def positions_of(runs: Sequence[Run]) -> Ints:
-    """Return the position of each row in its sequence."""
-    parts = [np.arange(run.first, run.first + run.rows, dtype=np.int32) for run in runs]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+def positions_of(runs: Sequence[Run]) -> tuple[Ints, Ints]:
+    """Return the position of each row in its sequence, and that at which its document begins."""
+    documents, firsts, counts = np.array(runs, np.int32).reshape(-1, 3).T
+    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    return (np.repeat(firsts, counts) + within).astype(np.int32), np.repeat(documents, counts)
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -142,21 +131,18 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, begin = folder / f"{_PREFIX_OF_FILES}{rank:05d}{SUFFIX}", header.to_bytes()
         if self.path.exists():
-            self._go_on(begin)
-        # Unbuffered: what was written is there when the process is killed.
-        self._file = self.path.open("ab", buffering=0)
-        if self._file.tell() == 0:
-            self._write(begin)
-
-    def _go_on(self, begin: bytes) -> None:
-        """Cut off half a record, or half a header: a process that was killed at once leaves that."""
-        with self.path.open("r+b") as file:
-            found = file.read(len(begin))
+            with self.path.open("rb") as file:
+                found = file.read(len(begin))
             if not begin.startswith(found):
                 raise RunError(
                     f"{self.path} is of another model, or no recording; record into a folder of its own"
                 )
-            file.truncate(_end(file) if found == begin else 0)
+            # Half a record, or half a header: a process that was killed at once leaves that.
+            os.truncate(self.path, _scan(self.path).end if found == begin else 0)
+        # Unbuffered: what was written is there when the process is killed.
+        self._file = self.path.open("ab", buffering=0)
+        if self._file.tell() == 0:
+            self._write(begin)
 
     def append(
         self,
@@ -180,17 +166,16 @@ class Writer:
             WrongRows: a row lists what it does not see, or a key twice.
             OSError: the disk is full, or gone; the file ends with the record before.
         """
-        blob = encode(keys, visible_of(runs))
+        positions, documents = positions_of(runs)
+        blob = encode(keys, positions - documents + 1)
         shares = b"" if mass is None else mass[keys >= 0].astype("<f2").tobytes()
         flat = np.array(runs, "<u4").tobytes()
         words = b"" if tokens is None else (tokens & _TOKEN).astype("<u2").tobytes()
         begin = _RECORD.pack(*key, len(runs), len(blob), tokens is not None)
-        body = b"".join((begin, flat, blob, words, shares))
-        return self._write(_PREFIX.pack(len(body), zlib.crc32(body)) + body)
+        return self._write(_framed(begin + flat + blob + words + shares))
 
     def _write(self, data: bytes) -> int:
-        before = self._file.tell()
-        view = memoryview(data)
+        before, view = self._file.tell(), memoryview(data)
         try:
             while view:
                 view = view[self._file.write(view) or 0 :]
@@ -213,7 +198,7 @@ def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
     Args:
         folder: of the recording; need not be there.
         rank: of the process.
-        ranks: how many there are.
+        ranks: number of processes.
         first_step: of the job.
 
     Raises:
@@ -221,9 +206,10 @@ def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
     """
     for path in folder.glob(f"*{SUFFIX}"):
         of_file = _rank_of(path)
-        if of_file is not None and of_file % ranks == rank and _header(path) is not None:
-            with path.open("r+b") as file:
-                file.truncate(_end(file, first_step))
+        if of_file is not None and of_file % ranks == rank and header_of_file(path) is not None:
+            entries, end = _scan(path)
+            again = (entry.offset for entry in entries if entry.key.step >= first_step)
+            os.truncate(path, next(again, end))
 
 
 def free_rank(folder: Path) -> int:
@@ -233,8 +219,20 @@ def free_rank(folder: Path) -> int:
 
 
 def _rank_of(path: Path) -> int | None:
-    """Return the rank whose file it is."""
     return number(path.name.removesuffix(SUFFIX).removeprefix(_PREFIX_OF_FILES))
+
+
+def _framed(body: bytes) -> bytes:
+    return _PREFIX.pack(len(body), zlib.crc32(body)) + body
+
+
+def _unframed(data: bytes) -> bytes:
+    """Return what :func:`_framed` was given; raises ValueError for other bytes."""
+    length, checksum = _PREFIX.unpack_from(data)
+    body = data[_PREFIX.size :]
+    if len(body) != length or zlib.crc32(body) != checksum:
+        raise ValueError("its checksum is another one")
+    return body
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -249,34 +247,31 @@ class _Entry(NamedTuple):
     end: int
 
 
-def _entries(file: Any) -> Iterator[_Entry]:
-    """Yield the whole records of a file that is read up to the end of its header."""
-    size = file.seek(0, 2)
-    file.seek(len(_MAGIC))
-    length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
-    at = len(_MAGIC) + _PREFIX.size + length
-    while at + _PREFIX.size + _RECORD.size <= size:
-        file.seek(at)
-        length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
-        end = at + _PREFIX.size + length
-        step, sequence, layer, runs, *_ = _RECORD.unpack(file.read(_RECORD.size))
-        if end > size or _RECORD.size + 12 * runs > length:
-            return
-        flat = np.frombuffer(file.read(12 * runs), "<u4").reshape(-1, 3).tolist()
-        yield _Entry(Key(step, sequence, layer), tuple(Run(*each) for each in flat), at, end)
-        at = end
+class _Scanned(NamedTuple):
+    """Whole records of a file, and where they end."""
+
+    entries: list[_Entry]
+    end: int
 
 
-def _end(file: Any, first_step: int | None = None) -> int:
-    """Return where the whole records end, or those of steps before one."""
-    end = len(_MAGIC) + _PREFIX.size
-    file.seek(len(_MAGIC))
-    end += _PREFIX.unpack(file.read(_PREFIX.size))[0]
-    for entry in _entries(file):
-        if first_step is not None and entry.key.step >= first_step:
-            break
-        end = entry.end
-    return end
+def _scan(path: Path) -> _Scanned:
+    """Read which records a file has behind its header."""
+    entries = []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(len(_MAGIC))
+        at = len(_MAGIC) + _PREFIX.size + _PREFIX.unpack(file.read(_PREFIX.size))[0]
+        while at + _PREFIX.size + _RECORD.size <= size:
+            file.seek(at)
+            length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
+            end = at + _PREFIX.size + length
+            step, sequence, layer, runs, *_ = _RECORD.unpack(file.read(_RECORD.size))
+            if end > size or _RECORD.size + 12 * runs > length:
+                break
+            flat = np.frombuffer(file.read(12 * runs), "<u4").reshape(-1, 3).tolist()
+            entries.append(_Entry(Key(step, sequence, layer), tuple(Run(*each) for each in flat), at, end))
+            at = end
+    return _Scanned(entries, at)
 
 
 @dataclass(frozen=True)
@@ -303,9 +298,9 @@ class Recording:
     """A folder of recorded selections.
 
     Attributes:
-        folder: that was read.
+        folder: path of it.
         header: of the model.
-        problems: what of the folder could not be read, a sentence each.
+        problems: sentences, one for each file or part of one that could not be read.
     """
 
     folder: Path
@@ -329,25 +324,22 @@ class Recording:
         found: Recording | None = None
         problems = []
         for path in files:
-            header = _header(path)
+            header = header_of_file(path)
             if header is None:
                 problems.append(f"{path.name} has no header of a recording")
                 continue
-            if found is None:
-                found = cls(folder, header)
+            found = found or cls(folder, header)
             differences = list(found.header.problems(header))
             if differences:
                 raise RunError(
                     f"{folder} holds selections of several models: in {path.name} {'; '.join(differences)}; "
                     "record each run into a folder of its own"
                 )
-            with path.open("rb") as file:
-                end = 0
-                for entry in _entries(file):
-                    found._index.setdefault(entry.key, []).append((path, entry))
-                    end = entry.end
-                if end and file.seek(0, 2) != end:
-                    problems.append(f"{path.name} ends with half a record, which is passed over")
+            entries, end = _scan(path)
+            for entry in entries:
+                found._index.setdefault(entry.key, []).append((path, entry))
+            if path.stat().st_size != end:
+                problems.append(f"{path.name} ends with half a record, which is passed over")
         if found is None:
             raise RunError(f"{folder} holds no recording that can be read: {'; '.join(problems)}")
         found.problems = problems
@@ -367,41 +359,32 @@ class Recording:
         Raises:
             RunError: a record is damaged.
         """
-        entries = self._index.get(key)
-        if not entries:
-            return None
-        parts = [self._read(path, entry) for path, entry in entries]
-        if len(parts) == 1:
-            return parts[0]
+        parts = [self._read(path, entry) for path, entry in self._index.get(key, ())]
+        if len(parts) < 2:
+            return parts[0] if parts else None
         positions = np.concatenate([part.positions for part in parts])
         # The last one that says something of a row counts.
         _, last = np.unique(positions[::-1], return_index=True)
         chosen = len(positions) - 1 - last
-        return Rows(
-            positions[chosen],
-            np.concatenate([part.documents for part in parts])[chosen],
-            np.concatenate([part.keys for part in parts])[chosen],
-            _joined([part.mass for part in parts], chosen),
-            _joined([part.tokens for part in parts], chosen),
-        )
+
+        def joined(name: str) -> Any:
+            arrays = [getattr(part, name) for part in parts]
+            return None if any(each is None for each in arrays) else np.concatenate(arrays)[chosen]
+
+        return Rows(positions[chosen], *map(joined, ("documents", "keys", "mass", "tokens")))
 
     def _read(self, path: Path, entry: _Entry) -> Rows:
+        positions, documents = positions_of(entry.runs)
         try:
             with path.open("rb") as file:
                 file.seek(entry.offset)
-                data = file.read(entry.end - entry.offset)
-            length, checksum = _PREFIX.unpack(data[: _PREFIX.size])
-            body = data[_PREFIX.size :]
-            if len(body) != length or zlib.crc32(body) != checksum:
-                raise WrongRows("its checksum is another one")
-            *_, size, has_tokens = _RECORD.unpack(body[: _RECORD.size])
+                body = _unframed(file.read(entry.end - entry.offset))
+            *_, size, has_tokens = _RECORD.unpack_from(body)
             at = _RECORD.size + 12 * len(entry.runs)
-            keys = decode(body[at : at + size], visible_of(entry.runs), self.header.topk)
-            tokens, at = None, at + size
-            if has_tokens:
-                tokens = np.frombuffer(body[at : at + 2 * len(keys)], "<u2")
-                at += 2 * len(keys)
-            shares = np.frombuffer(body[at:], "<f2")
+            keys = decode(body[at : at + size], positions - documents + 1, self.header.topk)
+            at += size
+            tokens = np.frombuffer(body[at : at + 2 * len(keys)], "<u2") if has_tokens else None
+            shares = np.frombuffer(body[at + 2 * len(keys) * has_tokens :], "<f2")
             mass = None
             if len(shares):
                 mass = np.zeros(keys.shape, np.float32)
@@ -412,10 +395,7 @@ class Recording:
                 f"{path}: the selection of step {step}, sequence {sequence}, layer {layer} is damaged "
                 f"({error})"
             ) from error
-        documents = np.repeat(
-            np.array([run.document for run in entry.runs], np.int32), [run.rows for run in entry.runs]
-        )
-        return Rows(positions_of(entry.runs), documents, keys, mass, tokens)
+        return Rows(positions, documents, keys, mass, tokens)
 
     def array(self, step: int, sequence: int) -> Ints:
         """Return the selections of one sequence as engines hand them over.
@@ -428,40 +408,33 @@ class Recording:
         Raises:
             RunError: nothing was recorded there, or a record is damaged.
         """
-        found = {
-            column: rows
-            for column, layer in enumerate(self.header.computing)
-            if (rows := self.rows(Key(step, sequence, layer))) is not None
-        }
-        if not found:
+        layers = [self.rows(Key(step, sequence, layer)) for layer in self.header.computing]
+        tokens = max(
+            (rows.positions.max(initial=-1) + 1 for rows in layers if rows is not None), default=None
+        )
+        if tokens is None:
             raise RunError(f"{self.folder} has no selection of step {step}, sequence {sequence}")
-        tokens = max(int(rows.positions.max(initial=-1)) for rows in found.values()) + 1
-        out = np.full((tokens, len(self.header.computing), self.header.topk), -1, np.int32)
-        for column, rows in found.items():
-            out[rows.positions, column] = rows.keys
+        out = np.full((tokens, len(layers), self.header.topk), -1, np.int32)
+        for column, rows in enumerate(layers):
+            if rows is not None:
+                out[rows.positions, column] = rows.keys
         return out
-
-
-def _joined(parts: Sequence[npt.NDArray[Any] | None], chosen: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known)[chosen] if len(known) == len(parts) else None
 
 
 def header_in(folder: Path) -> Header | None:
     """Return the model that a folder has selections of; None if it has none that can be read."""
-    headers = (_header(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
+    headers = map(header_of_file, sorted(folder.glob(f"*{SUFFIX}")))
     return next((header for header in headers if header is not None), None)
 
 
-def _header(path: Path) -> Header | None:
+def header_of_file(path: Path) -> Header | None:
+    """Return the header of a file; None if it has none that can be read."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
-            length, checksum = _PREFIX.unpack(file.read(_PREFIX.size))
-            text = file.read(length)
-        if len(text) != length or zlib.crc32(text) != checksum:
-            return None
+            prefix = file.read(_PREFIX.size)
+            text = _unframed(prefix + file.read(_PREFIX.unpack(prefix)[0]))
         values: Mapping[str, Any] = json.loads(text)
         return Header(values["topk"], values["layers"], values["mtp_layers"], tuple(values["computing"]))
     except (OSError, ValueError, KeyError, struct.error):

@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_dsa.features.dsa.recorded_selections.handed_selections import Handed, write_recording
-from mindspeed_dsa.runs import selections
+from mindspeed_dsa.features.dsa.selections.format import (
+    Header,
+    Key,
+    Recording,
+    Run,
+    Writer,
+    cut_off,
+    positions_of,
+)
+from mindspeed_dsa.features.dsa.selections.replay import Handed, write_recording
+from mindspeed_dsa.features.dsa.selections.rows import WrongRows, ascending, decode, encode
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.selection_rows import WrongRows, ascending, decode, encode
-from mindspeed_dsa.runs.selections import Header, Key, Recording, Run, Writer, cut_off
 
 HEADER = Header(topk=6, layers=4, mtp_layers=1, computing=(1, 3, 5))
 
@@ -82,6 +89,11 @@ def test_no_bytes_decode_to_rows_that_see_less(blob):
     assert (rows < seen[:, None]).all()
 
 
+def visible_of(runs) -> np.ndarray:
+    positions, documents = positions_of(runs)
+    return positions - documents + 1
+
+
 # -- recordings ----------------------------------------------------------------------------------
 
 
@@ -91,7 +103,7 @@ def record(folder, rank: int = 0, steps=(1, 2), header: Header = HEADER, seed: i
     runs = [Run(0, 4, 8), Run(12, 12, 10)]
     for step in steps:
         for layer in header.computing:
-            keys = chosen(selections.visible_of(runs), header.topk, seed + 10 * step + layer)
+            keys = chosen(visible_of(runs), header.topk, seed + 10 * step + layer)
             writer.append(Key(step, 0, layer), runs, in_order(keys))
     writer.close()
     return writer
@@ -106,7 +118,7 @@ def test_a_recording_as_engines_hand_it_over(tmp_path):
     assert array.dtype == np.int32
     assert (array[:4] == -1).all(), "rows that were not recorded"
     runs = [Run(0, 4, 8), Run(12, 12, 10)]
-    expected = in_order(chosen(selections.visible_of(runs), 6, 23))
+    expected = in_order(chosen(visible_of(runs), 6, 23))
     assert np.array_equal(array[4:, 1], expected)
     with pytest.raises(RunError, match="no selection of step 3, sequence 0"):
         found.array(3, 0)

@@ -1,0 +1,475 @@
+"""Selections of a job's steps: what its microbatches replay, and what they leave for the disk.
+
+A layer's selection is copied to the host and written by a thread beside training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_dsa import platforms
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.dsa.selections.feature import RECORD, REPLAY, Options, header_of
+from mindspeed_dsa.features.dsa.selections.format import Header, Key, Recording, Run, Writer, cut_off
+from mindspeed_dsa.features.dsa.selections.replay import HandedOver, Recorded, SelectionError
+from mindspeed_dsa.log import Log
+from mindspeed_dsa.megatron import pipeline_steps
+from mindspeed_dsa.megatron.selection_source import (
+    Chosen,
+    LayerRows,
+    Microbatch,
+    RowRun,
+    SelectionSource,
+    current,
+)
+from mindspeed_dsa.patches.errors import MindSpeedDSAError
+from mindspeed_dsa.schedule.events import Event, Kind
+
+_Function = Callable[..., Any]
+
+_MOST_BYTES = 256 << 20
+"""Bytes that may wait for the thread; the layer waits for it beyond."""
+EXIT_STATUS = 74
+"""Status of a process whose recording is not whole, ``EX_IOERR`` of sysexits.h."""
+
+
+# -- the thread that writes ----------------------------------------------------------------------
+
+
+def exit_status() -> int | None:
+    """Return the status of a process whose recording is not whole; None: the one that the job ends with.
+
+    torchrun that has restarts left starts all ranks again when one ends with another status than 0, after the
+    last step too: the job would train once more.
+    """
+    most, done = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return None if int(most) > int(done) else EXIT_STATUS
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Selection of one layer, and where it belongs."""
+
+    key: Key
+    batch: int
+    width: int
+    runs: Sequence[RowRun]
+    chosen: Chosen
+    mass: Tensor | None
+    tokens: Tensor | None
+    arrived: platforms.Event | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps."""
+        kept = (*self.chosen.topk_indices, self.mass, self.tokens)
+        return sum(0 if each is None else each.nbytes for each in kept)
+
+
+class Recorder:
+    """Recording of one rank.
+
+    Args:
+        options: of the feature.
+        header: of the model.
+        rank: of the process, whose file it is.
+        log: of the feature.
+
+    Attributes:
+        failed: why it has stopped; empty while it has not.
+        records: number of records that were written.
+        nbytes: bytes of these.
+    """
+
+    def __init__(self, options: Options, header: Header, rank: int, log: Log) -> None:
+        assert options.record is not None, "who records names a folder"
+        self._folder, self._options = options.record, options
+        self._header, self._rank, self._log = header, rank, log
+        self._waiting: deque[_Piece] = deque()
+        self._changed = Condition()
+        self._bytes, self._ends, self._busy = 0, False, False
+        self._thread: Thread | None = None
+        self._writer: Writer | None = None
+        self.failed, self.records, self.nbytes = "", 0, 0
+
+    def begin(self, ranks: int, step: int) -> None:
+        """Cut off what an earlier job recorded in the folder and this one does again.
+
+        Args:
+            ranks: of the job, each of which calls it.
+            step: the first one of the job.
+        """
+        try:
+            cut_off(self._folder, self._rank, ranks, step)
+        except OSError as error:
+            self._stop(f"step {step}", error)
+            atexit.register(self.finish)
+
+    def take(self, key: Key, rows: LayerRows, chosen: Chosen, mass: Tensor | None = None) -> None:
+        """Take the selection of a layer's rows.
+
+        Args:
+            key: place of the microbatch's first sequence.
+            rows: of the layer.
+            chosen: the keys, as of :meth:`.SelectionSource.took`.
+            mass: ``[batch, rows, topk]`` fp32, each key's share of its row's attention, if it is wanted.
+        """
+        layers = self._options.layers
+        if self.failed or (layers is not None and key.layer not in layers):
+            return
+        if self._thread is None:
+            self._ends = False
+            self._thread = Thread(target=self._work, name="recorded selections", daemon=True)
+            self._thread.start()
+            atexit.register(self.finish)
+        arrived = None
+
+        def copied(tensor: Tensor | None) -> Tensor | None:
+            nonlocal arrived
+            if tensor is None or tensor.device.type == "cpu":
+                # Tokens are the job's, which may read the next batch into the same memory.
+                return tensor.clone() if tensor is not None and tensor is rows.tokens else tensor
+            on_host = platforms.current().empty_pinned(tensor.shape, tensor.dtype)
+            arrived = platforms.current().copy_async(on_host, tensor.detach())
+            return on_host
+
+        kept = Chosen(tuple(map(copied, chosen.topk_indices)), chosen.by_run)
+        width, runs = min(rows.topk, rows.keys), rows.find_runs()
+        piece = _Piece(key, rows.batch, width, runs, kept, copied(mass), copied(rows.tokens), arrived)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._bytes + piece.nbytes <= _MOST_BYTES)
+            self._waiting.append(piece)
+            self._bytes += piece.nbytes
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything taken so far is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._busy)
+
+    def finish(self) -> None:
+        """Write what is left, and end a process whose recording is not whole with :func:`exit_status`."""
+        self.close()
+        if self.failed and exit_status() is not None:
+            # Whoever registered later has run; who registered earlier, logging among them, is given its turn
+            # here.
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STATUS)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._thread is None:
+            return
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._thread = None
+        if not self.failed:
+            atexit.unregister(self.finish)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ends)
+                if not self._waiting:
+                    break
+                piece = self._waiting.popleft()
+                self._busy = True
+            try:
+                if not self.failed:
+                    self._write(piece)
+            except Exception as error:  # whatever it is, training must not wait for a thread that has ended
+                self._stop(f"step {piece.key.step}, layer {piece.key.layer}", error)
+            finally:
+                with self._changed:
+                    self._bytes -= piece.nbytes
+                    self._busy = False
+                    self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _stop(self, where: str, error: Exception) -> None:
+        self.failed = f"{RECORD} {self._folder}: {error}"
+        self._log.error(
+            f"{self.failed}; recording ends at {where}, training goes on, and this process will end with "
+            f"{'its own status' if exit_status() is None else f'status {EXIT_STATUS}'}"
+        )
+
+    def _write(self, piece: _Piece) -> None:
+        if piece.arrived is not None:
+            piece.arrived.synchronize()
+        if self._writer is None:
+            self._writer = Writer(self._folder, self._rank, self._header)
+        for sequence in range(piece.batch):
+            runs, at, keys = self._rows(piece, sequence)
+            if not runs:
+                continue
+            mass = None
+            if piece.mass is not None:
+                # Shares lie behind the keys in ascending order.
+                order = np.argsort(np.where(keys >= 0, keys, np.iinfo(np.int32).max), axis=1, kind="stable")
+                keys = np.take_along_axis(keys, order, axis=1)
+                mass = np.take_along_axis(piece.mass[sequence].numpy()[at], order, axis=1)
+            tokens = None if piece.tokens is None else piece.tokens[sequence].numpy()[at]
+            place = piece.key._replace(sequence=piece.key.sequence + sequence)
+            self.nbytes += self._writer.append(place, runs, keys, mass, tokens)
+            self.records += 1
+
+    def _rows(
+        self, piece: _Piece, sequence: int
+    ) -> tuple[list[Run], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Return the runs to record of a sequence, its rows on this rank, and their keys in the document."""
+        width, chosen = piece.width, piece.chosen
+        runs, rows = [], [np.zeros(0, np.int64)]
+        parts = [np.zeros((0, width), np.int32)]
+        for number, (first, end, low, high) in enumerate(piece.runs):
+            if high == low:
+                continue
+            position = high - (end - first)
+            indices = chosen.topk_indices[number if chosen.by_run else 0]
+            if indices is None:
+                visible = np.arange(position - low + 1, high - low + 1, dtype=np.int32)
+                keys = np.arange(width, dtype=np.int32)[None].repeat(end - first, axis=0)
+                keys[keys >= visible[:, None]] = -1
+            else:
+                part = slice(end - first) if chosen.by_run else slice(first, end)
+                keys = indices[sequence, part].numpy()
+                if low and not chosen.by_run:
+                    keys = np.where(keys >= 0, keys - low, -1)
+                keys = np.pad(keys, ((0, 0), (0, width - keys.shape[1])), constant_values=-1)
+            for begin, stop in self._wanted(position, high):
+                runs.append(Run(low, begin, stop - begin))
+                rows.append(np.arange(begin, stop) - position + first)
+                parts.append(keys[begin - position : stop - position])
+        return runs, np.concatenate(rows), np.concatenate(parts)
+
+    def _wanted(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the runs of positions among these that are to be recorded."""
+        if self._options.rows is None:
+            return [(first, end)]
+        wanted = np.array([position in self._options.rows for position in range(first, end)], np.int8)
+        bounds = np.flatnonzero(np.diff(wanted, prepend=0, append=0)) + first
+        return [(int(begin), int(stop)) for begin, stop in bounds.reshape(-1, 2)]
+
+
+# -- steps of Megatron's schedules ---------------------------------------------------------------
+
+
+class _ToDisk(SelectionSource):
+    """Observer of one microbatch's selections.
+
+    Args:
+        recorder: of the rank; None where another rank has the same selections.
+        wants_mass: also record each key's share of the attention.
+        step: number of the step.
+        place: of the microbatch in the global batch.
+    """
+
+    def __init__(self, recorder: Recorder | None, wants_mass: bool, step: int, place: int) -> None:
+        self._recorder, self._wants_mass = recorder, wants_mass
+        self._step, self._place = step, place
+
+    def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
+        self.asked, mass = True, None
+        indices = chosen.topk_indices[0]
+        if self._wants_mass and not chosen.by_run and indices is not None:
+            mass = mass_of(indices)
+        if self._recorder is not None:
+            self._recorder.take(Key(self._step, self._place * rows.batch, rows.layer), rows, chosen, mass)
+
+
+class Steps(pipeline_steps.Follower):
+    """Steps of a session whose microbatches replay selections, or leave them.
+
+    Args:
+        context: of the session.
+
+    Attributes:
+        recorder: of this rank; None before the first step, and where another rank has the same selections.
+        step: number of the latest step, from 1.
+    """
+
+    def __init__(self, context: Context[Options]) -> None:
+        super().__init__(context.megatron)
+        self._options, self._log = context.options, context.log
+        self._header: Header | None = None
+        self._recording: Recording | None = None
+        self.recorder: Recorder | None = None
+        self.step, self._has_begun = 0, False
+        self._selects = self._asked = self._evaluates = False
+
+    def set_model(self, config: Any) -> None:
+        """Take the model's configuration, and open the recording that is replayed.
+
+        Raises:
+            MindSpeedDSAError: it is of another model.
+        """
+        self._header = header_of(config)
+        if self._options.replay is not None and self._recording is None:
+            self._recording = Recording.open(self._options.replay)
+            differences = list(self._recording.header.problems(self._header))
+            if differences:
+                raise MindSpeedDSAError(
+                    f"{REPLAY} {self._options.replay} is of another model: {differences[0]}"
+                )
+            for problem in self._recording.problems:
+                self._log.warning(f"{self._options.replay}: {problem}")
+
+    def add_layers(self, layers: Iterable[int]) -> None:
+        """Take numbers of layers of this rank: those that select have to ask for what is replayed."""
+        self._selects |= not set(layers).isdisjoint(self._model().computing)
+
+    def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
+        """Call a schedule and follow it; an evaluation has selections only where the job hands them over."""
+        self._asked, self._evaluates = False, bool(step.get("forward_only", False))
+        before = current().microbatch
+        try:
+            if not self._evaluates:
+                return super().run(schedule, args, step)
+            if not self._options.with_batch:
+                return schedule(*args, **step)
+            self.following = True
+            result = schedule(*args, **step)
+            self.ends(step)
+            return result
+        finally:
+            self.following = False
+            self._outputs.clear()
+            # A forward that failed has left its microbatch, which nobody else may find.
+            current().microbatch = before
+
+    def ends(self, step: dict[str, Any]) -> None:
+        """Refuse a step whose selections no layer has attended to.
+
+        Raises:
+            SelectionError: attention runs elsewhere.
+        """
+        replays = self._options.replay is not None or self._options.with_batch
+        if (replays or self._records()) and self._selects and not self._asked:
+            what = (
+                "asked for the keys that it is to attend to"
+                if replays
+                else "brought the keys that it selects"
+            )
+            raise SelectionError(
+                f"{REPLAY if replays else RECORD}: no layer of this rank has {what}, so that "
+                "its attention is not that of --use-fused-dsa; `python -m mindspeed_dsa doctor FLAGS` shows "
+                "which patches of DSA are skipped on this release of Megatron-core, and context parallel "
+                "ranks of 0.19 need --pack-documents for packs"
+            )
+
+    def begins(self, step: dict[str, Any]) -> bool:
+        """Count the step, and begin to record with the first one."""
+        self.step = self._step_of_job() or self.step + 1
+        if self._options.record is not None and not self._has_begun:
+            self._has_begun = True
+            recorder = Recorder(self._options, self._model(), dist.get_rank(), self._log)
+            recorder.begin(dist.get_world_size(), self.step)
+            # Tensor parallel ranks select the same keys.
+            if self.megatron("core.parallel_state").get_tensor_model_parallel_rank() == 0:
+                self.recorder = recorder
+        return True
+
+    def _step_of_job(self) -> int | None:
+        """Return the number of Megatron-LM's step, from 1; None in a job with a loop of its own."""
+        variables = sys.modules.get(f"{self.megatron.root}.training.global_vars")
+        iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)
+        return None if iteration is None else int(iteration) + 1
+
+    def before(self, events: Sequence[Event]) -> None:
+        """Set the forward's microbatch."""
+        for event in events:
+            if event.kind is Kind.FORWARD:
+                current().microbatch = self._microbatch(event.microbatch)
+
+    def after(self, events: Sequence[Event]) -> None:
+        """Clear the microbatch."""
+        microbatch = current().microbatch
+        for end in () if microbatch is None else (microbatch.source, microbatch.sink):
+            self._asked |= end is not None and end.asked
+        current().microbatch = None
+
+    def _microbatch(self, number: int) -> Microbatch:
+        state, chosen = self.megatron("core.parallel_state"), self._options
+        place = number * state.get_data_parallel_world_size() + state.get_data_parallel_rank()
+        microbatch = Microbatch()
+        if self._recording is not None:
+            microbatch.source = Recorded(self._recording, self.step, place, chosen.missing)
+        elif chosen.with_batch:
+            microbatch.source = HandedOver(self._model(), chosen.missing)
+        if self._records():
+            microbatch.sink = _ToDisk(self.recorder, chosen.mass, self.step, place)
+        return microbatch
+
+    def _records(self) -> bool:
+        chosen = self._options
+        is_wanted = chosen.steps is None or self.step in chosen.steps
+        return chosen.record is not None and is_wanted and not self._evaluates
+
+    def _model(self) -> Header:
+        assert self._header is not None, "forward ran before the model was built"
+        return self._header
+
+
+def start_at(context: Context[Options], step: int) -> None:
+    """Say which step comes next, in a job that goes on from a checkpoint in a loop of its own.
+
+    Args:
+        context: of the session, ``session.contexts["dsa-recorded-selections"]``.
+        step: its number, from 1.
+    """
+    steps_of(context).step = step - 1
+
+
+def steps_of(context: Context[Options]) -> Steps:
+    """Return the steps of the feature's session."""
+    return context.state(Steps)
+
+
+def note_model(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
+    """Decorate ``TransformerBlock.__init__``."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        steps = steps_of(context)
+        steps.set_model(config)
+        original(self, config, *args, **kwargs)
+        steps.add_layers(layer.layer_number for layer in self.layers)
+
+    return __init__
+
+
+def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan``: note which tokens the rows have."""
+
+    def forward(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        microbatch = current().microbatch
+        if microbatch is not None and self.pre_process:
+            microbatch.tokens = input_ids
+        return original(self, input_ids, *args, **kwargs)
+
+    return forward
+
+
+follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Steps)
+
+
+def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
+    """Decorate ``combined_forward_backward_step``."""
+    return pipeline_steps.follow_pairs(original, steps_of(context))
