@@ -115,7 +115,6 @@ class Surroundings:
         overlaps: what is sent while something is computed, in words, with the flag that asks for it.
         variables: the environment.
         machine: this node.
-        checked_by_megatron: the job has yet to pass Megatron-LM's own look at its arguments.
         checkpoint: bytes of a checkpoint, where the model's sizes are known.
         iteration: of the newest checkpoint in the folder that the job saves to and loads from.
     """
@@ -126,7 +125,6 @@ class Surroundings:
     overlaps: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     machine: Machine = field(default_factory=Machine)
-    checked_by_megatron: bool = False
     checkpoint: float | None = None
     iteration: int = 0
 

@@ -347,12 +347,14 @@ class PatchManager:
                 site.release()
 
     def covered(self) -> list[Covered]:
-        """Return what applied patches have found in their places: Megatron's own, or other code's."""
+        """Return what applied patches have found in their places, and what other code has put in its own."""
         with self._lock:
-            return [
+            self._refresh()
+            found = [
                 Covered(site.label, site.raw, all(claim.patch.kind == "wrap" for claim in site.claims))
-                for site in self._in_state("applied")
+                for site in self._in_state("applied", "foreign")
             ]
+            return found + [Covered(site.label, site.live(), True) for site in self._in_state("foreign")]
 
     def report(self) -> list[SiteReport]:
         """The state of every site, including foreign re-patches."""

@@ -284,7 +284,7 @@ class Site:
         """
         if self.state != "foreign":
             return False
-        live = self._live()
+        live = self.live()
         return live is self.raw or self._passed_over(live)
 
     def _passed_over(self, live: Any) -> bool:
@@ -296,7 +296,7 @@ class Site:
         """Detect that other code has patched over us, or has undone that."""
         if self.state not in ("applied", "foreign"):
             return
-        live = self._live()
+        live = self.live()
         if live is self.installed:
             self.state, self.reason = "applied", ""
             return
@@ -314,8 +314,8 @@ class Site:
                     "run before mindspeed_dsa switches features on"
                 )
 
-    def _live(self) -> Any:
-        """The object that a lookup of the target by name finds."""
+    def live(self) -> Any:
+        """Return the object that a lookup of the target by name finds."""
         if self.patch.module not in sys.modules:
             return self.present()
         try:
@@ -372,11 +372,11 @@ def _at_home(thing: Any, package: str) -> bool:
 
 @dataclass(frozen=True)
 class Covered:
-    """Object that a patch has found in its place.
+    """Object of other code in a patch's place.
 
     Attributes:
-        name: of the target.
-        found: the object that was there.
+        name: name of the target.
+        found: the object that was there before the patch, or is there after it.
         is_called: whether the patch calls it, as a wrapper does and a replacement does not.
     """
 

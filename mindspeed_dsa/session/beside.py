@@ -1,4 +1,4 @@
-"""Other libraries that change Megatron in place: which are installed, and what of them is in this process."""
+"""Other libraries that change Megatron in place: two are refused, others named by the sites they changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from mindspeed_dsa import features
-from mindspeed_dsa.patches import Covered, compose, hooks
+from mindspeed_dsa.patches import Covered, compose
 from mindspeed_dsa.patches.signatures import is_a
 from mindspeed_dsa.settings import Settings
 
@@ -25,124 +25,72 @@ _NAMED = 3  # a message names so many functions
 
 @dataclass(frozen=True)
 class Patcher:
-    """A library that changes Megatron in place.
+    """A library with the same targets and flags: only one of the two can be in a process.
 
     Attributes:
-        name: as its users call it.
-        packages: modules below which its functions are defined.
-        distributions: under which it is installed.
-        changes: what it puts into Megatron, and when.
-        do: what a job does that wants both, or only this library.
-        engine: ``module:class`` whose ``patches_info`` lists what it has patched. Such a library patches what
-            this one patches, and knows flags of the same names: only one of the two can be in a process.
+        name: name that its users know.
+        packages: top-level packages, which are also names of its distributions.
+        do: way out for a job.
+        engine: ``module:class`` whose ``patches_info`` lists what it has patched.
         flags: ``module:class`` whose ``register_features_args`` adds its flags to a parser.
         by: module whose import patches.
     """
 
     name: str
     packages: tuple[str, ...]
-    distributions: tuple[str, ...]
-    changes: str
     do: str
-    engine: str = ""
-    flags: str = ""
-    by: str = ""
+    engine: str
+    flags: str
+    by: str = "megatron_adaptor"
 
 
 PATCHERS = (
     Patcher(
         "MindSpeed",
         ("mindspeed", "mindspeed_llm", "mindspeed_mm", "mindspeed_rl"),
-        ("mindspeed", "mindspeed_llm", "mindspeed_mm", "mindspeed_rl"),
-        "hundreds of functions of Megatron and torch, when mindspeed.megatron_adaptor or mindspeed_llm is "
-        "imported",
         "remove `import mindspeed.megatron_adaptor` (or that of mindspeed_llm) from the training script, see "
         "docs/migrate.md, or train without mindspeed_dsa",
-        engine="mindspeed.patch_utils:MindSpeedPatchesManager",
-        flags="mindspeed.features_manager.features_manager:MindSpeedFeaturesManager",
-        by="megatron_adaptor",
+        "mindspeed.patch_utils:MindSpeedPatchesManager",
+        "mindspeed.features_manager.features_manager:MindSpeedFeaturesManager",
     ),
     Patcher(
         "MegatronAdaptor",
         ("megatron_adaptor",),
-        ("megatron_adaptor", "megatron-adaptor"),
-        "functions of Megatron and torch that fail on an NPU, when megatron_adaptor is imported",
         "remove `import megatron_adaptor` from the training script, or unset VERL_USE_MEGATRON_ADAPTOR: this "
         "library runs Megatron on NPUs itself; or train without mindspeed_dsa",
-        engine="megatron_adaptor.patches.patch_manager:PatchesManager",
-        flags="megatron_adaptor.features_manager.features_manager:FeaturesManager",
-        by="megatron_adaptor",
-    ),
-    Patcher(
-        "TransformerEngineNPU (TENPU)",
-        ("transformer_engine_npu",),
-        ("transformer_engine_npu", "transformer-engine-npu"),
-        "nothing of Megatron; it is imported as transformer_engine, so that Megatron takes its layers",
-        "with --transformer-impl local Megatron builds layers of its own, which features here are for",
-    ),
-    Patcher(
-        "Liger-Kernel",
-        ("liger_kernel",),
-        ("liger-kernel", "liger-kernel-nightly"),
-        "norms, cross entropy and SwiGLU, when apply_liger_kernel_to_megatron() is called",
-        "leave that call out: --use-fused-rmsnorm and --use-fused-swiglu run Liger's kernels on GPUs too",
-    ),
-    Patcher(
-        "Megatron-Bridge (NeMo)",
-        ("megatron.bridge", "nemo", "nemo_rl", "nemo_automodel"),
-        ("megatron-bridge", "nemo-toolkit", "nemo-rl"),
-        "YaRN's factor and single layers of models of its own, when their modules are imported",
-        "switch features on before megatron.bridge is imported, see docs/hosts/frameworks.md",
-    ),
-    Patcher(
-        "ms-swift (mcore-bridge)",
-        ("mcore_bridge", "swift"),
-        ("ms-swift", "mcore-bridge"),
-        "rotary embeddings, multi-token prediction and routers, when mcore_bridge is imported",
-        "switch features on before mcore_bridge is imported, see docs/hosts/frameworks.md",
-    ),
-    Patcher(
-        "verl",
-        ("verl", "mbridge"),
-        ("verl", "mbridge"),
-        "latent attention, recomputation and routers, when a worker builds its engine, and some on request",
-        "switch features on in a module of VERL_USE_EXTERNAL_MODULES, see docs/hosts/dsa-in-rl.md",
-    ),
-    Patcher(
-        "slime",
-        ("slime", "slime_plugins"),
-        ("slime",),
-        "routers, for the replay of routing; its layers of GLM and Qwen bring attention of their own",
-        "switch features on in the module that --spec names, see docs/hosts/dsa-in-rl.md",
+        "megatron_adaptor.patches.patch_manager:PatchesManager",
+        "megatron_adaptor.features_manager.features_manager:FeaturesManager",
     ),
 )
+_MEGATRONS = frozenset({"torch", "transformer_engine", "apex", "triton", "einops", "numpy", "mindspeed_dsa"})
+"""Packages whose functions Megatron itself has under its names, and this one."""
 
 
 @dataclass(frozen=True)
 class Presence:
-    """Functions of one library in this process.
+    """Functions of one package at sites that this library patches.
 
     Attributes:
-        patcher: the library.
-        places: names in Megatron that hold its functions, or below which they are called.
-        dropped: names of which a patch of this library has replaced its function.
+        package: top-level package in which they were written.
+        places: sites where they are called.
+        dropped: sites where a replacement of this library has taken their place.
     """
 
-    patcher: Patcher
+    package: str
     places: tuple[str, ...]
     dropped: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"library": self.patcher.name, "places": [*self.places], "dropped": [*self.dropped]}
+        return {"library": self.package, "places": [*self.places], "dropped": [*self.dropped]}
 
     def __str__(self) -> str:
-        said = [f"{self.patcher.name} has changed {_listed(self.places)}"] if self.places else []
+        said = [f"{self.package} has changed {_listed(self.places)}"] if self.places else []
         if self.dropped:
             said.append(
-                f"what {self.patcher.name} had put in place of {_listed(self.dropped)} is no longer called"
+                f"the function of {self.package} in place of {_listed(self.dropped)} is no longer called"
             )
-        return f"{'; '.join(said)}; {self.patcher.do}"
+        return "; ".join(said)
 
 
 def refusal(active: bool, resolved: Settings) -> str | None:
@@ -152,7 +100,7 @@ def refusal(active: bool, resolved: Settings) -> str | None:
         active: whether a feature of this library is on.
         resolved: the settings, of which those are named that the other library acts on too.
     """
-    patched = {each: _patched(each) for each in PATCHERS if each.engine} if active else {}
+    patched = {each: _patched(each) for each in PATCHERS} if active else {}
     found = {each: names for each, names in patched.items() if names}
     if not found:
         return None
@@ -201,38 +149,20 @@ def _loaded(dotted: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def present(root: str, covered: Iterable[Covered] = ()) -> list[Presence]:
-    """Return the libraries whose functions stand in Megatron, or did until a patch of ours replaced them.
+def present(root: str, covered: Iterable[Covered]) -> list[Presence]:
+    """Return the packages whose functions stand at patched sites, or did until a patch replaced them.
 
     Args:
         root: top-level package of Megatron.
-        covered: what patches of ours have found in their places.
+        covered: objects that other code has, or had, in the places of patches.
     """
-    places: dict[Patcher, list[str]] = {}
-    dropped: dict[Patcher, list[str]] = {}
-    for name, thing in _standing_in(root):
-        if (patcher := _of(_home(thing))) is not None:
-            places.setdefault(patcher, []).append(name)
+    found: dict[str, tuple[list[str], list[str]]] = {}
     for each in covered:
-        if (patcher := _of(_home(each.found))) is not None:
-            (places if each.is_called else dropped).setdefault(patcher, []).append(each.name)
-    return [
-        Presence(each, tuple(places.get(each, ())), tuple(dropped.get(each, ())))
-        for each in PATCHERS
-        if each in places or each in dropped
-    ]
-
-
-def _standing_in(root: str) -> Iterator[tuple[str, Any]]:
-    """Yield the names of Megatron's loaded modules and of their own classes, with what they hold."""
-    for module, loaded in sys.modules.copy().items():
-        if not module.startswith(f"{root}.") or _of(module) is not None:
-            continue
-        for name, thing in (hooks.namespace(loaded) or {}).copy().items():
-            yield f"{module}:{name}", thing
-            if is_a(thing, type) and thing.__module__ == module:
-                for inner, held in vars(thing).copy().items():
-                    yield f"{module}:{name}.{inner}", held
+        package = _home(each.found).partition(".")[0]
+        known = {"", root, each.name.partition(".")[0]} | _MEGATRONS | sys.stdlib_module_names
+        if package not in known:
+            found.setdefault(package, ([], []))[not each.is_called].append(each.name)
+    return [Presence(package, tuple(places), tuple(gone)) for package, (places, gone) in found.items()]
 
 
 def _home(thing: Any) -> str:
@@ -248,19 +178,16 @@ def _home(thing: Any) -> str:
     return thing.__module__ if is_a(thing, type) and isinstance(thing.__module__, str) else ""
 
 
-@cache
 def _of(module: str) -> Patcher | None:
-    for patcher in PATCHERS:
-        if any(module == package or module.startswith(f"{package}.") for package in patcher.packages):
-            return patcher
-    return None
+    package = module.partition(".")[0]
+    return next((each for each in PATCHERS if package in each.packages), None)
 
 
 def installed() -> dict[Patcher, str]:
     """Return the libraries that could be imported here, each with its release; nothing is imported."""
     found = {}
     for patcher in PATCHERS:
-        release = next(filter(None, map(_release, patcher.distributions)), "")
+        release = next(filter(None, map(_release, patcher.packages)), "")
         if release or any(_exists(package) for package in patcher.packages):
             found[patcher] = release or "of unknown release"
     return found
@@ -275,8 +202,6 @@ def _release(distribution: str) -> str | None:
 
 def _exists(package: str) -> bool:
     """Return whether a package lies on the path; a folder without modules in it, as a checkout's, is none."""
-    if "." in package:
-        return False
     with contextlib.suppress(ImportError, ValueError):
         spec = find_spec(package)
         return spec is not None and spec.origin is not None
@@ -314,5 +239,5 @@ def refused_imports(found: Mapping[Patcher, Sequence[str]]) -> Iterator[str]:
     """Yield a problem for each import of a script that would patch what this library patches."""
     for patcher, lines in found.items():
         for line in lines:
-            if patcher.by and patcher.by in line:
+            if patcher.by in line:
                 yield f"{line}: {patcher.name} patches what this library patches; {patcher.do}"

@@ -125,7 +125,7 @@ class Session:
             raise SettingsError(listed("no model can be built:", missing))
         try:
             self._require_alone()
-            self._verify_sites()
+            self._manager.finalize()
         except PatchError as error:
             self._stay_refused(error)
             raise
@@ -145,17 +145,6 @@ class Session:
         if problem is not None:
             self._manager.undo()
             raise PatchError([problem], "no model can be built, all patches were undone")
-
-    def _verify_sites(self, thorough: bool = False) -> None:
-        """Have the manager verify; of a site that a known library has taken, add what to do about it."""
-        try:
-            self._manager.finalize(thorough=thorough)
-        except PatchError as error:
-            lost = {site.target for site in self._manager.report() if site.state == "failed"}
-            others = [str(each) for each in self.beside() if not lost.isdisjoint(each.places)]
-            if not others:
-                raise
-            raise PatchError([*error.problems, *others], error.headline) from None
 
     def _stay_refused(self, error: PatchError) -> None:
         """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
@@ -189,7 +178,7 @@ class Session:
             PatchError: as :meth:`finalize` does.
         """
         self._require_alone()
-        self._verify_sites(thorough=True)
+        self._manager.finalize(thorough=True)
 
     def beside(self) -> list[beside.Presence]:
         """Other libraries that have changed Megatron in this process."""

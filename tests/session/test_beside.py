@@ -195,9 +195,9 @@ def test_a_library_that_wraps_trains_with_us_and_is_named(megatron, liger, first
     mindspeed_dsa.finalize(str(tmp_path))
     assert layers.scale(3) == 42
     assert calls() == [(3,)]
-    assert "note: Liger-Kernel has changed corp_megatron.core.layers:scale" in capsys.readouterr().err
+    assert "note: liger_kernel has changed corp_megatron.core.layers:scale" in capsys.readouterr().err
     (row,) = json.loads((tmp_path / "mindspeed_dsa.json").read_text())["beside"]
-    assert row == {"library": "Liger-Kernel", "places": ["corp_megatron.core.layers:scale"], "dropped": []}
+    assert row == {"library": "liger_kernel", "places": ["corp_megatron.core.layers:scale"], "dropped": []}
 
 
 def test_a_library_that_we_replace_is_said_to_be_out(megatron, liger, capsys):
@@ -208,7 +208,7 @@ def test_a_library_that_we_replace_is_said_to_be_out(megatron, liger, capsys):
     mindspeed_dsa.finalize()
     assert layers.scale(3) == 30
     assert (
-        "note: what Liger-Kernel had put in place of corp_megatron.core.layers:scale is no longer called"
+        "note: the function of liger_kernel in place of corp_megatron.core.layers:scale is no longer called"
         in capsys.readouterr().err
     )
 
@@ -220,10 +220,9 @@ def test_a_library_that_drops_ours_is_refused_by_name_with_the_way_out(megatron,
     layers.scale = liger.times_seven
     with pytest.raises(PatchError) as refused:
         mindspeed_dsa.finalize()
-    problem, hint = refused.value.problems
+    (problem,) = refused.value.problems
     assert "re-patched it with liger_kernel.megatron.monkey_patch.times_seven" in problem
     assert "does not call what it replaced; switch one of the two off" in problem
-    assert hint.startswith("Liger-Kernel has changed corp_megatron.core.layers:scale; leave that call out")
 
 
 def test_nobody_beside_is_nobody_named(megatron, capsys, tmp_path):
@@ -242,9 +241,6 @@ def test_nobody_beside_is_nobody_named(megatron, capsys, tmp_path):
         ("from mindspeed_llm import megatron_adaptor", "MindSpeed", True),
         ("import megatron_adaptor", "MegatronAdaptor", True),
         ("from mindspeed.utils import get_batch", "MindSpeed", False),
-        ("from liger_kernel.megatron import apply_liger_kernel_to_megatron", "Liger-Kernel", False),
-        ("from megatron.bridge import AutoBridge", "Megatron-Bridge (NeMo)", False),
-        ("import mcore_bridge", "ms-swift (mcore-bridge)", False),
     ],
 )
 def test_doctor_reads_the_script(megatron, tmp_path, line, library, refused):
@@ -272,12 +268,3 @@ def test_doctor_shows_two_installations(megatron, tmp_path, monkeypatch):
     assert findings["megatron"] == [f"0.16.1 in {tmp_path}", f"0.16.1 in {other}"]
     told = " ".join(doctor.as_text(findings).split())
     assert f"megatron-core 0.16.1 in {tmp_path} is used, and hides 0.16.1 in {other}" in told
-
-
-def test_libraries_say_what_they_change_and_what_to_do():
-    for each in beside.PATCHERS:
-        assert each.packages, each.name
-        assert each.distributions, each.name
-        assert each.changes, each.name
-        assert each.do, each.name
-        assert bool(each.engine) == bool(each.flags) == bool(each.by), each.name

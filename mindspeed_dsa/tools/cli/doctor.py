@@ -210,21 +210,21 @@ def _without_target(running: session.Session) -> list[str]:
 
 def _beside(running: session.Session | None, script: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Return what is known of other libraries that change Megatron, and problems of the script's imports."""
-    present = {each.patcher: each for each in running.beside()} if running else {}
+    present = running.beside() if running else []
     installed, imports = beside.installed(), beside.imported_by(script)
     rows = [
         {
             "library": each.name,
             "release": installed.get(each, "not installed"),
-            "changes": each.changes,
             "imports": [f"{script} {line}" for line in imports.get(each, ())],
-            "places": [*present[each].places] if each in present else [],
-            "dropped": [*present[each].dropped] if each in present else [],
+            "places": [],
+            "dropped": [],
             "do": each.do,
         }
         for each in beside.PATCHERS
-        if each in installed or each in imports or each in present
+        if each in installed or each in imports
     ]
+    rows += [{"release": "", "imports": [], "do": "", **each.as_dict()} for each in present]
     refused = beside.refused_imports(imports) if running and running.features else ()
     return rows, [f"{script} {text}" for text in refused]
 

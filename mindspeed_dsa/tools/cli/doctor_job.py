@@ -99,7 +99,6 @@ def examine(
         args=args,
         variables=variables,
         machine=installation.read(platform, root, variables, path),
-        checked_by_megatron=not command.is_example,
     )
     about = environment.completed(about, active, lambda: checkpoint.size_of(words))
     return environment.examine(about, active)

@@ -177,11 +177,11 @@ def _every_site(findings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other(each: Mapping[str, Any]) -> str:
-    said = [f"  {each['library']}, {each['release']}: changes {each['changes']}"]
+    said = [f"  {each['library']}{', ' if each['release'] else ''}{each['release']}"]
     said += [f"imported by {'; '.join(each['imports'][:3])}"] if each["imports"] else []
     said += [f"has changed {', '.join(each['places'])}"] if each["places"] else []
     said += [f"is no longer called in {', '.join(each['dropped'])}"] if each["dropped"] else []
-    return "; ".join([*said, each["do"]] if len(said) > 1 else said)
+    return "; ".join([*said, each["do"]] if each["imports"] else said)
 
 
 def _finding(each: Mapping[str, str]) -> str:

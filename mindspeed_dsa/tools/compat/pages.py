@@ -299,9 +299,8 @@ def environment_checks() -> str:
 
 
 def other_libraries() -> str:
-    """Libraries that change Megatron in place."""
-    rows = [[each.name, each.changes, "refused" if each.engine else "named", each.do] for each in PATCHERS]
-    return table(["Library", "Changes", "Beside this one", "What to do"], rows)
+    """Libraries that are refused in one process with this one."""
+    return table(["Library", "What to do"], [[each.name, each.do] for each in PATCHERS])
 
 
 def repairs() -> str:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mindspeed_dsa.__main__ import main
+from mindspeed_dsa.session.environment import installation
 from mindspeed_dsa.tools.cli.doctor_job import Command
 from mindspeed_dsa.tools.planner.checkpoint import size_of
 from tests.support import warm
@@ -115,21 +116,13 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, launcher, ranks
     assert variables.get("OMP_NUM_THREADS") == ("1" if ranks[0] == "4" else None), "which torchrun sets"
 
 
-def test_an_error_of_the_environment_is_the_exit_status(doctor):
-    job = [
-        "torchrun",
-        "--nproc-per-node",
-        "2",
-        "pretrain_gpt.py",
-        *MODEL,
-        "--tensor-model-parallel-size",
-        "2",
-    ]
-    status, found, findings = doctor(*job)
+def test_an_error_of_the_environment_is_the_exit_status(doctor, monkeypatch):
+    monkeypatch.setattr(installation, "_free", lambda folder: 2**20 if folder.name == "shm" else 2**50)
+    job = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *MODEL, "--num-workers"]
+    status, found, findings = doctor(*job, "64")
     assert (status, findings["problems"]) == (1, [])
-    assert found["device-connections"]["level"] == "error"
-    assert found["device-connections"]["do"] == "export CUDA_DEVICE_MAX_CONNECTIONS=1"
-    status, found, findings = doctor(*job, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert found["shared-memory"]["level"] == "error"
+    status, found, findings = doctor(*job, "0")
     assert (status, found) == (0, {})
 
 
