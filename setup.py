@@ -14,8 +14,8 @@ EXTRAS = {
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     # Fused RMSNorm and SwiGLU on GPUs.
     "liger": ["liger-kernel>=0.8.5; platform_system == 'Linux'"],
-    # Progress of `python -m mindspeed_dsa weights`.
-    "weights": ["tqdm"],
+    # Hugging Face's files, of which DeepSeek's may have factors in F8_E8M0; progress of `weights`.
+    "weights": ["safetensors>=0.6.2", "tqdm"],
     # The CRC-32 of zlib, of four times as many bytes a second, for manifests of checkpoints.
     "checkpoints": ["isal>=1.7"],
     # Reading shell scripts, in `python -m mindspeed_dsa migrate`.

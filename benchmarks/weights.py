@@ -20,7 +20,7 @@ from benchmarks.registry import Metrics
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face import saving, shard_files
 from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
-from mindspeed_dsa.features.checkpoints.hugging_face.files import WeightFiles
+from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import pieces_of
 from mindspeed_dsa.runs.files import sync_tree
 from mindspeed_dsa.tools.weights import importing, job
@@ -79,15 +79,15 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
                 rows, *rest = piece.whole
                 shapes |= {each: (rows // len(names), *rest) for each in names}
     bias = "e_score_correction_bias"
-    specs = [
-        shard_files.TensorSpec(each, torch.float32 if each.endswith(bias) else torch.bfloat16, shape)
-        for each, shape in shapes.items()
-    ]
-    shards = shard_files.divide(specs, 5 * 10**9)
-    for shard in shards:
-        with shard_files.ShardFile(folder, shard) as file:
-            for spec in shard.tensors:
-                file.write(spec.name, torch.randn(spec.shape).mul_(0.02).to(spec.dtype))
+    dtypes = {each: torch.float32 if each.endswith(bias) else torch.bfloat16 for each in shapes}
+    announced = (
+        (each, torch.empty(shape, dtype=dtypes[each], device="meta")) for each, shape in shapes.items()
+    )
+    shards = shard_files.divide(announced, 5 * 10**9)
+    for file, tensors in shards.items():
+        with shard_files.Writer(folder / file, tensors) as writer:
+            for each, tensor in tensors.items():
+                writer.write(each, torch.randn(tensor.shape).mul_(0.02).to(tensor.dtype))
     shard_files.write_index(folder, shards)
 
 
@@ -96,13 +96,11 @@ def _import(source: Path, target: Path) -> None:
 
 
 def _export(checkpoint: Path, target: Path, like: Path | None, fp8: bool) -> None:
-    wish = job.wish_of(
-        Namespace(
-            checkpoint=checkpoint, target=target, like=like, dtype="bfloat16", shard_size=5 * 10**9,
-            fp8_blocks=fp8,
-        )
+    options = Namespace(
+        checkpoint=checkpoint, target=target, like=like, dtype="bfloat16", shard_size=5 * 10**9,
+        fp8_blocks=fp8,
     )  # fmt: skip
-    saving.write_together(lambda: wish, _silent, "benchmark")
+    saving.write_together(lambda: job.plan_of(options), _silent, "benchmark")
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -137,7 +135,7 @@ def _measured(folder: Path, kind: str, fp8: bool, rounds: int) -> dict[str, Any]
             _require_same(model, out)
         for each in (checkpoint, out, copy):
             shutil.rmtree(each)
-    files = WeightFiles(model)
+    files = Reader(model)
     largest = max(torch.Size(files.shape(name)).numel() * 2 for name in files.names)
     total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     rates = {

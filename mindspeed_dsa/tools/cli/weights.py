@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +52,11 @@ def run(argv: Sequence[str]) -> int:
         "export": _export,
         "flags": _flags,
     }
+    lacking = [name for name in ("safetensors", "tqdm") if find_spec(name) is None]
+    if lacking and options.command != "flags":
+        raise SettingsError(
+            f"{_WHO}: {' and '.join(lacking)} is missing: pip install 'mindspeed_dsa[weights]'"
+        )
     commands[options.command](options, flags)
     return 0
 
@@ -124,7 +130,7 @@ def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
     from mindspeed_dsa.tools.weights import job
 
     with job.processes():
-        plan = saving.write_together(lambda: job.wish_of(options), _bar("export"), _WHO)
+        plan = saving.write_together(lambda: job.plan_of(options), _bar("export"), _WHO)
     if _first():
         print(f"{options.target}: {amount(plan.bytes)} in {len(plan.shards)} files")
 
@@ -154,12 +160,8 @@ def _bar(what: str) -> Callable[[int], Callable[[int], None]]:
     def begin(total: int) -> Callable[[int], None]:
         if not _first():
             return lambda done: None
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise SettingsError(
-                f"{_WHO}: progress is shown by tqdm: pip install 'mindspeed_dsa[weights]'"
-            ) from error
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
         bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=1.0)
 
         def wrote(done: int) -> None:

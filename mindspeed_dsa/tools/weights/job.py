@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, mismatch, written_config
-from mindspeed_dsa.features.checkpoints.hugging_face.comparison import weights_of
-from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Wish
+from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
+from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
-from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Reader
+from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
@@ -83,7 +83,7 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         pipeline_model_parallel_size=1,
         add_position_embedding=True,
     )
-    return Import(files, source, target, values, vocabulary, chosen, saved)
+    return Import(files, target, values, vocabulary, chosen, saved)
 
 
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
@@ -148,7 +148,7 @@ def _dtype(said: argparse.Namespace, has_flags: bool) -> torch.dtype:
 # -- export ------------------------------------------------------------------------------------
 
 
-def wish_of(options: argparse.Namespace) -> Wish:
+def plan_of(options: argparse.Namespace) -> Plan:
     """Return the export that a command line asks for.
 
     Raises:
@@ -163,7 +163,9 @@ def wish_of(options: argparse.Namespace) -> Wish:
         like, _ = config.read_model(options.like, WHO)
         values = config.arguments_of(like, f"{WHO}: {options.like}")
         args = args or argparse.Namespace(**values)
-        if others := mismatch.differences(values, args, release_here()):
+        mismatches = mismatch.mismatches(values, args, release_here())
+        # An export takes no flag that would mend it.
+        if others := [each.rpartition(": ")[0] for each in mismatches]:
             raise SettingsError(
                 f"{WHO} export: {checkpoint} is no model like {options.like}: {'; '.join(others)}; name the "
                 "model with --like that it was trained from, or leave it out"
@@ -178,7 +180,7 @@ def wish_of(options: argparse.Namespace) -> Wish:
         dtype=options.dtype or "bfloat16",
         like=like,
     )
-    return Wish(
+    return Plan(
         checkpoint=checkpoint,
         target=options.target,
         config=described,
@@ -227,7 +229,7 @@ class _ArgumentsOnly:
 
 def _arguments_in(checkpoint: Path) -> argparse.Namespace | None:
     """Return the arguments of the job that wrote a checkpoint; None where it does not say."""
-    source = Reader(checkpoint).common()
+    source = Checkpoint(checkpoint).common()
     if source is None:
         return None
     try:

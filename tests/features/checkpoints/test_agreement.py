@@ -53,15 +53,17 @@ def many(kinds: list[str]) -> list[tuple[str, str]]:
 
 def damaged(folder: str, what: str) -> str:
     """Load or export where torch fails on rank 1 alone: the message of this rank."""
-    failing: Any = contextlib.nullcontext()
-    if dist.get_rank() == 1:
-        owner, name = (loading, "weights_of") if what == "load" else (saving, "Export")
-        failing = mock.patch.object(owner, name, side_effect=RuntimeError("shape mismatch"))
-    others = mock.patch.object(saving, "Export", return_value=SimpleNamespace())
+
+    def fails(*args: object) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("shape mismatch")
+        return weights_of(*args) if args else SimpleNamespace()
+
+    weights_of = loading.weights_of
     do: Callable[[], Any] = partial(loading.load, [], Path(folder), test_loading.JOB, log.get())
     if what == "export":
-        do = partial(saving.write_together, SimpleNamespace, SimpleNamespace, "mindspeed_dsa save-hf")
-    with others, failing, pytest.raises(RunError) as caught:
+        do = partial(saving.write_together, fails, SimpleNamespace, "mindspeed_dsa save-hf")
+    with mock.patch.object(loading, "weights_of", fails), pytest.raises(RunError) as caught:
         do()
     return str(caught.value)
 

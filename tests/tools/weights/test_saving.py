@@ -45,7 +45,7 @@ def model(made: tuple[Path, Path, Path], tmp_path: Path) -> Path:
 # -- a step that is trained anew ----------------------------------------------------------------
 
 
-def step_of(model: Path, folder: Path, *, at: float | None = None) -> Namespace:
+def step_of(model: Path, folder: Path) -> Namespace:
     """Make a model the checkpoint of step 3, and return the arguments of the job that saved it."""
     done("import", model, folder / "imported")
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -53,8 +53,6 @@ def step_of(model: Path, folder: Path, *, at: float | None = None) -> Namespace:
     (folder / "imported").rename(folder / "checkpoints")
     (folder / "checkpoints" / TRACKER).write_text("3")
     checkpoint = folder / "checkpoints" / "iter_0000003"
-    if at is not None:
-        os.utime(checkpoint / ".metadata", (at, at))
     common: dict[str, Any] = torch.load(checkpoint / "common.pt", weights_only=False)
     args: Namespace = common["args"]
     args.save = str(folder / "checkpoints")
@@ -69,9 +67,8 @@ def is_model(folder: Path, model: Path) -> bool:
     return models.same(models.tensors_of(folder / "models" / "iter_0000003"), models.tensors_of(model))
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["recorded", "by time"])
 def test_a_step_that_is_trained_anew_replaces_its_model(
-    made: tuple[Path, Path, Path], tmp_path: Path, told: bool
+    made: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     first, second, _ = made
     wanted = options(tmp_path)
@@ -79,16 +76,12 @@ def test_a_step_that_is_trained_anew_replaces_its_model(
     assert saving.export(job, 3, wanted, log.get()) == wanted.folder / "iter_0000003"
     assert is_model(tmp_path, first)
     written = (wanted.folder / "iter_0000003" / FILE).stat()
-    assert saving.export(job, 3, wanted, log.get()) is None, "it is of this checkpoint"
+    assert saving.export(job, 3, wanted, log.get()) is None, "it is younger than the checkpoint"
     assert (wanted.folder / "iter_0000003" / FILE).stat().st_ino == written.st_ino
-    if not told:
-        (wanted.folder / ".iter_0000003.json").unlink()
-        assert saving.export(job, 3, wanted, log.get()) is None, "it is younger than the checkpoint"
-    # By its time this one is older where a file says of which checkpoint the model is, as of a backup.
-    job = step_of(second, tmp_path, at=10.0 if told else written.st_mtime + 100)
+    job = step_of(second, tmp_path)
     assert saving.export(job, 3, wanted, log.get()) is not None
     assert is_model(tmp_path, second)
-    assert sorted(path.name for path in wanted.folder.iterdir()) == [".iter_0000003.json", "iter_0000003"]
+    assert [path.name for path in wanted.folder.iterdir()] == ["iter_0000003"]
     assert saving.export(job, 3, wanted, log.get()) is None
 
 
@@ -102,7 +95,7 @@ def test_a_model_stays_until_the_one_that_replaces_it_is_whole(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving.Export, "publish", full)
+    monkeypatch.setattr(saving.Plan, "publish", full)
     with pytest.raises(RunError, match="No space left on device; make room"):
         saving.export(job, 3, options(tmp_path), log.get())
     assert is_model(tmp_path, first)
@@ -130,7 +123,7 @@ def test_a_model_is_back_where_the_one_that_replaces_it_gets_no_name(
     monkeypatch.undo()
     saving.export(job, 3, options(tmp_path), log.get())
     assert is_model(tmp_path, second)
-    assert sorted(os.listdir(tmp_path / "models")) == [".iter_0000003.json", "iter_0000003"]
+    assert sorted(os.listdir(tmp_path / "models")) == ["iter_0000003"]
 
 
 def test_a_replaced_model_that_cannot_be_deleted_is_said_and_the_new_one_stays(
@@ -154,8 +147,8 @@ def test_a_replaced_model_that_cannot_be_deleted_is_said_and_the_new_one_stays(
     assert ".replaced, which " in (said := capsys.readouterr().err)
     assert "cannot be deleted: [Errno 16] Device or resource busy" in said
     monkeypatch.undo()
-    saving.export(step_of(first, tmp_path, at=10.0), 3, options(tmp_path), log.get())
-    assert sorted(os.listdir(tmp_path / "models")) == [".iter_0000003.json", "iter_0000003"]
+    saving.export(step_of(first, tmp_path), 3, options(tmp_path), log.get())
+    assert sorted(os.listdir(tmp_path / "models")) == ["iter_0000003"]
 
 
 def test_what_is_no_model_is_not_replaced(made: tuple[Path, Path, Path], tmp_path: Path) -> None:

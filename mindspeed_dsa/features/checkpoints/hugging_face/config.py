@@ -76,9 +76,9 @@ _OF_ROPE = (
     "attention_factor",
     "partial_rotary_factor",
 )
-LENGTH = 8
+_LENGTH = 8
 """Bytes of a safetensors file that hold its header's length."""
-LARGEST_HEADER = 100_000_000
+_LARGEST_HEADER = 100_000_000
 """The safetensors library's bound, in bytes."""
 _NAME_A_FOLDER = "name a model's folder, with config.json and safetensors files"
 _INDEXER_OF = {"deepseek_v3": "deepseek-v3.2", "deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
@@ -137,8 +137,8 @@ def _names_in(folder: Path) -> Iterable[str]:
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         else:
             with open(folder / SINGLE, "rb") as file:
-                length = int.from_bytes(file.read(LENGTH), "little")
-                content = json.loads(file.read(min(length, LARGEST_HEADER)))
+                length = int.from_bytes(file.read(_LENGTH), "little")
+                content = json.loads(file.read(min(length, _LARGEST_HEADER)))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ()
     return content if isinstance(content, dict) else ()

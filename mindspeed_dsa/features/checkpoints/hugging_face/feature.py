@@ -15,6 +15,10 @@ from mindspeed_dsa.patches.spec import Patch
 _HERE = "mindspeed_dsa.features.checkpoints.hugging_face"
 _TRAINING = "megatron.training.training"
 _RELEASES = ">=0.12.1,<0.21"
+_REQUIRES = Requires(
+    versions={"megatron-core": _RELEASES},
+    packages={"safetensors": "pip install 'mindspeed_dsa[weights]'"},
+)
 LOAD_HF = Flag(
     "--load-hf",
     "Start from the weights in DIR, a folder of safetensors files and a config.json of DeepSeek-V3, "
@@ -97,12 +101,12 @@ class Save:
 
 def check_load(args: Any, options: Load) -> Iterator[str]:
     """Yield how the model's files differ from the job's arguments."""
-    from mindspeed_dsa.features.checkpoints.hugging_face import comparison
+    from mindspeed_dsa.features.checkpoints.hugging_face import mismatch
 
     flag = f"--load-hf {options.folder}"
     if argument(args, "pretrained_checkpoint"):
         yield f"{flag} and --pretrained-checkpoint both say where weights come from; omit one of them"
-    for problem in comparison.problems(args, options.folder, options.release):
+    for problem in mismatch.problems(args, options.folder, options.release):
         yield f"{flag}: {problem}"
 
 
@@ -135,7 +139,7 @@ LOAD = Feature(
     name="load-hf",
     summary="Starts a job from a Hugging Face model's files.",
     flags=(LOAD_HF,),
-    requires=Requires(versions={"megatron-core": _RELEASES}),
+    requires=_REQUIRES,
     options=Load.of,
     check=check_load,
     doc="load-hf.md",
@@ -170,7 +174,7 @@ SAVE = Feature(
     name="save-hf",
     summary="Writes the trained weights as a Hugging Face model's files.",
     flags=(SAVE_HF, SAVE_HF_INTERVAL, SAVE_HF_FP8, LOAD_HF),
-    requires=Requires(versions={"megatron-core": _RELEASES}),
+    requires=_REQUIRES,
     options=Save.of,
     check=check_save,
     doc="load-hf.md",

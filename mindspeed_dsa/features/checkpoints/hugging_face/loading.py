@@ -12,14 +12,10 @@ import torch
 from mindspeed_dsa import log as package_log
 from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.features.checkpoints.agreement import decided, together
-from mindspeed_dsa.features.checkpoints.hugging_face.comparison import (
-    difference,
-    listed,
-    weights_of,
-    wrong_shapes,
-)
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Load
-from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
+from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import Mismatch, wrong_shapes
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape, listed
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import fill, pieces_of, state_of
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.configuration import argument
@@ -102,7 +98,7 @@ def load(
     began = time.perf_counter()
     shape = Shape.of(job)
     files = together(lambda: weights_of(folder), _WHO)
-    found = difference(shape, files)
+    found = Mismatch.of(shape, files)
     # Of a dense model's files all indexers are missing; a few that are not there are a damage.
     dense = not any(".indexer." in name for name in files.names)
     together(lambda: _require_none(found.problems(dense), folder), _WHO)

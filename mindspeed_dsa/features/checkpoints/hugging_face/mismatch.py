@@ -1,4 +1,4 @@
-"""Differences between the model of a Hugging Face configuration and the one that a job trains.
+"""Mismatches of a Hugging Face model and the one that a job trains: arguments, names of tensors, shapes.
 
 A job is its arguments, or a model's configuration. What it does not have is not judged. Both sides are judged
 by what they compute: groups of experts that exclude none are no groups, YaRN with a factor of 1 is plain.
@@ -9,10 +9,12 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mindspeed_dsa.features.checkpoints.hugging_face import config
 from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     ALWAYS_SINCE_0_19,
@@ -26,9 +28,19 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     rotates_first_here,
     value_of,
 )
+from mindspeed_dsa.features.checkpoints.hugging_face.names import PADDED, REPEATED, Place, Shape, listed
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
+from mindspeed_dsa.patches.errors import SettingsError
+from mindspeed_dsa.runs.files import RunError
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
+    from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece
+
+_WHO = "mindspeed_dsa load-hf"
 _SAME = (
     "num_layers",
     "hidden_size",
@@ -75,7 +87,7 @@ _LATENT_EPSILON = 1e-6
 
 
 def mismatches(arguments: Mapping[str, Any], args: Any, release: str) -> list[str]:
-    """Return every difference, with the value here, the one of the files, and the flag that mends it.
+    """Return every mismatch of arguments: the value here, the one of the files, the flag that mends it.
 
     Args:
         arguments: of the files' model, as ``config.arguments_of`` returns them.
@@ -96,9 +108,26 @@ def mismatches(arguments: Mapping[str, Any], args: Any, release: str) -> list[st
     return found
 
 
-def differences(arguments: Mapping[str, Any], args: Any, release: str) -> list[str]:
-    """Return every one of :func:`mismatches` without its flag, for whoever cannot give any."""
-    return [problem.rpartition(": ")[0] for problem in mismatches(arguments, args, release)]
+def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
+    """Yield all mismatches of a model's files and a job's arguments: sizes, numbers, names of weights.
+
+    Args:
+        args: Megatron's, of the job.
+        folder: of the files.
+        release: of Megatron-core.
+    """
+    from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
+
+    try:
+        described, _ = config.read_model(folder, _WHO)
+        arguments = config.arguments_of(described, f"{_WHO}: {folder / config.FILE}")
+        yield from mismatches(arguments, args, release)
+        files = weights_of(folder)
+    except (RunError, SettingsError) as error:
+        yield str(error)
+        return
+    if hasattr(args, "num_layers"):
+        yield from Mismatch.of(Shape.of(args), files).problems(dense=adds_indexers(arguments, args))
 
 
 def adds_indexers(arguments: Mapping[str, Any], args: Any) -> bool:
@@ -107,7 +136,7 @@ def adds_indexers(arguments: Mapping[str, Any], args: Any) -> bool:
 
 
 def remarks(arguments: Mapping[str, Any], args: Any) -> list[str]:
-    """Return what differs and may: what the files lack, what is left out of them, what stays inexact."""
+    """Return permitted mismatches: missing indexers, layers left out, the epsilon of latent norms."""
     found = []
     if adds_indexers(arguments, args):
         found.append("the files are of a dense model: indexers are initialised, all else is read")
@@ -194,7 +223,7 @@ def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
 
 def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
     if not value_of(args, "num_experts"):
-        return  # which is a difference by itself
+        return  # which is a mismatch by itself
     here = value_of(args, "moe_ffn_hidden_size")
     if here is not MISSING:
         here = value_of(args, "ffn_hidden_size") if here is None else here
@@ -318,3 +347,73 @@ def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterat
     if any(here.mtp_computes(layer) != there.mtp_computes(layer) for layer in trained):
         flags = mend("dsa_indexer_share_for_mtp", there.mtp_shares, release)
         yield f"other layers of multi-token prediction select keys here than in the files: {flags}"
+
+
+# -- names and shapes of tensors -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Names of tensors that only one of a model and its files has.
+
+    Attributes:
+        missing: names that the files lack, except indexers'.
+        unexpected: names that the model does not have.
+        indexers: layers, from 1, whose indexers the files lack.
+        predictions: layers of multi-token prediction that only the files have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    indexers: tuple[int, ...]
+    predictions: int
+
+    @classmethod
+    def of(cls, shape: Shape, files: Reader) -> Mismatch:
+        """Compare the names of a model's tensors with those of its files."""
+        wanted, missing, indexers = set[str](), list[str](), set[int]()
+        for place in shape.places():
+            names = place.theirs(shape.layers)
+            wanted.update(names)
+            lacking = [name for name in names if name not in files.names]
+            if lacking and place.indexer:
+                indexers.add(place.layer + 1 + (shape.layers if place.inner else 0))
+            else:
+                missing += lacking
+        layers, own = shape.layers, len(shape.prediction_indexers)
+        wanted |= {f"model.layers.{layers + layer}.{name}" for layer in range(own) for name in REPEATED}
+        if shape.tied:
+            wanted.add("lm_head.weight")
+        beyond = [number for number in files.predictions if number >= layers + own]
+        left_out = tuple(f"model.layers.{number}." for number in beyond)
+        unexpected = [name for name in files.names - wanted if not name.startswith(left_out)]
+        return cls(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(beyond))
+
+    def problems(self, dense: bool) -> Iterator[str]:
+        """Yield sentences about mismatches that are not permitted.
+
+        Args:
+            dense: whether the files are of a model without indexers, which are initialised.
+        """
+        if self.missing:
+            yield f"the files lack {listed(self.missing)}"
+        if self.unexpected:
+            yield f"the files have {listed(self.unexpected)}, which the model does not"
+        if self.indexers and not dense:
+            yield f"the files lack the indexers of layers {listed([str(layer) for layer in self.indexers])}"
+
+
+def wrong_shapes(pieces: Iterable[Piece], files: Reader, layers: int) -> Iterator[str]:
+    """Yield a sentence for each tensor that has another shape in the files."""
+    seen = set[Place]()
+    for piece in pieces:
+        names = piece.place.theirs(layers)
+        if piece.place in seen or any(name not in files.names for name in names):
+            continue
+        seen.add(piece.place)
+        shapes = [files.shape(name) for name in names]
+        rows, rest = sum(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+        enough = rows <= piece.whole[0] if piece.place.name in PADDED else rows == piece.whole[0]
+        if rest != {piece.whole[1:]} or not enough:
+            found = " and ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
+            yield f"{piece.place} is {list(piece.whole)} here, and the files have {found}"

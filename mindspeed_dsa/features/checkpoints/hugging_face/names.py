@@ -92,6 +92,8 @@ PREDICTION = {
 layers behind the decoder's."""
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Tensors of a layer of multi-token prediction that repeat the model's; Megatron has them once."""
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose rows Megatron pads to a multiple that ranks divide."""
 
 _OTHER_NAMES = (
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -101,6 +103,10 @@ _OTHER_NAMES = (
 _LAYERS = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?:(?P<layer>\d+)\.)?(?P<rest>.+)")
 _INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.")
 """The transformer layer in a layer of multi-token prediction, in older and newer releases."""
+
+
+_MENTIONED = 8
+"""Names in one message; there can be tens of thousands."""
 
 
 class UnknownName(RunError):
@@ -149,6 +155,12 @@ class Place:
         expert = f" of expert {self.expert}" if self.expert >= 0 else ""
         where = "layer" if self.block == "decoder" else "prediction layer"
         return f"{self.name} of {where} {self.layer}{expert}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message; of many the first ones, and the number of the others."""
+    rest = len(names) - _MENTIONED
+    return ", ".join(names[:_MENTIONED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def place_of(key: str, offset: Sequence[int] = ()) -> tuple[Place, int]:

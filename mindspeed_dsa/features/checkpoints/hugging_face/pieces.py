@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, place_of
 from mindspeed_dsa.runs.files import RunError
-
-PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors whose rows Megatron pads to a multiple that ranks divide."""
-
-
-class Files(Protocol):
-    """Weights of a model, by Hugging Face's names."""
-
-    @property
-    def names(self) -> Iterable[str]:
-        """Names of all weights."""
-
-    @property
-    def predictions(self) -> Iterable[int]:
-        """Numbers of the layers of multi-token prediction."""
-
-    def shape(self, name: str) -> Sequence[int]:
-        """Shape of a weight."""
-
-    def read_into(
-        self, out: Tensor, name: str, begin: int = 0, columns: tuple[int, int] | None = None
-    ) -> None:
-        """Read rows from ``begin`` on, and a range of columns, as many as ``out`` has."""
 
 
 @dataclass(frozen=True)
@@ -118,29 +95,45 @@ def _piece(shard: Any) -> Piece:
     return Piece(place, shard.key, shard.global_shape, shard.global_offset, shape, stacked, shard.data)
 
 
-def read_piece(out: Tensor, piece: Piece, files: Files, layers: int) -> None:
+def read_piece(piece: Piece, files: Reader, layers: int, out: Tensor | None = None) -> Tensor:
     """Read a region from Hugging Face's files.
 
     Args:
-        out: filled with it, ``piece.data`` or a tensor of its shape; any dtype.
-        piece: which region.
+        piece: region to read.
         files: of the whole model.
         layers: of its decoder.
+        out: tensor of the region's shape to fill; None: the mapped file's memory if that has the region in
+            its dtype, else a new tensor.
     """
-    first, last = piece.begin[0], piece.begin[0] + out.size(0)
-    columns = (piece.begin[1], piece.begin[1] + out.size(1)) if out.dim() > 1 else None
-    start = 0
+    parts = list(_parts(piece, files, layers))
+    rows = piece.data.size(0)
+    columns = (piece.begin[1], piece.begin[1] + piece.data.size(1)) if piece.data.dim() > 1 else None
+    if out is None:
+        if len(parts) == 1:
+            ((name, begin, end),) = parts
+            if end - begin == rows and files.dtype(name) == piece.data.dtype:
+                return files.read(name, begin, end, columns)
+        out = torch.empty(piece.data.shape, dtype=piece.data.dtype)
+    filled = 0
+    for name, begin, end in parts:
+        files.read_into(out[filled : filled + end - begin], name, begin, columns)
+        filled += end - begin
+    out[filled:].zero_()  # rows of a padded vocabulary
+    return out
+
+
+def _parts(piece: Piece, files: Reader, layers: int) -> Iterator[tuple[str, int, int]]:
+    """Yield Hugging Face's tensors that a region lies in, with their rows' begin and end."""
+    first, last, start = piece.begin[0], piece.begin[0] + piece.data.size(0), 0
     for name in piece.place.theirs(layers):
-        end = start + files.shape(name)[0]
-        begin, stop = max(first, start), min(last, end)
-        if begin < stop:
-            files.read_into(out[begin - first : stop - first], name, begin - start, columns)
-        start = end
-    if last > start:  # rows of a padded vocabulary
-        out[max(start - first, 0) :].zero_()
+        rows = files.shape(name)[0]
+        begin, end = max(first - start, 0), min(last - start, rows)
+        if begin < end:
+            yield name, begin, end
+        start += rows
 
 
-def fill(state: Mapping[str, Any], files: Files, layers: int, megatron: Megatron) -> int:
+def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatron) -> int:
     """Read the weights of a model, as far as this rank holds them, into its parameters.
 
     Args:
@@ -166,7 +159,7 @@ def fill(state: Mapping[str, Any], files: Files, layers: int, megatron: Megatron
             out = piece.data
             if out.device.type != "cpu":
                 out = torch.empty_like(out, device="cpu")
-            read_piece(out, piece, files, layers)
+            read_piece(piece, files, layers, out)
             if out is not piece.data:
                 piece.data.copy_(out)
             filled += out.numel() * out.element_size()
@@ -176,8 +169,3 @@ def fill(state: Mapping[str, Any], files: Files, layers: int, megatron: Megatron
 def _within(part: Tensor, whole: Tensor) -> bool:
     """Return whether two tensors share memory."""
     return part.numel() == 0 or part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-def bytes_of(pieces: Iterable[Piece], element: int | None = None) -> int:
-    """Return how many bytes regions have, of elements of so many bytes or of their own type."""
-    return sum(math.prod(piece.shape) * (element or piece.data.element_size()) for piece in pieces)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,12 @@ import torch.distributed as dist
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
-from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Export, Wish
+from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX
 from mindspeed_dsa.log import Log
-from mindspeed_dsa.runs.files import amount, write_atomically
+from mindspeed_dsa.runs.files import amount
 from mindspeed_dsa.runs.whole_checkpoints import name_of, tracked
 
 _WHO = "mindspeed_dsa save-hf"
@@ -69,50 +67,36 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
         RunError: on all ranks.
     """
     checkpoint, target = (folder / name_of(iteration) for folder in (Path(job.save), options.folder))
-    known = target.with_name(f".{target.name}.json")
-    stale = decided(lambda: target.exists() and not _is_of(target, checkpoint, known), _WHO)
+    stale = decided(lambda: target.exists() and not _is_of(target, checkpoint), _WHO)
     if not stale and decided(target.exists, _WHO):
         log.info("%s is there already", target)
         return None
     if stale:
         log.info("%s is of another checkpoint of this step, and is replaced", target)
-    made = decided(lambda: _stamp(checkpoint), _WHO)
     plan = write_together(
-        lambda: _wish(job, checkpoint, target, options, stale), lambda total: lambda done: None, _WHO
+        lambda: _plan(job, checkpoint, target, options, stale), lambda total: lambda done: None, _WHO
     )
-    decided(lambda: write_atomically(known, json.dumps(made)), _WHO)
     log.info("%s: %s of weights", target, amount(plan.bytes))
     return target
 
 
-def _stamp(checkpoint: Path) -> list[int]:
-    """Return what tells a checkpoint from another one of the same step: its index's size and time."""
-    about = (checkpoint / INDEX).stat()
-    return [about.st_size, about.st_mtime_ns]
-
-
-def _is_of(target: Path, checkpoint: Path, known: Path) -> bool:
+def _is_of(target: Path, checkpoint: Path) -> bool:
     """Return whether a folder is the model of a checkpoint, or no model, which is nothing to replace.
 
-    A step that is trained anew after a rollback has another checkpoint. Where no file says of which the model
-    is, it is of one that is older.
+    A step that is trained anew after a rollback has a checkpoint that is younger than its model.
     """
     described = target / config.FILE
-    if not described.is_file():
-        return True
-    with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads(known.read_text(encoding="utf-8")) == _stamp(checkpoint))
-    return described.stat().st_mtime_ns >= _stamp(checkpoint)[1]
+    return not described.is_file() or described.stat().st_mtime_ns >= (checkpoint / INDEX).stat().st_mtime_ns
 
 
-def _wish(job: Any, checkpoint: Path, target: Path, options: Save, replaces: bool) -> Wish:
+def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: bool) -> Plan:
     """Return the export of a job's checkpoint."""
     if options.like is not None:
         companions.require_own(options.like, _WHO)
     like = None if options.like is None else config.read_config(options.like, _WHO)
     vocabulary = None if like is None else like["vocab_size"]
     described = written_config.config_of(job, options.release, _WHO, vocabulary=vocabulary, like=like)
-    return Wish(
+    return Plan(
         checkpoint=checkpoint,
         target=target,
         config=described,
@@ -125,20 +109,20 @@ def _wish(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
 
 
 def write_together(
-    wish: Callable[[], Wish], progress: Callable[[int], Callable[[int], None]], who: str
-) -> Export:
+    planned: Callable[[], Plan], progress: Callable[[int], Callable[[int], None]], who: str
+) -> Plan:
     """Plan an export and write its files on all ranks, or in this process alone.
 
     Args:
-        wish: says what is to be exported; called on every rank, of which one may not see the files.
-        progress: as of :meth:`Export.write`.
-        who: speaks if it fails.
+        planned: function that returns the plan; called on every rank, of which one may not see the files.
+        progress: as of :meth:`Plan.write`.
+        who: name that messages begin with.
 
     Raises:
         RunError: on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    plan = together(lambda: Export(wish()), who)
+    plan = together(planned, who)
     try:
         together(lambda: plan.begin() if is_first() else None, who)
         together(lambda: plan.write(rank, ranks, progress), who)
