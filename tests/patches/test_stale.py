@@ -28,31 +28,31 @@ HOLDERS = {
     ),
     "closure": (
         "def outer(f):\n    def inner(x): return f(x)\n    return inner\ng = outer(area)",
-        "the closure of guest.outer.<locals>.inner (variable f), which is guest.g",
+        "the closure of guest.outer.<locals>.inner (variable f)",
     ),
     "wraps": (
         "def outer(f):\n    @functools.wraps(f)\n    def inner(x): f(x)\n    return inner\ng = outer(area)",
-        f"the closure of guest.{'outer.<locals>.' * NAMED_CODE}inner (variable f), which is guest.g",
+        f"the closure of guest.{'outer.<locals>.' * NAMED_CODE}inner (variable f)",
     ),
     "dictionary": ("TABLE = {'area': area}", "guest.TABLE['area']"),
-    "nested": ("TABLE = {'a': [(0, {'b': (area,)})]}", "guest.TABLE['a'][0][1]['b'][0]"),
+    "nested": ("TABLE = {'a': [(0, {'b': (area,)})]}", "guest.TABLE['a']"),
     "set": ("CALLBACKS = {area}", "guest.CALLBACKS"),
-    "partial": ("g = functools.partial(area, 3)", "guest.g.func"),
-    "partial in a list": ("g = [functools.partial(area, 3)]", "guest.g[0].func"),
+    "partial": ("g = functools.partial(area, 3)", "guest.g"),
+    "partial in a list": ("g = [functools.partial(area, 3)]", "guest.g"),
     "class attribute": ("class Holder:\n    run = area", "guest.Holder.run"),
     "static method": ("class Holder:\n    run = staticmethod(area)", "guest.Holder.run"),
-    "class table": ("class Holder:\n    TABLE = [area]", "guest.Holder.TABLE[0]"),
+    "class table": ("class Holder:\n    TABLE = [area]", "guest.Holder.TABLE"),
     "instance": (
         "class Holder:\n    def __init__(self): self.run = area\nH = Holder()",
-        "a guest.Holder (attribute run)",
+        "a guest.Holder",
     ),
     "instance table": (
         "class Holder: pass\nH = Holder()\nvars(H)['table'] = {'x': area}",
-        "a guest.Holder (attribute table['x'])",
+        "a guest.Holder",
     ),
     "slots": (
         "class Holder:\n    __slots__ = ('run',)\nH = Holder()\nH.run = area",
-        "a guest.Holder (attribute run)",
+        "a guest.Holder",
     ),
     "function attribute": ("def g(): pass\ng.run = area", "guest.g.run"),
     "cache": ("g = functools.lru_cache(area)", "guest.g"),
@@ -60,8 +60,8 @@ HOLDERS = {
         "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    act: object = area",
         "guest.Config.act",
     ),
-    "bound": ("import types\ng = types.MethodType(area, 3)", "guest.g.__func__"),
-    "deep": ("TABLE = [[[[[[[[area]]]]]]]]", "a list[0][0][0][0][0][0], deep inside other containers"),
+    "bound": ("import types\ng = types.MethodType(area, 3)", "guest.g"),
+    "deep": ("TABLE = [[[[[[[[area]]]]]]]]", "a list, deep inside other containers"),
 }
 
 
@@ -270,7 +270,7 @@ class Tent(Room):
     manager = house.armed(patch("core:Room.paint", required=False), patch("core:Room.sweep"))
     manager.finalize()
     paint, sweep = manager.report()
-    assert sorted(paint.stale) == ["guest.HANDLERS[0].__func__", "guest.Tent.repaint"]
+    assert sorted(paint.stale) == ["guest.HANDLERS", "guest.Tent.repaint"]
     assert sweep.stale == []
 
 
@@ -280,14 +280,14 @@ def test_a_holder_in_a_module_that_left_sys_modules(house):
     manager = house.armed(patch("core:area", required=False))
     manager.finalize()
     stale = manager.report()[0].stale
-    assert "guest.TABLE[0] (of a module that is not in sys.modules)" in stale
+    assert "guest.TABLE (of a module that is not in sys.modules)" in stale
     assert module.TABLE
 
 
 def test_the_message_names_a_few_of_many_holders(house):
     guest(house, "\n".join(f"T{i} = [area]" for i in range(9)))
     manager = house.armed(patch("core:area"))
-    with pytest.raises(PatchError, match=r"guest\.T\d\[0\] and 4 more; import mindspeed_dsa"):
+    with pytest.raises(PatchError, match=r"guest\.T\d and 4 more; import mindspeed_dsa"):
         manager.finalize()
 
 
