@@ -206,22 +206,9 @@ def test_the_report_says_by_itself_what_is_wrong_slower_or_refused():
     }
     fused = {"calls": {"lightning_indexer npu": 1}, "tokens_per_s": 9.0}
     found = {**FOUND, **verdict, "layer": {"one": {"stock": "OutOfMemoryError", "fused": fused}}}
-    lines = words.report(found, "Ascend910B3", npu.OPERATOR_PARTS).splitlines()
-    for line in (
-        "# Ascend910B3",
-        "* **far, loss**: far away",
-        "| TASK_QUEUE_ENABLE | 2 |",
-        "| good, forward | chunked | 5 | 10 | 2 | 1 | 4 | 1.0e-03 |",
-        "| large, forward | chunked does not fit | 1 | - | - | - | - | - |",
-        "| one | - | 9 | - | - | - | - |",
-        "* one, fused: lightning_indexer npu",
-        "| `Sort on AI_CPU` | 3 | 2 |",
-        "| 2 ranks, all-to-all, int32 | 2 | 16 |",
-        "| 2 ranks, PP2 | 8 | 0.50 | 1.0e-05 | - | 2.0e-03 |",
-    ):
-        assert line in lines, line
-    good = {**FOUND, **npu.verdict({"indexer": {"good": GOOD}}, {})}
-    assert words.report(good, "x", npu.OPERATOR_PARTS).count("Nothing.") == 4
+    text = words.report(found, "Ascend910B3", npu.OPERATOR_PARTS)
+    for name in (*verdict["failed"], *verdict["slower"], "OutOfMemoryError", "lightning_indexer npu"):
+        assert name in text, name
 
 
 def test_fallbacks_are_read_from_the_log(tmp_path):

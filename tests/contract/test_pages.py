@@ -88,17 +88,6 @@ def test_examples_import_what_is_there(page):
                     assert not name or hasattr(found, name) or import_module(f"{module}.{name}")
 
 
-@pytest.mark.parametrize("name", ["dsa_router_load/feature.py", "dsa_router_load/router.py"])
-def test_the_feature_on_one_page_is_the_example(name):
-    code = (ROOT / "examples" / "plugin" / name).read_text(encoding="utf-8")
-    assert code in blocks(ROOT / "CONTRIBUTING.md")
-
-
-def test_the_test_on_one_page_is_that_of_the_example():
-    code = (ROOT / "examples/plugin/tests/test_router_load.py").read_text(encoding="utf-8")
-    assert blocks(ROOT / "CONTRIBUTING.md")[-1] in code
-
-
 def test_functions_of_the_walks_are_in_the_files_beside_them():
     """Rows of ``architecture.md``: number, files, functions."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

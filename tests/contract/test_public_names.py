@@ -25,7 +25,6 @@ MAY_CHANGE = {
     "mindspeed_dsa.context_parallel.strategy": "as above",
     "mindspeed_dsa.parallel.all_to_all": "as above",
     "mindspeed_dsa.runs": "reads files whose form may change",
-    "mindspeed_dsa.feature": "the type of a context, in CONTRIBUTING's example of a feature",
 }
 """Modules that blocks of pages import though nobody promises their names, and why."""
 
