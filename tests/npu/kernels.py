@@ -77,7 +77,12 @@ def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)
         to_meta = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
-        expected = operator(*to_meta[0], **to_meta[1])
+        try:
+            expected = operator(*to_meta[0], **to_meta[1])
+        except RuntimeError as error:
+            if "not support pytorch compile" not in str(error):
+                raise
+            return results  # torch_npu 2.9 has no shapes of scores and statistics
         each = [(one,) if isinstance(one, Tensor) else one for one in (results, expected)]
         facts = [[(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in one] for one in each]
         assert facts[0] == facts[1], f"{kernel.__name__}: {facts[0]}, by torch_npu's meta kernel {facts[1]}"
