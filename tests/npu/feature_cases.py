@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.npu import device_jobs
+from tests.npu import device_jobs, kernels
 from tests.npu.device import launch
 
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -175,7 +175,8 @@ def rows(ranks: int) -> list[Any]:
         pytest.param(precision, name, marks=[] if is_quick(ranks, precision, name) else [pytest.mark.full])
         for precision in BOUNDS
         for name in CASES[ranks]
-        if not (precision == "fp32" and name in ("reused weights", "norms in fp32"))
+        if not (name == "FSDP2" and not kernels.torch_npu_is("2.10"))  # nor is torch
+        and not (precision == "fp32" and name in ("reused weights", "norms in fp32"))
     ]
 
 

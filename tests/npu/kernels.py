@@ -9,9 +9,11 @@ raises here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from tests.npu import (
@@ -71,8 +73,15 @@ def register() -> None:
     called = schemas.hold_calls()
 
 
+def torch_npu_is(release: str) -> bool:
+    """Whether the installed torch_npu is of this release or a later one."""
+    return Version(version("torch_npu")) >= Version(release)
+
+
 def _held_against_meta(kernel: Callable[..., Any]) -> Callable[..., Any]:
     operator = getattr(torch.ops.npu, kernel.__name__)
+    if operator is torch.ops.npu.npu_fusion_attention and not torch_npu_is("2.10"):
+        return kernel  # that shape function takes values to be as wide as queries; the operator does not
 
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)

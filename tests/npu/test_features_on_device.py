@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_dsa import features, platforms, session
-from tests.npu import device_jobs, feature_cases
+from tests.npu import device_jobs, feature_cases, kernels
 from tests.npu.feature_cases import LIMIT, require_as_on_a_cpu, rows
 
 
@@ -17,6 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("features")
 
 
+@pytest.mark.skipif(not kernels.torch_npu_is("2.10"), reason="fsdp2 needs torch 2.10, and is a case")
 def test_every_feature_that_serves_npus_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platforms, "detect", lambda requested: "npu")
     trained = set()
