@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import itertools
+import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,21 +18,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.agreement import is_first, together
 from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
 from mindspeed_dsa.features.checkpoints.hugging_face.mismatch import Mismatch, wrong_shapes
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
-from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, pieces_of, read_piece
-from mindspeed_dsa.features.checkpoints.hugging_face.threads import in_threads
-from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import (
-    Saving,
-    nbytes_of,
-    without_checksums,
-    write_item,
-    write_object,
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import (
+    Piece,
+    in_threads,
+    pieces_of,
+    read_piece,
 )
 from mindspeed_dsa.runs.files import RunError, Sole, delete, sync, sync_tree, write_atomically
 from mindspeed_dsa.runs.whole_checkpoints import RELEASE, TRACKER
@@ -36,6 +43,9 @@ from mindspeed_dsa.tools.weights.model import built
 
 WHO = "mindspeed_dsa weights"
 Progress = Callable[[int], Callable[[int], None]]
+Item = tuple[Piece | str, Callable[[], Any]]
+_PART_BYTES = 2**29
+"""Bytes of a file; a larger region has a file of its own."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,9 @@ def _publish(wanted: Import) -> None:
     sync(wanted.target)
 
 
+# -- files of the checkpoint ---------------------------------------------------------------------
+
+
 def _strategy(megatron: Megatron, wanted: Import, layers: int, progress: Progress) -> Any:
     """Return Megatron's strategy for sharded tensors, which makes each one when it is written."""
     torch_dist: Any = megatron("core.dist_checkpointing.strategies.torch")
@@ -153,34 +166,19 @@ def _strategy(megatron: Megatron, wanted: Import, layers: int, progress: Progres
     # Since 0.17 Megatron puts strategies aside that are not derived from its own.
     class Streaming(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-            saving = together(
-                lambda: _saving(sharded_state_dict, Path(checkpoint_dir), megatron, wanted, layers), WHO
-            )
-            mine = saving.plans[dist.get_rank() :: dist.get_world_size()]
-
-            def write() -> list[Any]:
-                wrote, results = progress(sum(map(nbytes_of, mine))), []
-                with without_checksums():
-                    for plan, result in zip(mine, in_threads(saving.write, mine), strict=True):
-                        results += result
-                        wrote(nbytes_of(plan))
-                return results
-
-            results: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(results, together(write, WHO))
-            together(lambda: saving.end(results) if is_first() else None, WHO)
+            items = together(lambda: list(_items(sharded_state_dict, megatron, wanted, layers)), WHO)
+            save(Path(checkpoint_dir), items, progress)
 
     return Streaming("torch_dist", 1)
 
 
-def _saving(state: Any, folder: Path, megatron: Megatron, wanted: Import, layers: int) -> Saving:
-    """Plan everything that the checkpoint has, in an order that is the same on every rank."""
+def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> Iterator[Item]:
+    """Yield everything that the checkpoint has, in an order that is the same on every rank."""
     mapping: Any = megatron("core.dist_checkpointing.mapping")
-    items: list[tuple[WriteItem, Callable[[], Any]]] = []
     for entry in _entries(state, mapping.ShardedObject, mapping.ShardedTensor):
         if isinstance(entry, mapping.ShardedObject):
             # In a list: Megatron reads as many objects of a name as it has.
-            items.append((write_object(entry.unique_key), partial(list, [entry.data])))
+            yield entry.unique_key, partial(list, [entry.data])
             continue
         ((_, (piece,)),) = pieces_of({"": entry}, megatron)
         if any(name not in wanted.files.names for name in piece.place.theirs(layers)):
@@ -188,12 +186,7 @@ def _saving(state: Any, folder: Path, megatron: Megatron, wanted: Import, layers
                 f"{WHO}: this release of Megatron builds {piece.place}, which the files of such a model do "
                 "not have; report it, with config.json"
             )
-        items.append((write_item(piece), partial(_read, piece, wanted.files, layers)))
-    return Saving(folder, items)
-
-
-def _read(piece: Piece, files: Reader, layers: int) -> Tensor:
-    return read_piece(piece, files, layers).view(piece.shape)
+        yield piece, partial(_read, piece, wanted.files, layers)
 
 
 def _entries(state: Any, *kinds: type) -> list[Any]:
@@ -201,3 +194,110 @@ def _entries(state: Any, *kinds: type) -> list[Any]:
         return [state]
     children = state.values() if isinstance(state, Mapping) else state if isinstance(state, Sequence) else ()
     return [entry for child in children if not isinstance(child, str) for entry in _entries(child, *kinds)]
+
+
+def _read(piece: Piece, files: Reader, layers: int) -> Tensor:
+    return read_piece(piece, files, layers).view(piece.shape)
+
+
+def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:
+    """Write a checkpoint's files by PyTorch's writer; each process writes a share, all call it together.
+
+    Args:
+        folder: of the checkpoint.
+        items: regions, or names of objects, with functions that return them; the same in every process.
+        progress: as of :func:`run`.
+
+    Raises:
+        RunError: on all ranks.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # A thread is lost with its error in a writer of several threads: each has writers of one.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(is_coordinator=True)
+    planned = [(_write_item(what), make) for what, make in items]
+    planner = _Lazily({item.index: make for item, make in planned})
+    parts = [SavePlan(part) for part in _parts([item for item, _ in planned])]
+    plans, index = create_default_global_save_plan(parts)
+    mine = writer.prepare_global_plan(plans)[rank::ranks]
+
+    def write(plan: SavePlan) -> list[Any]:
+        try:
+            return writer.write_data(plan, planner).wait()
+        except RuntimeError as error:  # of torch's writer, in whose context is the system's
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+    def write_all() -> list[Any]:
+        nbytes = [sum(map(_nbytes, plan.items)) for plan in mine]
+        wrote, results = progress(sum(nbytes)), []
+        with _without_checksums():
+            for done, result in zip(nbytes, in_threads(write, mine), strict=True):
+                results += result
+                wrote(done)
+        return results
+
+    everything: list[Any] = [None] * ranks
+    dist.all_gather_object(everything, together(write_all, WHO))
+    together(lambda: writer.finish(index, everything) if rank == 0 else None, WHO)
+
+
+class _Lazily(DefaultSavePlanner):
+    """Planner that makes each object and tensor when PyTorch writes it.
+
+    Args:
+        make: functions that return regions and objects, by their places in the checkpoint.
+    """
+
+    def __init__(self, make: Mapping[MetadataIndex, Callable[[], Any]]) -> None:
+        super().__init__()
+        self._make = make
+        self._last = threading.local()
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return a tensor, or an object's bytes."""
+        # The writer keeps its tensors until the file is whole; the former one of this thread is written now.
+        if (former := getattr(self._last, "made", None)) is not None:
+            former.resize_(0)
+            self._last.made = None
+        made = self._make[write_item.index]()
+        if isinstance(made, Tensor):
+            if made.untyped_storage().resizable():  # memory of a mapped file is none of ours
+                self._last.made = made.untyped_storage()
+            return made
+        content = io.BytesIO()
+        torch.save(made, content)
+        return content
+
+
+def _write_item(what: Piece | str) -> WriteItem:
+    if isinstance(what, str):
+        return WriteItem(MetadataIndex(what), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(what.offset), torch.Size(what.shape))
+    data = TensorWriteData(chunk, TensorProperties(dtype=what.data.dtype), torch.Size(what.size))
+    return WriteItem(MetadataIndex(what.key, what.offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield neighbours that share a file."""
+    ends = itertools.accumulate(map(_nbytes, items))
+    numbered = zip(ends, items, strict=True)
+    for _, part in itertools.groupby(numbered, lambda each: each[0] // _PART_BYTES):
+        yield [item for _, item in part]
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Let ``torch.save`` leave out checksums, which take thrice the rest's time and nobody compares."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -6,14 +6,15 @@ import argparse
 import contextlib
 import math
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
+from mindspeed_dsa import session
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, mismatch, written_config
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
@@ -24,19 +25,11 @@ from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
-from mindspeed_dsa.tools.migrate.megatron_flags import pattern
+from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.weights.importing import WHO, Import
 
 _MULTIPLE = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
-
-
-_COUNTS = (
-    "tensor_model_parallel_size",
-    "padded_vocab_size",
-    "mtp_num_layers",
-)
-"""Arguments that are numbers where a model has none of them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,25 +98,12 @@ def release_here() -> str:
 
 def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace:
     """Return what flags say of the model; what they leave open is absent."""
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name == "moe_layer_freq":
-            parser.add_argument(flag, type=pattern)
-        elif name == "add_bias_linear":
-            parser.add_argument("--disable-bias-linear", dest=name, action="store_false")
-        elif isinstance(value, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
-        else:
-            kind = int if name in _COUNTS else type(value) if isinstance(value, (int, float)) else str
-            parser.add_argument(flag, type=kind)
-    for name in ("bf16", "fp16", "mtp-use-repeated-layer"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in _COUNTS:
-        if name not in values:
-            parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=_MULTIPLE)
-    parser.add_argument("--ckpt-format")
+    parser = _Parser(prog="", add_help=False, allow_abbrev=False)
+    for release in (release_here(), *reversed(megatron_flags.releases())):
+        megatron_flags.add_recorded(parser, Version(release))
+    session.add_arguments(parser)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
     words = list(flags[1:] if flags and not flags[0].startswith("-") else flags)
     said, _ = parser.parse_known_args(words)
     frequency = getattr(said, "moe_layer_freq", None)
@@ -135,7 +115,8 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
 def _padded(vocabulary: int, said: argparse.Namespace) -> int:
     if getattr(said, "padded_vocab_size", None):
         return int(said.padded_vocab_size)
-    step: int = said.make_vocab_size_divisible_by * getattr(said, "tensor_model_parallel_size", 1)
+    multiple: int = getattr(said, "make_vocab_size_divisible_by", _MULTIPLE)
+    step = multiple * getattr(said, "tensor_model_parallel_size", 1)
     return math.ceil(vocabulary / step) * step
 
 
@@ -157,7 +138,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if options.like is not None:
         companions.require_own(options.like, WHO, weights=True)
     checkpoint = _newest(options.checkpoint)
-    args = _arguments_in(checkpoint)
+    args = Checkpoint(checkpoint).arguments()
     like = None
     if options.like is not None:
         like, _ = config.read_model(options.like, WHO)
@@ -200,48 +181,6 @@ def _newest(folder: Path) -> Path:
         return folder
     name = tracker.read_text(encoding="ascii", errors="replace").strip()
     return folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
-
-
-class _Plain:
-    """Stands for an object of a class that nobody needs here."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _ArgumentsOnly:
-    """Stands for ``pickle`` when a job's arguments are read: no class but plain ones is looked up."""
-
-    class Unpickler(pickle.Unpickler):
-        """Unpickler that knows namespaces and containers."""
-
-        def find_class(self, module: str, name: str) -> Any:
-            """Return a class, or what stands for it."""
-            plain = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("builtins", "set")}
-            of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-            if (module, name) in plain or of_torch:
-                return super().find_class(module, name)
-            return _Plain
-
-
-def _arguments_in(checkpoint: Path) -> argparse.Namespace | None:
-    """Return the arguments of the job that wrote a checkpoint; None where it does not say."""
-    source = Checkpoint(checkpoint).common()
-    if source is None:
-        return None
-    try:
-        common = torch.load(source, map_location="cpu", weights_only=False, pickle_module=_ArgumentsOnly)
-    except Exception as error:  # a damaged pickle may raise anything
-        raise RunError(
-            f"{WHO}: the arguments in {checkpoint} cannot be read ({error}); use a checkpoint that is whole"
-        ) from error
-    if isinstance(common, list) and len(common) == 1:  # what a job saves with Megatron-core 0.19
-        (common,) = common
-    args = common.get("args") if isinstance(common, dict) else None
-    return args if isinstance(args, argparse.Namespace) else None
 
 
 @contextlib.contextmanager

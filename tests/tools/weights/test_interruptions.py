@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 
-from mindspeed_dsa.features.checkpoints.hugging_face import torch_dist_files
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer
 from mindspeed_dsa.tools.weights import importing
 from tests.support import warm
@@ -32,11 +31,10 @@ SHARDS = ("--shard-size", PART)
 PROGRAM = f"""
 import os, signal, sys
 from mindspeed_dsa.__main__ import main
-from mindspeed_dsa.features.checkpoints.hugging_face import torch_dist_files
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer
 from mindspeed_dsa.tools.weights import importing
 
-torch_dist_files._PART_BYTES = {PART}
+importing._PART_BYTES = {PART}
 left = int(sys.argv[1])
 
 def counted(original):
@@ -63,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dist_files, "_PART_BYTES", PART)
+    monkeypatch.setattr(importing, "_PART_BYTES", PART)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,3 +193,22 @@ def test_arguments_lie_in_a_list_where_a_job_of_0_19_has_saved_them(tmp_path: Pa
     torch.save([torch.load(common, weights_only=False)], common)
     done("export", tmp_path / "checkpoints", tmp_path / "out")
     assert same(tensors_of(tmp_path / "out"), tensors_of(theirs))
+
+
+def test_flags_that_are_printed_are_those_of_the_model(tmp_path: Path) -> None:
+    """With YaRN, whose flags have other names than the fields of Megatron's configuration."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 2048,
+    }
+    yarn |= {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    theirs = models.write("deepseek_v32", tmp_path / "model", num_hidden_layers=2, rope_parameters=yarn)
+    flags = [shlex.split(line) for line in done("flags", theirs).splitlines()]
+    words = [word for line in flags for word in line]
+    assert job.import_of(theirs, tmp_path / "checkpoints", words, None).values["beta_fast"] == 16.0
+    words[words.index("--yarn-beta-fast") + 1] = "17"
+    status, text = models.weights("import", theirs, tmp_path / "checkpoints", "--", *words)
+    assert status == 2
+    assert "beta_fast is 17 here and 16 in the files: give --yarn-beta-fast 16.0" in text

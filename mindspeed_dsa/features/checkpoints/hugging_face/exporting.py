@@ -28,9 +28,8 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     listed,
     place_of,
 )
-from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece
+from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece, in_threads
 from mindspeed_dsa.features.checkpoints.hugging_face.shard_files import Writer, divide, write_index
-from mindspeed_dsa.features.checkpoints.hugging_face.threads import in_threads
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
 from mindspeed_dsa.runs.files import RunError, Sole, beside, delete, sync, sync_tree
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, place_of
 from mindspeed_dsa.runs.files import RunError
+
+THREADS = 2
+"""Each holds a tensor. While one waits for the disk or the kernel copies for it, another computes."""
+Work = TypeVar("Work")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -169,3 +175,22 @@ def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatro
 def _within(part: Tensor, whole: Tensor) -> bool:
     """Return whether two tensors share memory."""
     return part.numel() == 0 or part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def in_threads(do: Callable[[Work], Result], works: Iterable[Work]) -> Iterator[Result]:
+    """Yield the results of a function in the order of its arguments; the first problem is raised.
+
+    Torch computes with one thread in each of these: their tensors are small, and handing halves of every
+    operation to another core takes longer than the operation.
+
+    Args:
+        do: function that several threads call.
+        works: its arguments.
+    """
+    of_torch = torch.get_num_threads()
+    pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from pool.map(do, works)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(of_torch)  # also of threads that are made later

@@ -1,46 +1,32 @@
-"""Megatron's ``torch_dist`` checkpoints, by PyTorch's own writer, reader and plans, a region at a time.
+"""Megatron's ``torch_dist`` checkpoints read by PyTorch's own reader and plans, a region at a time.
 
-Megatron's writer and reader want all of a rank's tensors in memory.
+Megatron's reader wants all of a rank's tensors in memory.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import dataclasses
 import enum
 import io
 import itertools
 import math
 import pickle
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import Piece
@@ -48,118 +34,6 @@ from mindspeed_dsa.runs.files import RunError
 
 INDEX = ".metadata"
 _COMMON = "common_state/shard_0_1"
-_PART_BYTES = 2**29
-"""Bytes of a file; a larger region has a file of its own."""
-
-# -- writing -----------------------------------------------------------------------------------
-
-
-class _Lazily(DefaultSavePlanner):
-    """Planner that makes each object and tensor when PyTorch writes it.
-
-    Args:
-        make: functions that return regions and objects, by their places in the checkpoint.
-    """
-
-    def __init__(self, make: Mapping[MetadataIndex, Callable[[], Any]]) -> None:
-        super().__init__()
-        self._make = make
-        self._last = threading.local()
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return a tensor, or an object's bytes."""
-        # The writer keeps its tensors until the file is whole; the former one of this thread is written now.
-        if (former := getattr(self._last, "made", None)) is not None:
-            former.resize_(0)
-            self._last.made = None
-        made = self._make[write_item.index]()
-        if isinstance(made, Tensor):
-            if made.untyped_storage().resizable():  # memory of a mapped file is none of ours
-                self._last.made = made.untyped_storage()
-            return made
-        content = io.BytesIO()
-        torch.save(made, content)
-        return content
-
-
-def write_item(piece: Piece) -> WriteItem:
-    """Return the plan to write a region."""
-    chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
-    properties = TensorProperties(dtype=piece.data.dtype)
-    data = TensorWriteData(chunk, properties, torch.Size(piece.size))
-    return WriteItem(MetadataIndex(piece.key, piece.offset), WriteItemType.SHARD, tensor_data=data)
-
-
-def write_object(name: str) -> WriteItem:
-    """Return the plan to write an object."""
-    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-
-
-class Saving:
-    """Files of a checkpoint, which several processes and threads write; each makes the same plans.
-
-    Args:
-        folder: of the checkpoint.
-        items: plans of all regions and objects, each with a function that returns it.
-    """
-
-    def __init__(self, folder: Path, items: Sequence[tuple[WriteItem, Callable[[], Any]]]) -> None:
-        # A thread is lost with its error in a writer of several threads: each has writers of one.
-        self._writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-        self._writer.set_up_storage_writer(is_coordinator=True)
-        self._planner = _Lazily({item.index: make for item, make in items})
-        parts = [SavePlan(part) for part in _parts([item for item, _ in items])]
-        plans, self._metadata = create_default_global_save_plan(parts)
-        self.plans = self._writer.prepare_global_plan(plans)
-
-    def write(self, plan: SavePlan) -> list[Any]:
-        """Write the file of a plan and sync it; return the writer's results for :meth:`end`.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
-        try:
-            return self._writer.write_data(plan, self._planner).wait()
-        except RuntimeError as error:  # of torch's writer, in whose context is the system's
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-
-    def end(self, results: list[list[Any]]) -> None:
-        """Write the index; one process does it with the results of all."""
-        self._writer.finish(self._metadata, results)
-
-
-def nbytes_of(plan: SavePlan) -> int:
-    """Return the bytes of a plan's tensors."""
-    return sum(map(_nbytes, plan.items))
-
-
-def _nbytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield neighbours that share a file."""
-    ends = itertools.accumulate(map(_nbytes, items))
-    numbered = zip(ends, items, strict=True)
-    for _, part in itertools.groupby(numbered, lambda each: each[0] // _PART_BYTES):
-        yield [item for _, item in part]
-
-
-@contextlib.contextmanager
-def without_checksums() -> Iterator[None]:
-    """Let ``torch.save`` leave out checksums, which take thrice the rest's time and nobody compares."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-# -- reading -----------------------------------------------------------------------------------
 
 
 class Checkpoint(FileSystemReader):
@@ -218,19 +92,31 @@ class Checkpoint(FileSystemReader):
                 f"mindspeed_dsa weights: {path} cannot be read ({error}); use a checkpoint that is whole"
             ) from error
 
-    def common(self) -> Path | IO[bytes] | None:
-        """Return the state that is not sharded, as ``torch.load`` takes it; None: there is none.
+    def arguments(self) -> argparse.Namespace | None:
+        """Return the arguments of the job that wrote it; None where it does not say.
 
-        Since 0.19 it is an object among the tensors, before that a file.
+        Raises:
+            RunError: they are damaged.
         """
-        path, place = self.folder / "common.pt", self.storage_data.get(MetadataIndex(_COMMON))
-        if path.is_file():
-            return path
-        if place is None:
-            return None
-        with open(self.folder / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            return io.BytesIO(file.read(place.length))
+        source: Any = self.folder / "common.pt"
+        if not source.is_file():  # since 0.19 it is an object among the tensors
+            place = self.storage_data.get(MetadataIndex(_COMMON))
+            if place is None:
+                return None
+            with open(self.folder / place.relative_path, "rb") as file:
+                file.seek(place.offset)
+                source = io.BytesIO(file.read(place.length))
+        try:
+            common = torch.load(source, map_location="cpu", weights_only=False, pickle_module=_Arguments)
+        except Exception as error:  # a damaged pickle may raise anything
+            raise RunError(
+                f"mindspeed_dsa weights: the arguments in {self.folder} cannot be read ({error}); use a "
+                "checkpoint that is whole"
+            ) from error
+        if isinstance(common, list) and len(common) == 1:  # what a job saves with Megatron-core 0.19
+            (common,) = common
+        args = common.get("args") if isinstance(common, dict) else None
+        return args if isinstance(args, argparse.Namespace) else None
 
     def read(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         """Return a region of a tensor, without the axes of stacks.
@@ -347,3 +233,26 @@ class _IndexUnpickler(pickle.Unpickler):
             if module in _OF_TORCH and record and found.__module__ == module:
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
+
+
+class _Plain:
+    """Stands for an object of a class that nobody needs here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Arguments:
+    """Stands for ``pickle`` when a job's arguments are read: no class but plain ones is looked up."""
+
+    class Unpickler(pickle.Unpickler):
+        """Unpickler that knows namespaces and containers."""
+
+        def find_class(self, module: str, name: str) -> Any:
+            """Return a class, or what stands for it."""
+            plain = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("builtins", "set")}
+            of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            return super().find_class(module, name) if (module, name) in plain or of_torch else _Plain
