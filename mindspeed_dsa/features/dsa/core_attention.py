@@ -5,7 +5,8 @@ Imports Megatron only when called: these functions are fetched while Megatron is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,25 @@ from torch import Tensor
 
 from mindspeed_dsa.context_parallel.gather import GatheredRows
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.dsa.call import Call
-from mindspeed_dsa.features.dsa.index_projection import index_inputs, shared_index_inputs
-from mindspeed_dsa.features.dsa.key_exchange.exchange import KeyExchange
+from mindspeed_dsa.features.dsa.call import Call, call_of
+from mindspeed_dsa.features.dsa.index_projection import start_index
+from mindspeed_dsa.features.dsa.indexer_loss import coefficient, indexer_loss
 from mindspeed_dsa.features.dsa.loss import attention_mass
 from mindspeed_dsa.features.dsa.megatron_parts import parts_left_to_megatron
-from mindspeed_dsa.features.dsa.problem import Operands, Problem, Rows, needs_index, parts_of
+from mindspeed_dsa.features.dsa.problem import LossOptions, Operands, Problem, Rows, needs_index, parts_of
 from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs, in_runs, sparse_attention
 from mindspeed_dsa.features.dsa.stages import warmup
 from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.megatron.mla_projections import steps_of
-from mindspeed_dsa.megatron.selection_source import Chosen
+from mindspeed_dsa.megatron.selection_source import (
+    NUMBER,
+    Chosen,
+    LayerRows,
+    RowRun,
+    SelectionSource,
+    current,
+    sources_of,
+)
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -49,8 +58,7 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
     ) -> Tensor:
         if packed_seq_params is not None and query.dim() == 3:  # by head, as Megatron derives it
             query, key, value = (states.unsqueeze(1) for states in (query, key, value))
-        call = Call(self, query, key, value, x, qr, context.options, context.megatron, packed_seq_params)
-        call.check_keys()
+        call = call_of(self, query, key, value, x, qr, context.options, context.megatron, packed_seq_params)
         if value.dim() != 3 and attn_mask_type is None:
             return original(
                 self,
@@ -90,119 +98,175 @@ def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: d
 def attend(call: Call) -> Tensor:
     """Attend sparsely in a layer; the output carries the indexer loss if there is one.
 
+    On one of several context parallel ranks the latent key is on its way already. The indexer's key follows
+    it, both arrive behind the indexer's projection of queries, and both are freed until backward.
+
     Returns:
         ``[sequence, batch, heads * value_dim]``.
 
     Raises:
         ValueError: under context parallelism, or for packed documents, a part runs Megatron's own code.
     """
-    options, documents, exchange = call.options, call.documents, call.exchange
-    if (exchange or documents) is not None and not (options.all_ours or options.attends_densely):
+    options, exchange, topk = call.options, call.exchange, call.layer.config.dsa_indexer_topk
+    if (exchange or call.documents) is not None and not (options.all_ours or options.attends_densely):
         raise ValueError(
             "fused-dsa: Megatron's own indexer, attention and indexer loss of this release support neither "
             "context parallelism nor packed sequences; omit --no-use-fused-..., or train with "
             "--context-parallel-size 1 and without packs"
         )
-    if exchange is not None:
-        return _attend_to_shared_keys(call, exchange)
-    layer, query = call.layer, call.query
-    steps = steps_of(layer)
-    key, query_rope = parts_of(query, call.key, call.value)
-    operands = Operands(
-        query,
-        key,
-        call.value,
-        layer.softmax_scale,
-        epilog=None if steps is None else steps.epilog,
-        query_rope=query_rope,
-    )
-    if documents is None:
-        rows = call.whole_rows(Rows.to_last_key(query.shape[0], key.shape[0], query.device))
-    else:
-        rows = Rows.of_pack(documents, query.device)
+    rows, under_way = _rows(call), [] if exchange is None else exchange.take()
     if options.attends_densely:
-        return warmup.attend(call, operands, rows, lambda: index_inputs(call))
-    all_rows = query.shape[0] * query.shape[1] if rows.count is None else rows.count
-    if not options.all_ours:
-        operands = operands.whole()
-    problem = Problem(
-        operands,
-        call.topk,
-        rows,
-        call.groups,
-        call.loss_options(all_rows),
-        options.backend,
-        parts_left_to_megatron(call, operands),
-        options.precision,
-        call.chosen,
-    )
-    index = None
-    if problem.needs_index:
-        with torch.set_grad_enabled(problem.loss is not None):
-            index = index_inputs(call).of(slice(call.earlier, None), slice(None))
-    result = sparse_attention(problem, index)
-    call.hand_on(Chosen(result.topk_indices), partial(attention_mass, problem))
-    return call.with_loss(result.out, result.loss, all_rows)
+        return warmup.attend(call, _operands(call, under_way), rows, lambda: start_index(call).wait())
+    all_rows = call.keys * call.query.shape[1] if rows.count is None else rows.count
+    sources, layer_rows = sources_of(call.layer), _layer_rows(call)
+    chosen = _chosen(call, sources, layer_rows)
+    is_shared = chosen is not None and chosen.is_shared
+    loss, parts = None if is_shared else _loss_options(call, all_rows), parts_left_to_megatron(call)
 
-
-def _attend_to_shared_keys(call: Call, exchange: KeyExchange) -> Tensor:
-    """Attend on one of several context parallel ranks.
-
-    The latent key is on its way already. The indexer's key follows it, both arrive behind the indexer's
-    projection of queries, and both are freed until backward.
-    """
-    query, options, documents = call.query, call.options, call.documents
-    parts = exchange.take()
-    gathered: list[GatheredRows] = [*parts]
-    length = query.shape[0] * exchange.ranks
-    if documents is None:
-        rows = call.whole_rows(Rows(ends=exchange.ends(query.shape[0], query.device)))
-        all_rows = length * query.shape[1] if rows.count is None else rows.count
-    else:
-        rows, all_rows = Rows.of_pack(documents, query.device), documents.pack.tokens
-
-    def operands() -> Operands:
-        scale = call.layer.softmax_scale
-        if len(parts) < 2:
-            whole, receiver = parts[0].wait_with_receiver(call.key) if parts else (call.key, None)
-            return Operands(query, whole, call.value, scale, receiver)
-        (latent, receiver), (rope, rope_receiver) = (part.wait_with_receiver() for part in parts)
-        return Operands(
-            query,
-            latent,
-            call.value,
-            scale,
-            receiver,
-            query_rope=call.key.squeeze(2).unflatten(-1, (query.shape[2], -1)),
-            key_rope=rope,
-            key_rope_receiver=rope_receiver,
-        )
-
-    if options.attends_densely:
-        return warmup.attend(call, operands(), rows, lambda: shared_index_inputs(call, exchange).wait())
-    loss, topk = call.loss_options(all_rows), call.topk
-    index, index_under_way = None, None
+    gathered, index_under_way = [*under_way], None
     with torch.set_grad_enabled(loss is not None):
-        if needs_index(length, rows, topk, loss, given=call.chosen):
-            index_under_way = shared_index_inputs(call, exchange)
-            gathered += [index_under_way.key] if loss is not None else []
-    complete = operands()
+        if needs_index(call.keys, rows, topk, loss, parts, chosen):
+            index_under_way = start_index(call)
+            gathered += index_under_way.gathered if loss is not None else []
+    operands = _operands(call, under_way)
     with torch.set_grad_enabled(loss is not None):
         index = None if index_under_way is None else index_under_way.wait()
+
     problem = Problem(
-        complete,
-        topk,
-        rows,
-        call.groups,
-        loss,
-        options.backend,
-        precision=options.precision,
-        given=call.chosen,
+        operands, topk, rows, call.groups, loss, options.backend, parts, options.precision, chosen
     )
-    by_run = in_runs(query.device)
+    by_run = exchange is not None and in_runs(call.query.device)
     if by_run:
-        result = attend_by_runs(problem, index, call.runs, all_rows)
+        result = attend_by_runs(problem, index, layer_rows.find_runs(), all_rows)
     else:
         result = sparse_attention(problem, index)
-    call.hand_on(Chosen(result.topk_indices, by_run), partial(attention_mass, problem))
-    return exchange.free(call.with_loss(result.out, result.loss, all_rows), gathered)
+    if not is_shared:
+        for source in sources:
+            source.took(layer_rows, Chosen(result.topk_indices, by_run), partial(attention_mass, problem))
+    out = result.out
+    if result.loss is not None:
+        ours = indexer_loss(call.megatron)
+        ours.log(result.loss, call.layer, call.groups.context)
+        out = ours.attach(out, result.loss, all_rows)
+    return out if exchange is None else exchange.free(out, gathered)
+
+
+def _rows(call: Call) -> Rows:
+    """Return which keys this rank's rows see; rows of padding do not count.
+
+    Where this rank has whole sequences, and no part of the attention is Megatron's, padding is left out.
+    """
+    query, exchange, options = call.query, call.exchange, call.options
+    if call.documents is not None:
+        return Rows.of_pack(call.documents, query.device)
+    if exchange is None:
+        rows = Rows.to_last_key(query.shape[0], call.keys, query.device)
+    else:
+        rows = Rows(ends=exchange.ends(query.shape[0], query.device))
+    group = call.groups.context
+    rank = 0 if group is None else group.rank()
+    rows = rows.without(options.padding, rank, (query.shape[0], query.shape[1]), query.device)
+    if rows.counted is not None and group is None and options.all_ours:
+        rows = replace(rows, end=options.padding.tokens)
+    return rows
+
+
+def _operands(call: Call, under_way: Sequence[GatheredRows]) -> Operands:
+    """Return the operands of the main attention, once the keys of all ranks have arrived."""
+    query, value, scale = call.query, call.value, call.layer.softmax_scale
+    if call.exchange is None:
+        steps = steps_of(call.layer)
+        key, query_rope = parts_of(query, call.key, value)
+        epilog = None if steps is None else steps.epilog
+        operands = Operands(query, key, value, scale, epilog=epilog, query_rope=query_rope)
+        options = call.options
+        return operands if options.all_ours or options.attends_densely else operands.whole()
+    if len(under_way) < 2:
+        whole, receiver = under_way[0].wait_with_receiver(call.key) if under_way else (call.key, None)
+        return Operands(query, whole, value, scale, receiver)
+    (latent, receiver), (rope, rope_receiver) = (part.wait_with_receiver() for part in under_way)
+    return Operands(
+        query,
+        latent,
+        value,
+        scale,
+        receiver,
+        query_rope=call.key.squeeze(2).unflatten(-1, (query.shape[2], -1)),
+        key_rope=rope,
+        key_rope_receiver=rope_receiver,
+    )
+
+
+def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
+    """Return the indexer loss of a training step, a mean over so many rows; None where there is none."""
+    layer, config = call.layer, call.layer.config
+    if not (layer.training and torch.is_grad_enabled() and coefficient(config) > 0):
+        return None
+    # The callback lives until backward: it must not hold the call, and with it the layer's tensors.
+    ours, group = indexer_loss(call.megatron), call.groups.context
+
+    def log_and_start(share: Tensor) -> Tensor:
+        ours.log(share, layer, group)
+        return ours.gradient(share, all_rows)
+
+    return LossOptions(
+        coefficient=coefficient(config),
+        on_chosen_keys=config.dsa_indexer_use_sparse_loss,
+        per_token=ours.takes_sums(config),
+        in_backward=log_and_start if call.options.fuse_kl_in_backward else None,
+    )
+
+
+# -- sources of selections -----------------------------------------------------------------------
+
+
+def _layer_rows(call: Call) -> LayerRows:
+    """Return this rank's rows of the layer, as sources of selections know them."""
+    rows, batch = call.query.shape[:2]
+    microbatch = current().microbatch
+    tokens = None if microbatch is None else microbatch.tokens
+    return LayerRows(
+        layer=vars(call.layer).get(NUMBER, 0),
+        find_runs=partial(_runs, call),
+        batch=batch,
+        rows=rows,
+        keys=call.keys,
+        topk=call.layer.config.dsa_indexer_topk,
+        tokens=tokens if tokens is not None and tokens.shape == (batch, rows) else None,
+    )
+
+
+def _chosen(call: Call, sources: Sequence[SelectionSource], rows: LayerRows) -> Chosen | None:
+    """Return the keys that the first source has which has some; None: the indexer selects."""
+    answers = (source.choose(rows) for source in sources)
+    chosen = next((answer for answer in answers if answer is not None), None)
+    if chosen is None or chosen.is_shared:
+        return chosen
+    device = call.query.device
+    if call.exchange is not None and call.documents is None and not in_runs(device):
+        # Padding of whole sequences attends like other rows there, and has experts: the last bits of
+        # weights' gradients are those of the recorded run only if it attends to the same keys.
+        chosen = chosen.without([run for run in rows.find_runs() if run.low == run.high])
+    return chosen.to(device)
+
+
+def _runs(call: Call) -> list[RowRun]:
+    """Return the runs of this rank's rows, on the host; those of padding see no key."""
+    padding, rows, exchange = call.options.padding, call.query.shape[0], call.exchange
+    if call.documents is not None:
+        return [RowRun(*run) for run in call.documents.runs()]
+    if exchange is None:
+        if not padding.rows or call.keys != padding.length or call.keys != rows:
+            return [RowRun(0, rows, 0, call.keys)]
+        return [RowRun(0, padding.tokens, 0, padding.tokens), RowRun(padding.tokens, rows, 0, 0)]
+    runs = [RowRun(*run) for run in exchange.runs(rows)]
+    if not padding.rows or call.keys != padding.length:
+        return runs
+    found = []
+    for first, end, low, high in runs:
+        data = max(first, end - max(0, high - padding.tokens))
+        if data > first:
+            found.append(RowRun(first, data, low, high - (end - data)))
+        if end > data:
+            found.append(RowRun(data, end, 0, 0))
+    return found

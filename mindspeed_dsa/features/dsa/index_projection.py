@@ -19,7 +19,7 @@ from mindspeed_dsa.megatron import second_stream
 
 
 class _NoScores:
-    """Placeholder for the scores, which :func:`index_inputs` does not need."""
+    """Placeholder for the scores, which :func:`start_index` does not need."""
 
     def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
         return None, None
@@ -89,44 +89,49 @@ def angles_of_rows(angles: Tensor) -> Tensor:
     return angles if of_documents is None else of_documents
 
 
-def index_inputs(call: Call) -> IndexInputs:
+@dataclass(frozen=True)
+class IndexUnderWay:
+    """Inputs of the indexer, whose keys other ranks may still have to send.
+
+    Attributes:
+        wait: returns the complete inputs, with the keys of the whole sequence.
+        gathered: keys that are gathered, if any are.
+    """
+
+    wait: Callable[[], IndexInputs]
+    gathered: tuple[GatheredRows, ...] = ()
+
+
+def start_index(call: Call) -> IndexUnderWay:
     """Project a call's hidden states and latent queries for the indexer."""
-    indexer, documents, inputs = call.layer.indexer, call.documents, call.indexer_inputs
-    token = _angles.set(None if documents is None else documents.angles(indexer.rotary_pos_emb)[0])
+    if call.exchange is not None:
+        return _start_gathered(call, call.exchange)
+    indexer, inputs = call.layer.indexer, indexer_arguments(call)
+    angles = None if call.documents is None else call.documents.angles(indexer.rotary_pos_emb)[0]
+    token = _angles.set(angles)
     try:
         if hasattr(indexer, "forward_before_topk"):
             with for_operators():
                 query, key, weights = indexer.forward_before_topk(*inputs, None)
-            return IndexInputs.from_megatron(query, key, weights, indexer.config.dsa_indexer_scoring_relu)
-        return run_tapped(indexer, *inputs, None, compute=False)[0]
+            use_relu = indexer.config.dsa_indexer_scoring_relu
+            projected = IndexInputs.from_megatron(query, key, weights, use_relu)
+        else:
+            projected = run_tapped(indexer, *inputs, None, compute=False)[0]
     finally:
         _angles.reset(token)
+    if call.earlier:
+        projected = projected.of(slice(call.earlier, None), slice(None))
+    return IndexUnderWay(lambda: projected)
 
 
-@dataclass(frozen=True)
-class SharedIndexInputs:
-    """Inputs of the indexer on a context parallel rank, whose keys are still on their way.
-
-    Attributes:
-        query: ``[rows, batch, index_heads, index_dim]``, this rank's.
-        weights: ``[rows, batch, index_heads]``, every scale included.
-        key: what is gathered.
-        use_relu: as of :class:`IndexInputs`.
-    """
-
-    query: Tensor
-    weights: Tensor
-    key: GatheredRows
-    use_relu: bool
-
-    def wait(self) -> IndexInputs:
-        """Return the complete inputs, with the keys of the whole sequence."""
-        key, receiver = self.key.wait_with_receiver()
-        return IndexInputs.from_megatron(self.query, key, self.weights, self.use_relu, receiver)
+def indexer_arguments(call: Call) -> tuple[Tensor, Tensor]:
+    """Return hidden states and latent queries, with a batch."""
+    qr = call.qr.detach()  # the loss must not train the model
+    return call.x.detach(), qr.unsqueeze(1) if call.documents is not None and qr.dim() == 2 else qr
 
 
-def shared_index_inputs(call: Call, exchange: KeyExchange) -> SharedIndexInputs:
-    """Project as :func:`index_inputs`, on one of several context parallel ranks.
+def _start_gathered(call: Call, exchange: KeyExchange) -> IndexUnderWay:
+    """Project on one of several context parallel ranks.
 
     Megatron projects the query before the key. Here the key comes first, and is on its way while the query is
     projected. Key and weights need nothing but their own row, so that under sequence parallelism they are
@@ -137,7 +142,7 @@ def shared_index_inputs(call: Call, exchange: KeyExchange) -> SharedIndexInputs:
         exchange: of the layer.
     """
     indexer, documents, megatron = call.layer.indexer, call.documents, call.megatron
-    x, qr = call.indexer_inputs
+    x, qr = indexer_arguments(call)
     projected = second_stream.take_projected(indexer, x)
     if projected is not None:
         indexer = second_stream.view_with_projected(indexer, projected)
@@ -161,7 +166,13 @@ def shared_index_inputs(call: Call, exchange: KeyExchange) -> SharedIndexInputs:
         weights = gather(weights, tensor_parallel_output_grad=False, group=group)
     query = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
     query = hadamard(indexer._apply_rope(query, angles, mscale))
-    return SharedIndexInputs(query, weights, gathered, indexer.config.dsa_indexer_scoring_relu)
+    use_relu = indexer.config.dsa_indexer_scoring_relu
+
+    def wait() -> IndexInputs:
+        whole, receiver = gathered.wait_with_receiver()
+        return IndexInputs.from_megatron(query, whole, weights, use_relu, receiver)
+
+    return IndexUnderWay(wait, (gathered,))
 
 
 def _normed(indexer: Any, key: Tensor) -> Tensor:

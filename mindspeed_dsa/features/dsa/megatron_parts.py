@@ -8,32 +8,27 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.features.dsa.call import Call
-from mindspeed_dsa.features.dsa.index_projection import for_operators, run_tapped
+from mindspeed_dsa.features.dsa.index_projection import for_operators, indexer_arguments, run_tapped
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient
 from mindspeed_dsa.features.dsa.main_attention import expanded_key
 from mindspeed_dsa.features.dsa.model.indexer import heads_without_relu
 from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, Parts, Selection
 
 
-def parts_left_to_megatron(call: Call, operands: Operands) -> Parts:
-    """Return the parts that run Megatron's own code under the call's options.
-
-    Args:
-        call: of Megatron's ``DSAttention``.
-        operands: of the main attention.
-    """
+def parts_left_to_megatron(call: Call) -> Parts:
+    """Return the parts that run Megatron's own code under the options of a call of its ``DSAttention``."""
     options, layer = call.options, call.layer
     if options.all_ours:
         return Parts()
     dsa = call.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def choose() -> Selection:
-        return choose_with_megatron(dsa, layer.indexer, *call.indexer_inputs)
+        return choose_with_megatron(dsa, layer.indexer, *indexer_arguments(call))
 
-    def attend(topk_indices: Tensor) -> Attended:
+    def attend(operands: Operands, topk_indices: Tensor) -> Attended:
         return attend_with_megatron(dsa, operands, topk_indices)
 
-    def loss(selection: Selection) -> Tensor:
+    def loss(operands: Operands, selection: Selection) -> Tensor:
         return megatron_loss(dsa, layer, operands, selection)
 
     return Parts(

@@ -382,8 +382,8 @@ class Parts:
     """
 
     choose: Callable[[], Selection] | None = None
-    attend: Callable[[Tensor], Attended] | None = None
-    loss: Callable[[Selection], Tensor] | None = None
+    attend: Callable[[Operands, Tensor], Attended] | None = None
+    loss: Callable[[Operands, Selection], Tensor] | None = None
 
 
 @dataclass(frozen=True)

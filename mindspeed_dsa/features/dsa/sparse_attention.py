@@ -6,7 +6,7 @@ Every Megatron release calls it through an adapter: patched core attentions (:mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
         if loss is None:
             return Result(out, None)
         if parts.loss is not None:
-            return Result(out, parts.loss(choose()))
+            return Result(out, parts.loss(problem.operands, choose()))
         # Both forms of the loss are the dense one.
         return Result(out, dense_loss(problem, _present(index)))
     if problem.given is not None and not problem.needs_index:
@@ -94,14 +94,14 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
         return Result(attended.out, None, (selection.topk_indices,))
 
     if parts.attend is not None:
-        attended = parts.attend(selection.topk_indices)
+        attended = parts.attend(problem.operands, selection.topk_indices)
     else:
         with_target = loss is not None and parts.loss is None and loss.on_chosen_keys
         attended = attend_to_chosen(problem, selection, with_target)
     if loss is None:
         value = None
     elif parts.loss is not None:
-        value = parts.loss(selection)
+        value = parts.loss(problem.operands, selection)
     elif loss.on_chosen_keys:
         value = sparse_loss(problem, selection, attended)
     else:
@@ -112,7 +112,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
 def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
     """Attend to keys that are given, by whichever code."""
     if problem.parts.attend is not None:
-        return problem.parts.attend(topk_indices)
+        return problem.parts.attend(problem.operands, topk_indices)
     form = problem.rows.form
     return attend_sparsely(problem.operands, topk_indices, problem.backend, with_sum=False, form=form)
 
@@ -262,7 +262,7 @@ def in_runs(device: torch.device) -> bool:
 def attend_by_runs(
     problem: Problem,
     index: IndexInputs | None,
-    runs: list[Run],
+    runs: Sequence[Run],
     all_rows: int,
 ) -> Result:
     """Attend as :func:`sparse_attention`, with one call of the operators for each run; in absorbed form.

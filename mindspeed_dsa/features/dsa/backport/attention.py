@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.dsa import core_attention
 from mindspeed_dsa.features.dsa.backport.feature import Options
-from mindspeed_dsa.features.dsa.call import Call
+from mindspeed_dsa.features.dsa.call import call_of
 from mindspeed_dsa.features.dsa.index_projection import angles_of_rows
 from mindspeed_dsa.features.dsa.indexer_loss import coefficient, with_zero_gradients
 from mindspeed_dsa.features.dsa.key_exchange.exchange import key_exchange
@@ -298,8 +298,7 @@ class Attention(torch.nn.Module):
     def _attend(
         self, packed_seq_params: Any, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor
     ) -> Tensor:
-        call = Call(self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params)
-        call.check_keys()
+        call = call_of(self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params)
         out = core_attention.attend(call)
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
             return out if self.indexer is None else with_zero_gradients(out, self.indexer)

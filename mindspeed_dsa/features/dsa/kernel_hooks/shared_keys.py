@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.dsa.absorb import absorbed_query_and_shared_key, absorbed_query_key_value
-from mindspeed_dsa.features.dsa.call import Call
+from mindspeed_dsa.features.dsa.call import call_of
 from mindspeed_dsa.features.dsa.core_attention import attend, refuse_unknown
 from mindspeed_dsa.features.dsa.kernel_hooks.feature import Options
 from mindspeed_dsa.features.dsa.key_exchange.exchange import ATTRIBUTE, groups_of, key_exchange
@@ -129,10 +129,9 @@ def attend_to_shared_keys(
                 up_v_weight=up_v_weight,
                 **kwargs,
             )
-        call = Call(
+        call = call_of(
             self, query, key, up_v_weight, x, qr, context.options, context.megatron, packed_seq_params
         )
-        call.check_keys()
         refuse_unknown(attn_mask_type, attention_bias, kwargs)
         return attend(call)
 

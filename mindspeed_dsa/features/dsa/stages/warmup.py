@@ -79,7 +79,7 @@ def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], Index
     weight = coefficient(layer.config)
     if attachments is not None and weight > 0 and layer.indexer is not None:
         wanted = LossOptions(weight, on_chosen_keys=False)
-        problem = Problem(operands, call.topk, rows, call.groups, wanted, backend)
+        problem = Problem(operands, layer.config.dsa_indexer_topk, rows, call.groups, wanted, backend)
         with torch.enable_grad():
             loss = dense_loss(problem, index())
         ours = indexer_loss(call.megatron)

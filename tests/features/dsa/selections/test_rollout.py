@@ -147,7 +147,7 @@ def test_it_needs_a_microbatch_that_waits():
 
 def step_of_a_job(asks: bool, forward_only: bool) -> None:
     """Hand over a microbatch's keys in Megatron's schedule; runs in a worker of the pool."""
-    from mindspeed_dsa.features.dsa import call
+    from mindspeed_dsa.features.dsa import core_attention
     from mindspeed_dsa.features.dsa.selections.replay import hand_over
 
     forward_step, train_step = job.forward_step, job.train_step
@@ -171,7 +171,9 @@ def step_of_a_job(asks: bool, forward_only: bool) -> None:
         )
         return []
 
-    elsewhere = contextlib.nullcontext() if asks else mock.patch.object(call, "sources_of", return_value=[])
+    elsewhere = (
+        contextlib.nullcontext() if asks else mock.patch.object(core_attention, "sources_of", return_value=[])
+    )
     with (
         mock.patch.object(job, "forward_step", handing_over),
         mock.patch.object(job, "train_step", without_backward if forward_only else train_step),
@@ -193,10 +195,14 @@ def test_keys_that_no_layer_asks_for_end_the_step(pool, asks, forward_only):
 
 def recorded_step(folder: str, brings: bool) -> int:
     """Train a step that records; runs in a worker of the pool, and returns how many records it wrote."""
-    from mindspeed_dsa.features.dsa import call
+    from mindspeed_dsa.features.dsa import core_attention
     from mindspeed_dsa.features.dsa.selections.record import steps_of
 
-    elsewhere = contextlib.nullcontext() if brings else mock.patch.object(call, "sources_of", return_value=[])
+    elsewhere = (
+        contextlib.nullcontext()
+        if brings
+        else mock.patch.object(core_attention, "sources_of", return_value=[])
+    )
     with elsewhere:
         job.run({"use_fused_dsa": True, "dsa_record_selections": folder}, {}, micro_batch_size=2)
     recorder = steps_of(running("dsa-recorded-selections")).recorder
