@@ -159,16 +159,6 @@ def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
         return region.inductor_settings.__wrapped__("cpu"), asked
 
 
-def shared_expert(switches: Mapping[str, Any]) -> list[torch.Tensor]:
-    """A shared expert's output, with Megatron's fusions and an activation function that is GELU."""
-    job.start(switches)
-    with operator_by_operator():
-        cfg = job.config(activation_func=torch.nn.functional.gelu, bias_activation_fusion=True)
-        expert = job.gpt_model(cfg).decoder.layers[-1].mlp.shared_experts
-        states = torch.randn(5, 2, cfg.hidden_size, generator=torch.Generator().manual_seed(1))
-        return [expert(4 * states).detach()]
-
-
 def train_after_inference(switches: Mapping[str, Any]) -> torch.Tensor:
     """The loss of a step of training, whose angles an evaluation in inference mode has made."""
     job.start(switches)
