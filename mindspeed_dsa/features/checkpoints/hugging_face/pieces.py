@@ -152,9 +152,8 @@ def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatro
         Bytes that were filled.
     """
     filled = 0
-    there = frozenset(files.names)
     for entry, pieces in pieces_of(state, megatron):
-        if any(name not in there for piece in pieces for name in piece.place.theirs(layers)):
+        if any(name not in files.names for piece in pieces for name in piece.place.theirs(layers)):
             continue  # indexers of a dense model's files; what else is missing has been refused
         for piece in pieces:
             if not _within(piece.data, entry.data):
@@ -162,13 +161,11 @@ def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatro
                     f"mindspeed_dsa: --load-hf: Megatron's {piece.key} is a copy of the model's parameter, "
                     "which cannot be filled through it; use `python -m mindspeed_dsa weights import`"
                 )
-            out = piece.data
-            if out.device.type != "cpu":
-                out = torch.empty_like(out, device="cpu")
-            read_piece(piece, files, layers, out)
-            if out is not piece.data:
-                piece.data.copy_(out)
-            filled += out.numel() * out.element_size()
+            if piece.data.device.type == "cpu":
+                read_piece(piece, files, layers, piece.data)
+            else:
+                piece.data.copy_(read_piece(piece, files, layers))
+            filled += piece.data.nbytes
     return filled
 
 
