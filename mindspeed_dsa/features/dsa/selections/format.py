@@ -374,11 +374,12 @@ class Recording:
         return Rows(positions[chosen], *map(joined, ("documents", "keys", "mass", "tokens")))
 
     def _read(self, path: Path, entry: _Entry) -> Rows:
-        positions, documents = positions_of(entry.runs)
         try:
             with path.open("rb") as file:
                 file.seek(entry.offset)
                 body = _unframed(file.read(entry.end - entry.offset))
+            # The record's checksum holds for its runs, whose counts decide how much memory is asked for.
+            positions, documents = positions_of(entry.runs)
             *_, size, has_tokens = _RECORD.unpack_from(body)
             at = _RECORD.size + 12 * len(entry.runs)
             keys = decode(body[at : at + size], positions - documents + 1, self.header.topk)

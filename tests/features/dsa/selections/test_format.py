@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_dsa.features.dsa.selections import format
 from mindspeed_dsa.features.dsa.selections.format import (
     Header,
     Key,
@@ -223,12 +224,18 @@ def test_selections_handed_over_damage_no_file_and_count_last(tmp_path):
     assert np.array_equal(found.reshape(-1, 6), in_order(array.reshape(-1, 6)))
 
 
-@pytest.mark.parametrize("at", [60, 200, -3])
-def test_a_flipped_bit_is_named(tmp_path, at):
+FIRST_COUNT = format._PREFIX.size + format._RECORD.size + 8
+"""Place of the first run's number of rows in a record."""
+
+
+@pytest.mark.parametrize(
+    ("at", "bit"), [(100, 2), (240, 2), (-3, 2), (FIRST_COUNT + 3, 5), (FIRST_COUNT + 3, 7)]
+)
+def test_a_flipped_bit_is_named(tmp_path, at, bit):
     path = record(tmp_path).path
     data = bytearray(path.read_bytes())
     begin = len(HEADER.to_bytes())
-    data[(begin + 40 + at) if at > 0 else at] ^= 4
+    data[begin + at if at > 0 else at] ^= 1 << bit
     path.write_bytes(bytes(data))
     found = Recording.open(tmp_path)
     words = r"rank00000\.selections: the selection of step \d+, sequence 0, layer \d is damaged"
