@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_dsa.features import all_flags
+from mindspeed_dsa.settings import GENERAL_FLAGS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mindspeed_dsa"
 PAGES = sorted(
@@ -59,6 +62,11 @@ def test_a_path_that_is_gone_is_named():
 
 # -- code on pages -----------------------------------------------------------------------------
 
+ENABLE = re.compile(r"mindspeed_dsa\.enabled?\(([^)]*)\)")
+IMAGINED = {"use_x", "MINDSPEED_DSA_USE_X", "log_router_load"}
+"""Switches of features that pages make up."""
+KEYWORD = re.compile(r"(\w+)=")
+VARIABLE = re.compile(r"\bMINDSPEED_DSA_\w+\b(?=[`= |])")
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.M | re.S)
 
 
@@ -86,6 +94,22 @@ def test_examples_import_what_is_there(page):
                 if module.partition(".")[0] == "mindspeed_dsa" and module != "mindspeed_dsa.megatron_adaptor":
                     found = import_module(module)
                     assert not name or hasattr(found, name) or import_module(f"{module}.{name}")
+
+
+def test_switches_that_pages_set_exist():
+    """Keywords of ``enable`` and ``enabled``, and environment variables."""
+    flags = [*GENERAL_FLAGS, *all_flags()]
+    keywords, variables = {flag.dest for flag in flags}, {flag.env for flag in flags}
+    wrong, checked = [], 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        said = {name: keywords for call in ENABLE.findall(text) for name in KEYWORD.findall(call)}
+        said |= dict.fromkeys(VARIABLE.findall(text), variables)
+        checked += len(said)
+        unknown = [name for name, known in said.items() if name not in known | IMAGINED]
+        wrong += [f"{page.relative_to(ROOT)}: {name}" for name in unknown]
+    assert not wrong, "\n".join(wrong)
+    assert checked > 200
 
 
 def test_functions_of_the_walks_are_in_the_files_beside_them():
