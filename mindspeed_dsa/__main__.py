@@ -8,6 +8,7 @@ from importlib import import_module
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, say_once
 from mindspeed_dsa.patches.versions import of_distribution
+from mindspeed_dsa.settings import way_out
 from mindspeed_dsa.tools.cli.overview import COMMANDS
 
 _ELSEWHERE = {"features": "explain:list_features", "try": "trial:run"}
@@ -24,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mindspeed_dsa {of_distribution('mindspeed_dsa') or '(a checkout that is not installed)'}")
         return 0
     if argv[0] not in COMMANDS:
-        print(f"mindspeed_dsa: there is no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
+        removed = "".join(f"; {said}" for said in way_out(argv[:1]))
+        print(f"mindspeed_dsa: there is no command {argv[0]!r}{removed}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
         module, _, function = _ELSEWHERE.get(argv[0], f"{argv[0].replace('-', '_')}:run").partition(":")

@@ -62,7 +62,10 @@ REMOVED = {
     "--dsa-cpu-bf16": "CPUs widen bf16 to fp32 for every product; omit it",
     "--host-profile": "torch.profiler shows what the host does (docs/tuning.md); omit it",
     "--host-profile-step": "torch.profiler shows what the host does (docs/tuning.md); omit it",
-    **{f"--dsa-{name}": "the repair is on wherever the model uses DSA; omit it" for name in _REPAIRS},
+    **{
+        f"--dsa-{name}": f"the repair is on wherever DSA is; --no-dsa-repairs {name} leaves it out"
+        for name in _REPAIRS
+    },
     **{f"--no-dsa-{name}": f"use --no-dsa-repairs {name}" for name in _REPAIRS},
 }
 """Flags of the release before, which this one refuses; each with what to do."""
@@ -362,11 +365,18 @@ def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], 
 def _removed(api: Mapping[str, Any], environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
     """Report flags of the release before that this one lacks, wherever they are set."""
     given = {token.partition("=")[0] for token in itertools.takewhile(lambda t: t != "--", argv)}
-    return [
-        f"{name} was removed: {remedy}"
-        for name, remedy in REMOVED.items()
+    removed = [
+        name
+        for name in REMOVED
         if name in given or (flag := Flag(name, "")).dest in api or flag.env in environ
     ]
+    return way_out(removed)
+
+
+def way_out(names: Iterable[str]) -> list[str]:
+    """Say of removed flags, with or without their dashes, what to do; of others nothing."""
+    flags = [name if name.startswith("--") else f"--{name}" for name in names]
+    return [f"{flag} was removed: {REMOVED[flag]}" for flag in flags if flag in REMOVED]
 
 
 def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
@@ -463,6 +473,8 @@ def _words(flag: Flag, text: str, who: str) -> Any:
     words = text.split() if _takes_several(flag) else [text]
     try:
         converted = [flag.type(word) for word in words]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{who}={text}: {error}") from None
     except (TypeError, ValueError):
         raise ValueError(f"{who}={text}: not a valid {getattr(flag.type, '__name__', 'value')}") from None
     value = converted if _takes_several(flag) else converted[0]

@@ -75,11 +75,12 @@ def parser_of(running: session.Session | None) -> JobParser:
     """
     root = running.settings.megatron_root if running else settings.MEGATRON_ROOT.default
     made = _megatrons(root)
-    contexts = running.contexts if running else {}
-    for feature in running.features if running else ():
-        for patch in feature.patches:
-            if patch.target == _PARSE and not versions.outside(patch, lambda _: versions.of_megatron(root)):
-                _extend(made, with_context(load(patch.impl), contexts[feature.name]))
+    if running is not None:
+        for feature in running.features:
+            for patch in feature.patches_for(running.settings):
+                inside = not versions.outside(patch, lambda _: versions.of_megatron(root))
+                if patch.target == _PARSE and inside:
+                    _extend(made, with_context(load(patch.impl), running.contexts[feature.name]))
     session.add_arguments(made)
     return made
 

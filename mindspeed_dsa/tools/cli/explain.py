@@ -65,6 +65,9 @@ def run(argv: Sequence[str]) -> int:
         lines = explain(named[wanted]).splitlines()
     elif wanted in flags:
         lines = [*_flag_lines(flags[wanted]), *_readers(flags[wanted], readers.get(wanted, ()))]
+    elif removed := settings.way_out([wanted]):
+        print("\n".join(removed), file=sys.stderr)
+        return 2
     elif found := _search(wanted.lower()):
         lines = [*found, "", "`python -m mindspeed_dsa explain NAME` says more about one of them."]
     else:

@@ -73,7 +73,8 @@ def run(argv: Sequence[str]) -> int:
             flag = name.replace("_", "-")
             raise SettingsError(f"mindspeed_dsa plan: --{flag} {value:g}: give {least:g} or more")
     words = [*words, *more]
-    if wrong := flags.misspelt(words, [*parser._option_string_actions]):
+    removed = settings.way_out(word.partition("=")[0] for word in words if word.startswith("--"))
+    if wrong := [*removed, *flags.misspelt(words, [*parser._option_string_actions])]:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(wrong)}")
     given = {name: getattr(options, f"device_{name}") for name in _RATES}
     device = timing.device(options.device, reserve=options.reserve, **given)

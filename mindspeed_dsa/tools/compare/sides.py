@@ -119,6 +119,8 @@ def _unknown(name: str, known: Mapping[str, Feature]) -> str:
     by_flag = {flag.name: f.name for f in known.values() for flag in f.flags[:1] if not flag.megatron}
     if name in by_flag:
         return f"{name} is a flag; its feature is {by_flag[name]}"
+    if removed := settings.way_out([name]):
+        return removed[0]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"there is no feature {name!r}{hint} (`python -m mindspeed_dsa features` lists them all)"

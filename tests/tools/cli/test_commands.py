@@ -276,3 +276,19 @@ def test_doctor_says_which_flags_nobody_knows():
     problems = json.loads(done.stdout)["problems"]
     assert [problem.partition(" is ")[0] for problem in problems] == ["--foo-bar-baz", "--num-layrs"]
     assert "did you mean --num-layers?" in problems[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "--dsa-loss-gate"],
+        ["explain", "dsa-loss-gate"],
+        ["compare", "--features", "dsa-loss-gate"],
+        ["plan", "--", "pretrain_gpt.py", "--no-dsa-loss-gate"],
+    ],
+    ids=" ".join,
+)
+def test_a_removed_name_has_its_way_out(capsys, words):
+    assert main(words) == 2
+    assert "was removed: " in (said := capsys.readouterr().err)
+    assert "--no-dsa-repairs loss-gate" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,14 +15,30 @@ from mindspeed_dsa.features.dsa.repairs.rows import HADAMARD, LOCAL_PROVIDER, RE
 from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.megatron.dsa import SIZES, megatron_flag, uses_dsa
 from mindspeed_dsa.patches import versions
-from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
+
+
+def repair_names(text: str) -> str:
+    """Return names of repairs, separated by commas, without spaces.
+
+    Raises:
+        argparse.ArgumentTypeError: a name is none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [repair.name for repair in REPAIRS]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(
+            f"no repair is called {', '.join(unknown)}; they are {', '.join(known)}"
+        )
+    return ",".join(names)
+
 
 LEFT_OUT = Flag(
     "--no-dsa-repairs",
     "For debugging: leave out these repairs of Megatron's DSA, separated by commas: "
     f"{', '.join(repair.name for repair in REPAIRS)}.",
     kind="value",
+    type=repair_names,
     metavar="NAME,...",
 )
 
@@ -40,21 +57,10 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings.
-
-        Raises:
-            SettingsError: ``--no-dsa-repairs`` names something else than a repair.
-        """
-        text = argument(settings, LEFT_OUT.dest) or ""
-        left_out = frozenset(name for name in text.split(",") if name)
-        known = [repair.name for repair in REPAIRS]
-        if unknown := sorted(left_out.difference(known)):
-            raise SettingsError(
-                f"mindspeed_dsa: {LEFT_OUT.name} {text}: no repair is called {', '.join(unknown)}; choose "
-                f"among {', '.join(known)}"
-            )
+        """Build from resolved settings."""
+        left_out = (argument(settings, LEFT_OUT.dest) or "").split(",")
         features_on = getattr(settings, "features_on", ())
-        return cls(left_out=left_out, groups_experts="moe-grouped-gemm" in features_on)
+        return cls(left_out=frozenset(left_out), groups_experts="moe-grouped-gemm" in features_on)
 
 
 def rows(settings: Any) -> tuple[Patch, ...]:
@@ -99,6 +105,8 @@ def keep_rope_unfused(args: Any) -> Sequence[str]:
 
     Megatron's default is true, so a job that leaves it has not asked for it; the results are the same.
     """
+    if SPEC_DISPATCH.name in Options.of(args).left_out:
+        return ()
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     lacks_it = release is not None and release in SpecifierSet("<0.19", prereleases=True)
     if not (lacks_it and uses_dsa(args) and argument(args, "apply_rope_fusion")):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_dsa.features import all_flags
-from mindspeed_dsa.features.dsa.repairs.feature import FEATURE
+from mindspeed_dsa.features.dsa.repairs.feature import FEATURE, LEFT_OUT
 from mindspeed_dsa.features.dsa.repairs.rows import REPAIRS
 from mindspeed_dsa.patches.errors import SettingsError
-from mindspeed_dsa.settings import REMOVED, read
+from mindspeed_dsa.settings import read
 
 
 def test_named_repairs_are_left_out():
@@ -27,13 +27,36 @@ def test_named_repairs_are_left_out():
     assert len(kept) + len(gone) == len(FEATURE.patches) == len(FEATURE.patches_for(SimpleNamespace()))
 
 
-def test_an_unknown_repair_is_refused():
-    with pytest.raises(SettingsError, match="no repair is called loss-scal; choose among local-provider, "):
-        FEATURE.patches_for(SimpleNamespace(no_dsa_repairs="hadamard,loss-scal"))
+def test_fused_rope_is_left_alone_without_the_dispatcher(monkeypatch):
+    monkeypatch.setattr("mindspeed_dsa.patches.versions.of_megatron", lambda root: "0.16.1")
+    args = SimpleNamespace(experimental_attention_variant="dsa", apply_rope_fusion=True)
+    args.no_dsa_repairs = "spec-dispatch"
+    assert not FEATURE.rewrite(args)
+    assert args.apply_rope_fusion
+
+
+@pytest.mark.parametrize("said", ["argv", "environment", "API"])
+def test_an_unknown_repair_is_refused(said):
+    names = "hadamard, loss-scal"
+    given = {
+        "argv": {"argv": ["--no-dsa-repairs", names]},
+        "environment": {"environ": {LEFT_OUT.env: names}},
+        "API": {"api": {LEFT_OUT.dest: names}},
+    }[said]
+    with pytest.raises(SettingsError, match="no repair is called loss-scal; they are local-provider, "):
+        read(all_flags(), **{"environ": {}, **given})
+
+
+def test_spaces_between_names_are_ignored():
+    assert (
+        read(all_flags(), api={LEFT_OUT.dest: "hadamard, loss-gate"}, environ={}).no_dsa_repairs
+        == "hadamard,loss-gate"
+    )
 
 
 @pytest.mark.parametrize("repair", REPAIRS, ids=lambda repair: repair.name)
 def test_former_switches_are_refused_with_the_way_out(repair):
     with pytest.raises(SettingsError, match=f"use --no-dsa-repairs {repair.name}"):
         read(all_flags(), argv=[f"--no-dsa-{repair.name}"], environ={})
-    assert f"--dsa-{repair.name}" in REMOVED
+    with pytest.raises(SettingsError, match=f"--no-dsa-repairs {repair.name} leaves it out"):
+        read(all_flags(), api={f"dsa_{repair.name.replace('-', '_')}": False}, environ={})
