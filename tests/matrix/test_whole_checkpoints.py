@@ -38,7 +38,7 @@ def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, 
     """One shard is truncated, one has a flipped bit, one is missing; what is left is four steps old."""
     note.begins("pretrain_gpt.py, TP2+SP", "whole-checkpoints")
     folder = tmp_path / "checkpoints"
-    flags = f"--whole-checkpoints --ckpt-format {way} --save {folder} --save-interval 4"
+    flags = f"--verify-checkpoint --ckpt-format {way} --save {folder} --save-interval 4"
     unbroken = pretrain(tmp_path / "unbroken", flags, steps=SAVED[-1])
     shards = {}
     for iteration in SAVED:
@@ -53,7 +53,7 @@ def test_the_next_ten_steps_are_those_of_the_unbroken_run(way: str, note: Note, 
     shards[8].write_bytes(content)
     shards[12].unlink()
     shards[14].write_bytes(shards[14].read_bytes()[:-1])
-    resumed = pretrain(tmp_path / "resumed", f"{flags} --load {folder} --verify-checkpoint", steps=SAVED[-1])
+    resumed = pretrain(tmp_path / "resumed", f"{flags} --load {folder}", steps=SAVED[-1])
     assert [record["step"] for record in resumed["steps"]] == list(range(5, SAVED[-1] + 1))
     for mine, theirs in zip(resumed["steps"], unbroken["steps"][4:], strict=True):
         for figure in ("lm_loss", "indexer_loss", "grad_norm"):
