@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_dsa import log, session
-from mindspeed_dsa.features.checkpoints.hugging_face import loading, saving
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 
 
 def read(args: argparse.Namespace, model: list[Any]) -> None:
     """Fill a model just built with the weights of ``--load-hf``, unless a checkpoint follows."""
     if args.load_hf and not args.load:
+        from mindspeed_dsa.features.checkpoints.hugging_face import loading  # needs safetensors
+
         loading.load(model, Path(args.load_hf), args, log.get())
 
 
@@ -22,4 +23,6 @@ def write(args: argparse.Namespace, step: int) -> None:
     running = session.current()
     assert running is not None
     if args.save_hf:
+        from mindspeed_dsa.features.checkpoints.hugging_face import saving
+
         saving.export(args, step, Save.of(running.settings), log.get())

@@ -54,9 +54,7 @@ def run(argv: Sequence[str]) -> int:
     }
     lacking = [name for name in ("safetensors", "tqdm") if find_spec(name) is None]
     if lacking and options.command != "flags":
-        raise SettingsError(
-            f"{_WHO}: {' and '.join(lacking)} is missing: pip install 'mindspeed_dsa[weights]'"
-        )
+        raise SettingsError(f"{_WHO}: it needs {' and '.join(lacking)}: pip install 'mindspeed_dsa[weights]'")
     commands[options.command](options, flags)
     return 0
 
@@ -138,7 +136,7 @@ def _export(options: argparse.Namespace, flags: Sequence[str]) -> None:
 def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
     from mindspeed_dsa.features.checkpoints.hugging_face import config
     from mindspeed_dsa.features.checkpoints.hugging_face.flags import flags_of, flags_of_training
-    from mindspeed_dsa.tools.weights import job
+    from mindspeed_dsa.tools.weights.model import release_here
 
     described, lacking = config.read_model(options.source, _WHO)
     if lacking:  # first: in a shell's array the bracket that ends it would be part of a last line
@@ -146,7 +144,7 @@ def _flags(options: argparse.Namespace, flags: Sequence[str]) -> None:
             f"# {config.FILE} speaks of {lacking} more layers of multi-token prediction, which the files lack"
         )
     where = f"{_WHO}: {options.source}"
-    lines = flags_of(described, options.megatron or job.release_here(), where)
+    lines = flags_of(described, options.megatron or release_here(), where)
     print("\n".join([*lines, *flags_of_training(described, options.frozen, where)]))
 
 

@@ -21,12 +21,12 @@ from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import Checkpoint
-from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
 from mindspeed_dsa.tools.migrate import megatron_flags
 from mindspeed_dsa.tools.weights.importing import WHO, Import
+from mindspeed_dsa.tools.weights.model import release_here
 
 _MULTIPLE = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
@@ -82,18 +82,6 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
     """Return what differs between the files and the job that its flags describe, and may."""
     return mismatch.remarks(wanted.values, _said(wanted.values, flags))
-
-
-def release_here() -> str:
-    """Return the release of Megatron-core that is installed.
-
-    Raises:
-        SettingsError: there is none.
-    """
-    release = versions.of_megatron()
-    if release is None:
-        raise SettingsError(f"{WHO}: Megatron-core is not installed: pip install 'mindspeed_dsa[megatron]'")
-    return release
 
 
 def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace:

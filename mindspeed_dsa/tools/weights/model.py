@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from mindspeed_dsa import session
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
+from mindspeed_dsa.patches import versions
+from mindspeed_dsa.patches.errors import SettingsError
 
 _SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank",
@@ -30,6 +32,20 @@ _SHARING = (
     "dsa_indexer_topk_pattern",
     "dsa_indexer_share_for_mtp",
 )
+
+
+def release_here() -> str:
+    """Return the release of Megatron-core that is installed.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    release = versions.of_megatron()
+    if release is None:
+        raise SettingsError(
+            "mindspeed_dsa weights: Megatron-core is not installed: pip install 'mindspeed_dsa[megatron]'"
+        )
+    return release
 
 
 @contextlib.contextmanager

@@ -175,6 +175,16 @@ def test_import_refuses_flags_of_another_model_in_one_message(model: Path, tmp_p
     assert not target.exists()
 
 
+def test_missing_packages_are_named_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindspeed_dsa.tools.cli.weights.find_spec", lambda name: None)
+    for command in ("import", "export"):
+        status, text = weights(command, tmp_path / "none", tmp_path / "target")
+        assert status == 2
+        assert "it needs safetensors and tqdm: pip install 'mindspeed_dsa[weights]'" in text
+
+
 def test_import_keeps_what_is_there(model: Path, checkpoints: Path, tmp_path: Path) -> None:
     refused("import", model, checkpoints, says=("release exists already",), target=checkpoints)
     job = tmp_path / "job"

@@ -19,7 +19,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face import companions, saving
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import SAVE, Save
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
-from mindspeed_dsa.tools.weights.job import release_here
+from mindspeed_dsa.tools.weights.model import release_here
 from tests.tools.weights import models
 from tests.tools.weights.models import FILE, done, weights
 
