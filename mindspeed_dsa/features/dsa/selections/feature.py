@@ -178,11 +178,6 @@ class Numbers:
         )
 
 
-def numbers(text: str) -> Numbers:
-    """Parse a flag's value; see :meth:`Numbers.of`."""
-    return Numbers.of(text)
-
-
 @dataclass(frozen=True)
 class Options:
     """The requested settings.
@@ -326,21 +321,21 @@ _FLAGS = (
         f"{RECORD}-steps",
         "Record these steps only, as in 1-10,20 or 1-1000:50; default: all.",
         kind="value",
-        type=numbers,
+        type=Numbers.of,
         metavar="NUMBERS",
     ),
     Flag(
         f"{RECORD}-layers",
         "Record these layers only, from 1, those of multi-token prediction behind the decoder's.",
         kind="value",
-        type=numbers,
+        type=Numbers.of,
         metavar="NUMBERS",
     ),
     Flag(
         f"{RECORD}-rows",
         "Record the rows at these positions of a sequence only, from 0.",
         kind="value",
-        type=numbers,
+        type=Numbers.of,
         metavar="NUMBERS",
     ),
     Flag(
