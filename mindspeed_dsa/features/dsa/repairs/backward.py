@@ -1,10 +1,11 @@
-"""Repairs of the backward pass: what is recomputed there, and gradients under tensor parallelism.
+"""Repairs of the backward pass and of saved optimizer state.
 
 Imports Megatron only when called: these functions are fetched while Megatron is being imported.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,31 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
         self.linear_kv_down_proj.register_forward_hook(sum_in_backward)
 
     return __init__
+
+
+# -- padded-buckets: the optimizer's state as it is saved ------------------------------------------
+
+
+def cut_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+
+    It joins the buckets of a buffer without the padding at their ends, and cuts parameters out at the places
+    that they have with it; Megatron-LM's main takes the padding off the places, as is done here.
+    """
+
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        places = [(buffer, buffer.param_index_map) for buffer in self.buffers]
+        for buffer, padded in places:
+            paddings = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
+            before = [0, *itertools.accumulate(paddings)]
+            buffer.param_index_map = {
+                parameter: (start - before[bucket], end - before[bucket], bucket)
+                for parameter, (start, end, bucket) in padded.items()
+            }
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, padded in places:
+                buffer.param_index_map = padded
+
+    return sharded_param_state_fully_reshardable

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mindspeed_dsa.megatron import without_engine
+from mindspeed_dsa.megatron import optimizer, without_engine
 from mindspeed_dsa.megatron.dsa import DSA, KERNELS, MLA, OWN_LOOP, SPECS
 from mindspeed_dsa.patches.spec import Patch
 
@@ -339,6 +339,24 @@ ROTARY_KEY_TP_GRADS = Repair(
     ),
 )
 
+# -- saved optimizer state ----------------------------------------------------------------------
+
+PADDED_BUCKETS = Repair(
+    "padded-buckets",
+    "the distributed optimizer cuts buffers with several padded buckets at wrong places for the format "
+    "fully_reshardable",
+    "wrong moments and master weights after a resume, without an error",
+    patches=(
+        Patch(
+            f"{optimizer.DISTRIBUTED}.sharded_param_state_fully_reshardable",
+            "wrap",
+            f"{_HERE}.backward:cut_without_padding",
+            "Megatron saves wrong moments and master weights of buffers with several padded buckets",
+            versions=">=0.15,<0.20",
+        ),
+    ),
+)
+
 REPAIRS = (
     LOCAL_PROVIDER,
     SPEC_DISPATCH,
@@ -350,4 +368,5 @@ REPAIRS = (
     CORE_ATTENTION_RECOMPUTE,
     INDEXER_TP_GRADS,
     ROTARY_KEY_TP_GRADS,
+    PADDED_BUCKETS,
 )

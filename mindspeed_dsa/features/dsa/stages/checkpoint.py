@@ -9,7 +9,6 @@ Imports nothing of Megatron: these functions are fetched while Megatron is being
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -163,28 +162,3 @@ def _begin_anew(part: Any) -> None:
             entry.setdefault("step", torch.zeros(()))
     part.reload_model_params()
     vars(part)[_BEGUN] = True
-
-
-def cut_without_padding(original: _Function) -> _Function:
-    """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
-
-    It joins the buckets of a buffer without the padding at their ends, and cuts parameters out at the places
-    that they have with it; Megatron-LM's main takes the padding off the places, as is done here.
-    """
-
-    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        places = [(buffer, buffer.param_index_map) for buffer in self.buffers]
-        for buffer, padded in places:
-            paddings = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
-            before = [0, *itertools.accumulate(paddings)]
-            buffer.param_index_map = {
-                parameter: (start - before[bucket], end - before[bucket], bucket)
-                for parameter, (start, end, bucket) in padded.items()
-            }
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for buffer, padded in places:
-                buffer.param_index_map = padded
-
-    return sharded_param_state_fully_reshardable

@@ -179,12 +179,5 @@ CHECKPOINTS = Feature(
             "the distributed optimizer's buffers of another stage have other parameters",
             optimizer.DISTRIBUTED,
         ),
-        Patch(
-            f"{optimizer.DISTRIBUTED}.sharded_param_state_fully_reshardable",
-            "wrap",
-            f"{_HERE}.checkpoint:cut_without_padding",
-            "Megatron saves wrong moments and master weights of buffers with several padded buckets",
-            versions=">=0.15,<0.20",
-        ),
     ),
 )
