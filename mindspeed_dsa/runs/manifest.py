@@ -145,7 +145,7 @@ def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = ""
     Args:
         checkpoint: its folder.
         job: of the processes that wrote it.
-        files: entries from :func:`sizes` or :func:`sums`.
+        files: entries from :func:`sizes` or :func:`sums`; none mark a checkpoint that is being written.
         name: that the folder will have; by default the one it has.
 
     Raises:
@@ -180,7 +180,7 @@ def read(checkpoint: Path) -> Manifest | None:
             raise ValueError(f"its format is {str(content['format'])[:40]!r}")
         files = {name: _entry(name, facts) for name, facts in content["files"].items()}
         if not files:
-            raise ValueError("it lists no file")
+            raise RunError("it was not written to its end")
         return Manifest(str(content["checkpoint"]), str(content["job"]), files)
     except FileNotFoundError:
         return None

@@ -88,6 +88,12 @@ def tracked(folder: Path) -> tuple[int | str | None, str]:
     return value, ""
 
 
+def is_tracked(folder: Path, name: str) -> bool:
+    """Return whether the tracker names a checkpoint's folder."""
+    latest, _ = tracked(folder)
+    return name == (name_of(latest) if isinstance(latest, int) else latest)
+
+
 def iterations(folder: Path) -> list[int]:
     """Return the iterations of all folders that are named like checkpoints, the newest first.
 

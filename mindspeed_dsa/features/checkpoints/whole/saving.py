@@ -27,7 +27,7 @@ from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import delete, end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of, remove, tracked
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, is_tracked, name_of, remove, tracked
 
 _deleting = threading.Lock()
 """Lock of the threads that delete checkpoints: one deletes after the other."""
@@ -88,6 +88,10 @@ def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Sav
         if save.path.is_dir() and not save.path.is_symlink():
             # Megatron would write over its files, and be killed with some of them new and some old.
             remove(save.path)
+        if is_tracked(folder, name) or save.path.is_dir():  # a link to one stays
+            # Without this the next job would take what the tracker names for one of Megatron alone.
+            save.path.mkdir(exist_ok=True)
+            manifest.write(save.path, work.job, {})
         save.tracker.unlink(missing_ok=True)  # of a killed job; Megatron would read which one came before
 
     together(

@@ -26,7 +26,7 @@ FILES = {
 
         ARGS = SimpleNamespace(
             save=None, async_save=False, ckpt_step=None, non_persistent_ckpt_type=None,
-            non_persistent_global_ckpt_dir=None, save_retain_interval=None,
+            non_persistent_global_ckpt_dir=None, save_retain_interval=None, ckpt_format="torch_dist",
         )
 
 
@@ -72,10 +72,17 @@ FILES = {
             return os.path.join(checkpoints_path, "latest_checkpointed_iteration.txt")
 
 
+        def write_shard(path, content):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(content)
+
+
         def write_shards(folder, content):
             for number in range(2):
-                with open(f"{{folder}}/__0_{{number}}.distcp", "wb") as file:
-                    file.write(content)
+                torch_dist = f"{{folder}}/__0_{{number}}.distcp"
+                torch = f"{{folder}}/mp_rank_{{number:02d}}/model_optim_rng.pt"
+                write_shard(torch if get_args().ckpt_format == "torch" else torch_dist, content)
 
 
         def save_checkpoint(iteration, model, non_persistent_ckpt=False, release=False):
@@ -83,9 +90,11 @@ FILES = {
             save_dir = os.path.join(args.save, "non_persistent") if non_persistent_ckpt else args.save
             folder = os.path.join(save_dir, "release" if release else f"iter_{{iteration:07d}}")
             os.makedirs(folder, exist_ok=True)
-            with open(f"{{folder}}/common.pt", "w") as file:
-                file.write(str(iteration))
-            finalize_fns = [lambda: open(f"{{folder}}/metadata.json", "w").write("1")]
+            finalize_fns = []
+            if args.ckpt_format == "torch_dist":
+                with open(f"{{folder}}/common.pt", "w") as file:
+                    file.write(str(iteration))
+                finalize_fns.append(lambda: open(f"{{folder}}/metadata.json", "w").write("1"))
             request = Request(write_shards, (folder, model), finalize_fns)
             tracker_filename = get_checkpoint_tracker_filename(save_dir)
 

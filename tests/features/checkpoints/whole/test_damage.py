@@ -126,7 +126,7 @@ DAMAGE: dict[str, tuple[Damage, str, bool]] = {
         f"{manifest.NAME} is that of iter_0000002",
         False,
     ),
-    "manifest without files": (lambda path: edit(path, files={}), "it lists no file", False),
+    "manifest without files": (lambda path: edit(path, files={}), "it was not written to its end", False),
     "manifest without an end to a size": (
         lambda path: files_of(path, **{"common.pt": {"bytes": math.inf, "crc32": "0"}}),
         f"{manifest.NAME} is not a manifest (",

@@ -54,12 +54,49 @@ def test_a_save_that_fails_on_the_way_is_not_named(job: Job, monkeypatch: pytest
     assert job.load() == "iter_0000003"
 
 
-def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(job: Job) -> None:
+class Killed(BaseException):
+    """The end of a job, wherever it is."""
+
+
+@pytest.mark.parametrize("written", ["torch", "torch_dist"])
+@pytest.mark.parametrize("before", ["whole", "deleted", "elsewhere"])
+def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(
+    job: Job, monkeypatch: pytest.MonkeyPatch, written: str, before: str
+) -> None:
+    """The tracker names it all the while: the job has gone back to an earlier one."""
+    job.args.ckpt_format = written
+    job.save(3)
+    job.save(6)
+    again = job.folder / "iter_0000006"
+    if before != "whole":
+        again.rename(job.folder / "moved")
+    if before == "elsewhere":
+        again.symlink_to("moved")
+    write, done = job.checkpointing.write_shard, list[str]()
+
+    def killed(path: str, content: bytes) -> None:
+        if done:
+            raise Killed
+        write(path, content)
+        done.append(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job.checkpointing, "write_shard", killed)
+        with pytest.raises(Killed):
+            job.save(6)
+    assert done
+    assert state_of(job.folder, 6).damage == "it was not written to its end"
+    assert job.load() == "iter_0000003"
+    job.save(6)
+    assert state_of(job.folder, 6, contents=True).damage == ""
+    assert job.load() == "iter_0000006"
+
+
+def test_a_checkpoint_that_is_written_again_in_the_background_is_not_whole_until_it_is(job: Job) -> None:
     job.save(3)
     job.save(6)
     job.args.async_save = True
     job.save(6)
-    # Megatron would write over its files: of a job that is killed now, some would be of the save before.
     assert state_of(job.folder, 6).damage == "it was not written to its end"
     assert job.load() == "iter_0000003"
     job.async_utils.finalize()
