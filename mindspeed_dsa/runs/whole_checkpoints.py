@@ -241,15 +241,22 @@ def describe(folder: Path, choice: Choice) -> str:
     return f"{folder}: {choice.state.path.name} is loaded: {known}{passed}"
 
 
+def put_aside(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted; return its new name, which is no checkpoint's.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    return path.rename(beside(path, "deleted"))
+
+
 def remove(path: Path) -> None:
     """Delete a checkpoint; killed on the way, what is left of it has no checkpoint's name.
 
     Raises:
         OSError: it cannot be deleted.
     """
-    doomed = beside(path, "deleted")
-    path.rename(doomed)
-    delete(doomed)  # which the next deletion may have found
+    delete(put_aside(path))  # which the next deletion may have found
 
 
 def superfluous(folder: Path, known: Sequence[State], keep: int) -> list[State]:

@@ -27,7 +27,7 @@ from mindspeed_dsa.log import Log
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import delete, end_with_parent, sync
 from mindspeed_dsa.runs.manifest import Entry
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, is_tracked, name_of, remove, tracked
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, is_tracked, name_of, put_aside, tracked
 
 _deleting = threading.Lock()
 """Lock of the threads that delete checkpoints: one deletes after the other."""
@@ -80,14 +80,14 @@ def _folder(job: Any, temporary: bool) -> Path:
 
 
 def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Save:
-    """Prepare a save on all ranks: a checkpoint that is about to be written again is deleted."""
+    """Prepare a save on all ranks: a checkpoint that is about to be written again is put aside."""
     save = Save(folder, name, retain)
 
     def prepare() -> None:
         work.lock(folder)
         if save.path.is_dir() and not save.path.is_symlink():
             # Megatron would write over its files, and be killed with some of them new and some old.
-            remove(save.path)
+            _delete_meanwhile(put_aside(save.path), f"{save.path}, which is written again", work.context.log)
         if is_tracked(folder, name) or save.path.is_dir():  # a link to one stays
             # Without this the next job would take what the tracker names for one of Megatron alone.
             save.path.mkdir(exist_ok=True)
@@ -212,19 +212,32 @@ def _publish(save: Save, summed: dict[str, Entry], work: Work) -> None:
     if save.retain and isinstance(before, int) and before > 0 and before % save.retain:
         old = save.folder / name_of(before)
         if old != save.path and not old.is_symlink():
-            # As Megatron does: training does not wait for it, and the process does before it ends.
-            threading.Thread(target=_remove, args=(old, work.context.log)).start()
+            _remove(old, work.context.log)
 
 
 def _remove(old: Path, log: Log) -> None:
     """Delete a checkpoint that ``--save-retain-interval`` does not keep; what cannot be deleted stays."""
     try:
-        with _deleting:
-            for half in old.parent.glob(".iter_*.deleted"):  # of a killed job
-                with contextlib.suppress(OSError):
-                    delete(half)
-            remove(old)
+        aside = put_aside(old)
     except OSError as error:
         log.warning("%s cannot be deleted: %s", old, error)
     else:
-        log.info("deleted %s, of which --save-retain-interval keeps nothing", old)
+        _delete_meanwhile(aside, f"{old}, of which --save-retain-interval keeps nothing", log)
+
+
+def _delete_meanwhile(aside: Path, what: str, log: Log) -> None:
+    """Delete as Megatron does: training does not wait for it, and the process does before it ends."""
+    threading.Thread(target=_delete, args=(aside, what, log)).start()
+
+
+def _delete(aside: Path, what: str, log: Log) -> None:
+    try:
+        with _deleting:
+            for half in aside.parent.glob(".iter_*.deleted"):  # of a killed job
+                with contextlib.suppress(OSError):
+                    delete(half)
+            delete(aside)
+    except OSError as error:
+        log.warning("%s cannot be deleted: %s", aside, error)
+    else:
+        log.info("deleted %s", what)

@@ -15,7 +15,7 @@ import pytest
 from mindspeed_dsa.features.checkpoints.whole import saving
 from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.files import RunError
-from mindspeed_dsa.runs.whole_checkpoints import TRACKER, remove, state_of
+from mindspeed_dsa.runs.whole_checkpoints import TRACKER, put_aside, remove, state_of
 from tests.features.checkpoints.whole.conftest import Job
 from tests.features.checkpoints.whole.folders import checkpoint
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_and_ends_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", readonly)
         saving._remove(old, log)
-    saving._remove(old, log)
+    saving._delete(put_aside(old), "what --save-retain-interval does not keep", log)
     assert "iter_0000003 cannot be deleted: [Errno 30] Read-only file system" in said[0]
     assert "deleted" in said[1]
     assert list(tmp_path.iterdir()) == []
@@ -118,7 +118,9 @@ def test_deletions_that_overlap_are_said_to_be_done(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(shutil, "rmtree", slow)
     olds = [checkpoint(tmp_path, iteration) for iteration in (1, 2)]
-    first, second = (threading.Thread(target=saving._remove, args=(old, log)) for old in olds)
+    first, second = (
+        threading.Thread(target=lambda old=old: saving._delete(put_aside(old), old.name, log)) for old in olds
+    )
     first.start()
     assert at_it.wait(20)
     second.start()
@@ -128,6 +130,30 @@ def test_deletions_that_overlap_are_said_to_be_done(tmp_path: Path, monkeypatch:
     second.join(20)
     assert [text.startswith("deleted ") for text in said] == [True, True], said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_does_not_wait_until_a_checkpoint_that_is_written_again_is_deleted(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terabytes take minutes, and the other ranks' collective has a time-out."""
+    rmtree, deleting, go_on = shutil.rmtree, list[threading.Thread](), threading.Event()
+
+    def slow(path: Path, *args: Any, **kwargs: Any) -> None:
+        deleting.append(threading.current_thread())
+        if deleting[-1] is not threading.main_thread():
+            go_on.wait(20)
+        rmtree(path, *args, **kwargs)
+
+    for iteration in (3, 6):
+        job.save(iteration)
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    job.save(6)
+    assert job.load() == "iter_0000006"
+    assert state_of(job.folder, 6, contents=True).damage == ""
+    go_on.set()
+    assert threading.main_thread() not in deleting
+    assert gone(job.folder / "iter_0000006.before")  # under a hidden name
+    assert deleting
 
 
 def test_what_another_process_has_deleted_meanwhile_is_deleted(
