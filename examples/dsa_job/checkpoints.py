@@ -43,7 +43,8 @@ def find(folder: Path, step: int | None = None, contents: bool = False) -> tuple
         contents: read all files of those that come into question, besides their sizes.
 
     Returns:
-        Its folder, and a line about those that were passed over; an empty one if none was.
+        Its folder, and a line about those that were passed over, or about checksums that it lacks; an empty
+        one if there is neither.
 
     Raises:
         RunError: it is missing or damaged.
@@ -53,7 +54,8 @@ def find(folder: Path, step: int | None = None, contents: bool = False) -> tuple
         raise RunError(
             f"{folder} has no complete checkpoint; complete ones: {complete_steps(folder) or 'none'}"
         )
-    return choice.state.path, whole_checkpoints.describe(folder, choice) if choice.passed else ""
+    is_worth_a_line = choice.passed or choice.unverified
+    return choice.state.path, whole_checkpoints.describe(folder, choice) if is_worth_a_line else ""
 
 
 def _find(folder: Path, step: int | None = None, contents: bool = False) -> Choice:

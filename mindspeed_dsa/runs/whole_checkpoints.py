@@ -56,10 +56,12 @@ class Choice:
     Attributes:
         state: of the checkpoint; ``None`` where the folder has none, and no tracker.
         passed: in words, each that was passed over, and why.
+        unverified: checksums were to be compared, and it has none.
     """
 
     state: State | None
     passed: tuple[str, ...] = ()
+    unverified: bool = False
 
 
 def name_of(iteration: int | None) -> str:
@@ -188,7 +190,7 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
                 f"checkpoint {state.path} is not whole: {state.damage}; choose another with --ckpt-step, or "
                 "omit that to load the newest whole one"
             )
-        return Choice(state)
+        return Choice(state, unverified=contents and not _has_sums(state))
     latest, wrong = tracked(folder)
     passed = [wrong] if wrong else []
     kept_lists = False
@@ -200,7 +202,7 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
         if state.damage:
             passed.append(f"{state.path.name}: {state.damage}")
         elif state.listed or latest in (iteration, state.path.name) or (state.path / _LAST).is_file():
-            return Choice(state, tuple(passed))
+            return Choice(state, tuple(passed), contents and not _has_sums(state))
         else:
             passed.append(f"{state.path.name}: nothing says that it was written to its end")
     if wrong == _ABSENT and not kept_lists:
@@ -209,6 +211,10 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
         f"no checkpoint in {folder} is whole ({_shortened(passed)}); name another folder, or begin anew in "
         "an empty one"
     )
+
+
+def _has_sums(state: State) -> bool:
+    return state.listed is not None and state.listed.has_sums
 
 
 def _has_list(state: State) -> bool:
@@ -238,7 +244,8 @@ def describe(folder: Path, choice: Choice) -> str:
     if choice.state is None:
         return f"{folder} has no checkpoint yet"
     known = f"whole ({choice.state.listed})" if choice.state.listed else UNCHECKED
-    return f"{folder}: {choice.state.path.name} is loaded: {known}{passed}"
+    sums = "; --verify-checkpoint compared no checksum, as it has none" if choice.unverified else ""
+    return f"{folder}: {choice.state.path.name} is loaded: {known}{sums}{passed}"
 
 
 def put_aside(path: Path) -> Path:

@@ -111,7 +111,7 @@ def _chosen(folder: Path, step: int | None, context: Context[Options]) -> Choice
         raise choice
     assert choice is not None
     if (folder, step) not in known:
-        say = context.log.warning if choice.passed else context.log.info
+        say = context.log.warning if choice.passed or choice.unverified else context.log.info
         say("%s", whole_checkpoints.describe(folder, choice))
     known[folder, step] = choice
     return choice

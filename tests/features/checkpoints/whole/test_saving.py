@@ -172,6 +172,26 @@ def test_without_the_request_no_file_is_read(job: Job, monkeypatch: pytest.Monke
     assert job.load() == "iter_0000003"
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_checkpoint_without_checksums_is_not_said_to_be_verified(
+    verified: Job, caplog: pytest.LogCaptureFixture, listed: bool
+) -> None:
+    path = checkpoint(verified.folder, 3, listed=False)
+    if listed:
+        manifest.complete(path, "mine", {})
+    track(verified.folder, 3)
+    assert verified.load() == "iter_0000003"
+    (said,) = [each for each in caplog.records if "iter_0000003 is loaded" in each.getMessage()]
+    assert said.levelname == "WARNING"
+    assert "--verify-checkpoint compared no checksum, as it has none" in said.getMessage()
+    caplog.clear()
+    verified.save(6)
+    assert verified.load() == "iter_0000006"
+    (said,) = [each for each in caplog.records if "iter_0000006 is loaded" in each.getMessage()]
+    assert said.levelname == "INFO"
+    assert said.getMessage().endswith("is loaded: whole (4 files, 10.00 kB)")
+
+
 def test_two_asynchronous_saves_end_one_after_the_other(job: Job) -> None:
     job.args.async_save = True
     job.save(3)
