@@ -298,7 +298,8 @@ def _clear(path: Path, theirs: str, what: str) -> None:
 def _refuse(path: Path, what: str, who: str) -> NoReturn:
     raise RunError(
         f"{what} is being written by {who}, as {path} says; wait until it has ended, or name another folder. "
-        "This file system has no locks: if you know that nobody writes there, delete that file"
+        "This file system has no locks, and a process that was killed on another machine or in another "
+        f"container leaves its file: if that one has ended, delete the file: {path}"
     )
 
 

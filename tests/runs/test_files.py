@@ -152,7 +152,7 @@ def test_without_locks_a_second_writer_is_refused_as_well(
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(
-            RunError, match=f"by process {other.pid} on .*, as {held} says; wait .*delete that file"
+            RunError, match=f"by process {other.pid} on .*, as {held} says; wait .*delete the file: {held}$"
         ):
             Sole(path, "out")
         other.kill()
@@ -222,6 +222,22 @@ def test_without_locks_one_of_two_successors_takes_over(
     assert held.exists()
     faster[0].end()
     assert os.listdir(tmp_path) == []
+
+
+def test_without_locks_the_refusal_says_what_a_job_killed_elsewhere_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells a machine whether the process of another one still runs."""
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path, held = tmp_path / ".model.lock", tmp_path / ".model.lock.held"
+    held.write_text(
+        json.dumps({"who": "process 7 on node-a", "pid": 7, "started": "1", "where": "node-a", "id": "x"})
+    )
+    os.utime(held, (0, 0))  # the file is as old as its job, which may run for months
+    with pytest.raises(RunError, match=rf"process 7 on node-a, .* killed on another machine .*: {held}$"):
+        Sole(path, "out")
+    held.unlink()
+    Sole(path, "out").end()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="where nobody waits for a process is asked of Linux")
