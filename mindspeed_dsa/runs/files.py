@@ -156,12 +156,6 @@ def try_lock(path: Path) -> IO[str] | None:
     return file
 
 
-def sweep(folder: Path) -> None:
-    """Delete what killed writers have left below a folder that nobody else writes to."""
-    for left in folder.rglob("*.partial"):
-        left.unlink(missing_ok=True)
-
-
 def delete(folder: Path) -> None:
     """Delete a folder that others may be deleting as well: what is gone already is deleted.
 
