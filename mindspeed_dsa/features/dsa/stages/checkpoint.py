@@ -23,6 +23,8 @@ from mindspeed_dsa.patches.errors import SettingsError
 _OPTIMIZER = "optimizer"
 _STAGE, _DEFAULT = "stage_of_dsa", "sparse"
 """Key of the stage in a group of parameters and in a distributed optimizer's state; absent: the default."""
+_MASTER = "master_param"
+"""Key of master weights in a parameter's state: the precision-aware optimizer's."""
 _BEGUN = "_mindspeed_dsa_begun_anew"
 
 _Function = Callable[..., Any]
@@ -156,6 +158,11 @@ def _begin_anew(part: Any) -> None:
                 value.zero_()
             elif value is not None:
                 holder[name] = type(value)(0)
+    if not hasattr(inner, "sub_optimizers"):  # which have the master weights that Megatron makes below
+        for parameter in [key for key, entry in inner.state.items() if _MASTER in entry]:
+            # Transformer Engine's optimizer keeps master weights, which Megatron has left uninitialised and
+            # does not reload. Without state it makes them from the weights, in the first step.
+            del inner.state[parameter]
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         for entry in inner.state.values():
             # Megatron has made moments for a checkpoint to be read into, and would read the step with it.

@@ -1,0 +1,101 @@
+"""Optimizers that load the state of another stage, on stand-ins for those that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_dsa.features.dsa.stages.checkpoint import load_state
+
+
+class FusedAdam:
+    """Transformer Engine's, as the precision-aware optimizer has it: it keeps the master weights.
+
+    It makes the state of a parameter in the first step that finds none.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": [parameter], "step": 7, "stage_of_dsa": "warmup"}
+        ]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                state = self.state.setdefault(parameter, {})
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state["master_param"] = parameter.detach().clone().float()
+                state["master_param"] -= parameter.grad
+                parameter.data.copy_(state["master_param"])
+
+
+class Distributed:
+    """Megatron's distributed optimizer: it allocates state to load into, and copies no master weights."""
+
+    def __init__(self, inner: FusedAdam | None) -> None:
+        self.optimizer = inner
+        self.is_stub_optimizer = inner is None
+
+    def allocate(self) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                names = ("exp_avg", "exp_avg_sq", "master_param")
+                # torch.empty in Megatron: any bits.
+                self.optimizer.state[parameter] = {name: torch.full_like(parameter, 9.0) for name in names}
+
+    def reload_model_params(self) -> None:
+        """Return at once."""
+
+
+def context(stage: str) -> tuple[Any, list[str]]:
+    """Stand for the context of a session; and what is logged."""
+    said: list[str] = []
+    log = SimpleNamespace(info=lambda text, *args, **kwargs: said.append(text % args))
+    return SimpleNamespace(options=SimpleNamespace(stage=stage), log=log), said
+
+
+def loading(stage: str) -> tuple[Callable[..., Any], list[Any], list[str]]:
+    """Return ``load_state_dict`` in a stage, what Megatron's own was given, and what is logged."""
+    own: list[Any] = []
+    here, said = context(stage)
+    return load_state(lambda self, state: own.append(state), here), own, said
+
+
+def test_master_weights_that_the_optimizer_keeps_are_made_from_the_loaded_weights() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    part = Distributed(inner := FusedAdam(parameter))
+    part.allocate()
+    parameter.data.fill_(5.0)  # the model's weights are loaded
+    load, own, said = loading("sparse")
+    load(part, {"optimizer": {"param_groups": [{"stage_of_dsa": "warmup"}]}})
+    assert not own
+    assert len(said) == 1
+    parameter.grad = torch.ones(2)
+    inner.step()
+    assert parameter.tolist() == [4.0, 4.0]
+    assert inner.param_groups[0]["step"] == 1
+    assert not inner.state[parameter]["exp_avg"].any()
+
+
+def test_master_weights_of_parts_that_are_offloaded_stay_where_they_are() -> None:
+    """Megatron copies the weights into them, and their state has the very tensors."""
+    parameter, master = torch.nn.Parameter(torch.full((2,), 5.0)), torch.full((2,), 9.0)
+    inner = FusedAdam(parameter)
+    inner.sub_optimizers = []  # type: ignore[attr-defined]
+    inner.state[parameter] = {"exp_avg": torch.ones(2), "master_param": master}
+    part = Distributed(inner)
+    part.reload_model_params = lambda: master.copy_(parameter.detach())  # type: ignore[method-assign]
+    load, _, _ = loading("sparse")
+    load(part, {"optimizer": {"param_groups": [{"stage_of_dsa": "warmup"}]}})
+    assert inner.state[parameter]["master_param"] is master
+    assert master.tolist() == [5.0, 5.0]
+    assert not inner.state[parameter]["exp_avg"].any()
