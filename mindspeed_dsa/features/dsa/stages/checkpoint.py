@@ -23,6 +23,8 @@ from mindspeed_dsa.patches.errors import SettingsError
 _OPTIMIZER = "optimizer"
 _STAGE, _DEFAULT = "stage_of_dsa", "sparse"
 """Key of the stage in a group of parameters and in a distributed optimizer's state; absent: the default."""
+_STAGE_OF_0_2 = "dsa_stage"
+"""Key of a mapping in which 0.2.0 saved which parameters were trained, and how many steps others lag."""
 _MASTER = "master_param"
 """Key of master weights in a parameter's state: the precision-aware optimizer's."""
 _BEGUN = "_mindspeed_dsa_begun_anew"
@@ -74,9 +76,11 @@ def load_across_stages(original: _Function, context: Context[Options]) -> _Funct
         tensors = checkpoints.load_sharded_metadata(str(checkpoint_dir))
         shapes = {key: tuple(getattr(each, "global_shape", ())) for key, each in tensors.items()}
         wanted = layers.checked(sharded_state_dict, checkpoint_dir, shapes, context)
+        if _OPTIMIZER not in wanted:
+            return original(wanted, checkpoint_dir, *args, **kwargs)
         common = checkpoints.load_common_state_dict(str(checkpoint_dir)).get(_OPTIMIZER)
         stage = _stage_of(common) if any(map(layers.of_indexer, shapes)) else "dense"
-        if _OPTIMIZER not in wanted or stage == context.options.stage:
+        if stage == context.options.stage:
             return original(wanted, checkpoint_dir, *args, **kwargs)
         rest = {key: value for key, value in wanted.items() if key != _OPTIMIZER}
         result = original(rest, checkpoint_dir, *args, **kwargs)
@@ -127,8 +131,17 @@ def load_parameters(original: _Function) -> _Function:
 
 
 def _stage_of(state: Any) -> str:
-    """Return the stage that saved the state of an optimizer, or of those of a chain."""
+    """Return the stage that saved the state of an optimizer, or of those of a chain.
+
+    Raises:
+        SettingsError: 0.2.0 saved it, after or in another stage than the default.
+    """
     for part in _parts(state):
+        if any(key in part.get(_STAGE_OF_0_2, ()) for key in ("trained", "lag")):
+            raise SettingsError(
+                "--dsa-stage: the checkpoint has the optimizer's state as mindspeed_dsa 0.2.0 saved it in or "
+                "after another stage than sparse, which is not read; load it with --no-load-optim"
+            )
         if _STAGE in part:
             return str(part[_STAGE])
         for group in part.get(_OPTIMIZER, part).get("param_groups", ()):

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_dsa.features.dsa.stages.checkpoint import load_state
+from mindspeed_dsa.features.dsa.stages import layers
+from mindspeed_dsa.features.dsa.stages.checkpoint import load_across_stages, load_state
+from mindspeed_dsa.patches import SettingsError
 
 
 class FusedAdam:
@@ -99,3 +102,52 @@ def test_master_weights_of_parts_that_are_offloaded_stay_where_they_are() -> Non
     assert inner.state[parameter]["master_param"] is master
     assert master.tolist() == [5.0, 5.0]
     assert not inner.state[parameter]["exp_avg"].any()
+
+
+OF_0_2 = {"param_groups": [{"lr": 1.0}]}
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"optimizer": OF_0_2, "dsa_stage": {"trained": ["indexers"]}},
+        {**OF_0_2, "dsa_stage": {"lag": 2.0}},
+        [{"optimizer": OF_0_2}, {"optimizer": OF_0_2, "dsa_stage": {"places": [[1]], "lag": 2.0}}],
+        {0: {"optimizer": OF_0_2, "dsa_stage": {"trained": ["all else"]}}, 1: {"optimizer": OF_0_2}},
+    ],
+    ids=["bf16", "fp32", "chain of format torch", "chain"],
+)
+def test_an_optimizers_state_of_0_2_that_says_what_it_trained_is_refused(stage: str, state: Any) -> None:
+    """It would be taken for one of the default stage, with moments of other parameters."""
+    load, own, _ = loading(stage)
+    with pytest.raises(SettingsError, match=r"mindspeed_dsa 0\.2\.0 .*; load it with --no-load-optim$"):
+        load(Distributed(FusedAdam(torch.nn.Parameter(torch.ones(2)))), state)
+    assert not own
+
+
+def test_an_optimizers_state_of_0_2_that_trained_all_from_the_start_is_loaded() -> None:
+    load, own, said = loading("sparse")
+    state = {"optimizer": OF_0_2, "dsa_stage": {"places": [[1]]}}
+    load(Distributed(FusedAdam(torch.nn.Parameter(torch.ones(2)))), state)
+    assert own == [state]
+    assert not said
+
+
+def test_weights_of_a_checkpoint_of_0_2_are_loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--no-load-optim`` Megatron asks for no optimizer."""
+    monkeypatch.setattr(layers, "checked", lambda wanted, *args: wanted)
+    common = {"optimizer": {"optimizer": OF_0_2, "dsa_stage": {"trained": ["indexers"]}}}
+    files = SimpleNamespace(
+        load_sharded_metadata=lambda folder: {
+            "decoder.layers.0.self_attention.core_attention.indexer.linear_wk.weight": None
+        },
+        load_common_state_dict=lambda folder: common,
+    )
+    here, _ = context("sparse")
+    here.state = lambda kind: SimpleNamespace(config=object())
+    here.megatron = lambda module: files
+    load = load_across_stages(lambda wanted, *args: dict.fromkeys(wanted, "loaded"), here)
+    assert load({"model": "x"}, "there") == {"model": "loaded"}
+    with pytest.raises(SettingsError, match="load it with --no-load-optim"):
+        load({"model": "x", "optimizer": {}}, "there")
