@@ -100,6 +100,8 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
         stage = _stage_of(state_dict)
         if stage == here:
             return original(self, state_dict, *args, **kwargs)
+        if getattr(self, "is_stub_optimizer", False):
+            return None  # it has no parameters, and its own state names no stage
         context.log.info(
             "--dsa-stage %s: the checkpoint is of stage %s; weights, iteration, data and generators go on, "
             "and the optimizer begins anew",

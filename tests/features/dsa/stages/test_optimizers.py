@@ -151,3 +151,12 @@ def test_weights_of_a_checkpoint_of_0_2_are_loaded_alone(monkeypatch: pytest.Mon
     assert load({"model": "x"}, "there") == {"model": "loaded"}
     with pytest.raises(SettingsError, match="load it with --no-load-optim"):
         load({"model": "x", "optimizer": {}}, "there")
+
+
+@pytest.mark.parametrize("state", [{}, {"stage_of_dsa": "sparse"}])
+def test_an_optimizer_without_parameters_begins_nothing_anew(state: dict[str, str]) -> None:
+    """A rank whose layers train nothing in this stage has Megatron's stub, whose state is empty."""
+    load, own, said = loading("warmup")
+    load(Distributed(None), state)
+    assert not said
+    assert not own
