@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mindspeed_dsa.features.dsa.model.feature import MODEL
+from mindspeed_dsa.features.dsa.problem import IndexInputs, Operands, Problem
 from mindspeed_dsa.features.dsa.selections.feature import SHARED_SELECTIONS
 from mindspeed_dsa.features.dsa.selections.share import decoder_place, mtp_place
-from mindspeed_dsa.megatron.selection_source import Carrying, Selections, current, recomputing
+from mindspeed_dsa.features.dsa.sparse_attention import attend_by_runs
+from mindspeed_dsa.megatron.selection_source import (
+    PLACE,
+    Carrying,
+    Chosen,
+    Selections,
+    current,
+    recomputing,
+    sources_of,
+)
 from mindspeed_dsa.megatron.selections import Sharing
 
 GLM = Sharing(frequency=4, offset=3)
@@ -123,6 +134,26 @@ def test_a_selection_is_freed_when_its_last_reader_is_recomputed():
         assert selected() is None
         with pytest.raises(RuntimeError, match="recomputed twice"):
             sharing()
+
+
+def test_a_layer_attends_run_by_run_to_the_selection_of_each_run():
+    """Operators that take one run at a time leave a selection for each, in keys counted from its first."""
+    noise = torch.Generator().manual_seed(0)
+    shapes = ((24, 2, 2, 12), (24, 2, 1, 12), (2, 6, 8), (2, 24, 4, 8), (2, 24, 8), (2, 24, 4))
+    query, key, value, *index = (torch.randn(*shape, generator=noise) for shape in shapes)
+    problem = Problem(Operands(query, key, value, 0.3), 5, backend="reference")
+    runs, computing, sharing = [(0, 10, 0, 10), (10, 24, 10, 24)], *places(Sharing(frequency=2), 2)
+    selected = attend_by_runs(problem, IndexInputs(*index), runs, 48)
+    layers = [SimpleNamespace(**{PLACE: place}) for place in (computing, sharing)]
+    with recomputing(None):
+        (source,) = sources_of(layers[0])
+        assert source.choose(None) is None
+        source.took(None, Chosen(selected.topk_indices, by_run=True), mass_of=None)
+        (source,) = sources_of(layers[1])
+        given = source.choose(None)
+        assert current().latest is None, "its last reader has it"
+    shared = attend_by_runs(replace(problem, given=given), None, runs, 48)
+    assert torch.equal(shared.out, selected.out)
 
 
 @pytest.mark.parametrize(
