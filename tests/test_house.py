@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import mindspeed_dsa
+from mindspeed_dsa.features import all_flags, built_in
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
+from mindspeed_dsa.settings import GENERAL_FLAGS
 from tests.support.import_graph import Sources
 
 PACKAGE = "mindspeed_dsa"
@@ -24,6 +28,32 @@ SMALL = {
     "ops.indexer_kl_loss.reference": "the formula alone, as every large operator has it",
 }
 """Files below :data:`SMALLEST` lines that only their own folder imports, and why they stand alone."""
+
+
+TOTALS = {
+    "lines": 92_100,
+    "flags": 113,
+    "features": 69,
+    "state": 71,
+}
+"""Largest totals: lines without comments, flags of our own, features, and names of modules that hold state.
+
+Whoever raises one says here what for.
+"""
+STATE = {
+    *(
+        "ContextVar",
+        "WeakKeyDictionary",
+        "WeakValueDictionary",
+        "WeakSet",
+        "defaultdict",
+        "dict",
+        "list",
+        "set",
+    ),
+    *("local", "deque", "OrderedDict"),
+}
+"""Calls whose results hold state."""
 
 
 def short(module: str) -> str:
@@ -120,3 +150,31 @@ def test_megatrons_tracker_is_named_once(sources):
         name for name, file in sources.files.items() if f'"{TRACKER}"' in file.read_text(encoding="utf-8")
     ]
     assert files == [f"{PACKAGE}.runs.whole_checkpoints"]
+
+
+def state_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of a module that hold state: empty containers and context variables."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        empty = isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value).strip("{}[]")
+        made = isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in STATE
+        # Tables that are made of something are constants.
+        made = made and (not value.args or ast.unparse(value.func) in ("ContextVar", "defaultdict"))
+        if empty or made:
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_the_library_does_not_grow_unnoticed(sources):
+    texts = [file.read_text(encoding="utf-8") for file in sources.files.values()]
+    own = {flag.dest for flag in (*GENERAL_FLAGS, *all_flags()) if not flag.megatron}
+    found = {
+        "lines": sum(not line.lstrip().startswith("#") for text in texts for line in text.splitlines()),
+        "flags": len(own),
+        "features": len(built_in()),
+        "state": sum(1 for text in texts for _ in state_of(ast.parse(text))),
+    }
+    wrong = [
+        f"{found[name]} {name}, and {most} are allowed" for name, most in TOTALS.items() if found[name] > most
+    ]
+    assert not wrong, listed(wrong)
