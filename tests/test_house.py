@@ -40,19 +40,9 @@ TOTALS = {
 
 Whoever raises one says here what for.
 """
-STATE = {
-    *(
-        "ContextVar",
-        "WeakKeyDictionary",
-        "WeakValueDictionary",
-        "WeakSet",
-        "defaultdict",
-        "dict",
-        "list",
-        "set",
-    ),
-    *("local", "deque", "OrderedDict"),
-}
+STATE = set(
+    "ContextVar WeakKeyDictionary WeakValueDictionary WeakSet defaultdict dict list set local".split()
+)
 """Calls whose results hold state."""
 
 
