@@ -28,7 +28,7 @@ def repair_names(text: str) -> str:
     known = [repair.name for repair in REPAIRS]
     if unknown := [name for name in names if name not in known]:
         raise argparse.ArgumentTypeError(
-            f"no repair is called {', '.join(unknown)}; they are {', '.join(known)}"
+            f"no repair is called {', '.join(unknown)}; choose among {', '.join(known)}"
         )
     return ",".join(names)
 

@@ -43,7 +43,7 @@ def test_an_unknown_repair_is_refused(said):
         "environment": {"environ": {LEFT_OUT.env: names}},
         "API": {"api": {LEFT_OUT.dest: names}},
     }[said]
-    with pytest.raises(SettingsError, match="no repair is called loss-scal; they are local-provider, "):
+    with pytest.raises(SettingsError, match="no repair is called loss-scal; choose among local-provider, "):
         read(all_flags(), **{"environ": {}, **given})
 
 
