@@ -82,6 +82,7 @@ def _train(
 
     world = World.from_environment()
     args = parse_args(argv)
+    length = args.seq_length  # padding makes it longer
     check(args, world)
     app.enable_features(args)
     args.padded_vocab_size = VOCABULARY
@@ -101,14 +102,14 @@ def _train(
         prepare(model)
         optimizer = build_optimizer(args, model)
         stepper = Stepper(args, config, model, optimizer, build_scheduler(args, optimizer))
-        stream = [_batches(args) for _ in model]
+        stream = [_batches(args, length) for _ in model]
         records = [_step(stepper, number, stream) for number in range(steps)]
         found: dict[str, Any] = {
             name: [record[name] for record in records] for name in ("lm_loss", "indexer_loss", "grad_norm")
         }
         timed = records[WARM_UP:] or records
         found["step_ms"] = statistics.median(record["seconds"] for record in timed) * 1e3
-        found["tokens_per_s"] = args.global_batch_size * args.seq_length / found["step_ms"] * 1e3
+        found["tokens_per_s"] = args.global_batch_size * length / found["step_ms"] * 1e3
         found["parameters"] = sum(p.numel() for chunk in model for p in chunk.parameters())
         found["calls"] = {" ".join(names): count for names, count in (calls() - before).items()}
         found["started"] = len(starts)
@@ -152,9 +153,9 @@ def _order_of_sums(fixed: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
+def _batches(args: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
     """One batch over and over, so that the loss falls if the gradients are right."""
-    shape = (args.micro_batch_size, args.seq_length)
+    shape = (args.micro_batch_size, length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (shape[0], shape[1] + 1), generator=generator)
     batch = {
