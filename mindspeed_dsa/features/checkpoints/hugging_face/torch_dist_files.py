@@ -56,16 +56,22 @@ class Checkpoint(FileSystemReader):
         super().__init__(folder)
         self.folder = folder
         index = self.read_metadata()
-        self.set_up_storage_reader(index, is_coordinator=True)
-        self.tensors = {
-            key: stored
-            for key, stored in index.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         ends: dict[str, int] = {}
-        for place in self.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        try:
+            self.set_up_storage_reader(index, is_coordinator=True)
+            self.tensors = {
+                key: stored
+                for key, stored in index.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
+            }
+            for place in self.storage_data.values():
+                name = place.relative_path
+                if Path(name).name != name or "\0" in name:
+                    raise ValueError(f"{name!r} is no file of this folder")
+                ends[name] = max(ends.get(name, 0), place.offset + place.length)
+        except Exception as error:  # a damaged index may hold anything
+            raise self._damaged(error) from error
         for name, end in ends.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size < end:
@@ -88,9 +94,13 @@ class Checkpoint(FileSystemReader):
                 "format"
             ) from error
         except Exception as error:  # a damaged pickle may raise anything
-            raise RunError(
-                f"mindspeed_dsa weights: {path} cannot be read ({error}); use a checkpoint that is whole"
-            ) from error
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> RunError:
+        path = self.folder / INDEX
+        return RunError(
+            f"mindspeed_dsa weights: {path} cannot be read ({error}); use a checkpoint that is whole"
+        )
 
     def arguments(self) -> argparse.Namespace | None:
         """Return the arguments of the job that wrote it; None where it does not say.

@@ -6,6 +6,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mindspeed_dsa.features.checkpoints.hugging_face.torch_dist_files import INDEX, Checkpoint
 from mindspeed_dsa.runs.files import RunError
@@ -35,3 +37,37 @@ def test_an_index_names_nothing_but_its_own_classes(tmp_path: Path, module: str,
     with pytest.raises(RunError, match=f"{name} does not belong into an index"):
         Checkpoint(tmp_path)
     assert not marker.exists()
+
+
+def index_of(folder: Path, place: object) -> None:
+    key = MetadataIndex("weight", (0, 0), 0)
+    (folder / INDEX).write_bytes(pickle.dumps(Metadata({}, storage_data={key: place})))
+
+
+@pytest.mark.parametrize("name", ["{outside}", "../outside", "folder/file", "a\0b"])
+def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(bytes(64))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    index_of(folder, _StorageInfo(name.format(outside=outside), 0, 16))
+    with pytest.raises(RunError, match="is no file of this folder"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "place", [5, None, _StorageInfo(5, 0, 1)], ids=["number", "nothing", "number as name"]
+)
+def test_an_index_with_other_contents_is_damaged(tmp_path: Path, place: object) -> None:
+    index_of(tmp_path, place)
+    with pytest.raises(RunError, match=r"\.metadata cannot be read"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index", [Metadata({}), Metadata(None, storage_data={})], ids=["no places", "no tensors"]
+)
+def test_an_index_that_lacks_a_part_is_damaged(tmp_path: Path, index: Metadata) -> None:
+    (tmp_path / INDEX).write_bytes(pickle.dumps(index))
+    with pytest.raises(RunError, match=r"\.metadata cannot be read"):
+        Checkpoint(tmp_path)
