@@ -216,7 +216,7 @@ def _mapped(file: Path, problems: list[str]) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dictionary
-    except (SafetensorError, OSError, AttributeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, AttributeError, ValueError) as error:
         problems.append(f"{file.name}: {error}")
         return {}
 
