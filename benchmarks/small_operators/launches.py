@@ -23,7 +23,7 @@ def is_launch(event: Any) -> bool:
     as its parts, if it has any.
 
     Args:
-        event: of ``function_events`` of torch's profiler.
+        event: entry of ``function_events`` of torch's profiler.
     """
     if any(part in event.name for part in _COMPILED):
         return True

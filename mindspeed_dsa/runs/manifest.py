@@ -1,6 +1,6 @@
 """The list of a checkpoint's files, with which a checkpoint is known to be whole: ``dsa_manifest.json``.
 
-It is written last into the checkpoint's folder, by rename, so that a folder with one was written to its end.
+A save renames it into the checkpoint's folder last, so that a folder with one was written to its end.
 For each file it has the number of bytes and, on request, the CRC-32 of zlib, which finds flipped bits; it is
 no protection against somebody who means harm. Imports neither torch nor Megatron.
 """

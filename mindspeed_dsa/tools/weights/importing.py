@@ -204,9 +204,9 @@ def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:
     """Write a checkpoint's files by PyTorch's writer; each process writes a share, all call it together.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         items: regions, or names of objects, with functions that return them; the same in every process.
-        progress: as of :func:`run`.
+        progress: callback, as of :func:`run`.
 
     Raises:
         RunError: on all ranks.

@@ -45,7 +45,7 @@ def require_own(folder: Path, who: str, weights: bool = False) -> None:
     """Refuse a folder of which something that is read would be another folder's.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         who: speaks if it fails.
         weights: look at the weights' files as well, of which nothing but types and factors is published.
 

@@ -56,7 +56,7 @@ class Load:
     """Options of --load-hf.
 
     Attributes:
-        folder: of the model.
+        folder: the model's folder.
         release: of Megatron-core.
     """
 

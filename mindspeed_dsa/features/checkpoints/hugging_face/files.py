@@ -50,11 +50,11 @@ class Reader:
     Threads and forked processes share it.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         described: content of its ``config.json``, for FP8 blocks and numbers of layers.
 
     Attributes:
-        folder: of the model.
+        folder: the model's folder.
         quantised: the configuration's ``quantization_config``.
         block: rows and columns of an FP8 block.
         predictions: numbers of the layers of multi-token prediction.
@@ -134,7 +134,7 @@ class Reader:
         """Return rows of a weight as the file has them, in mapped memory.
 
         Args:
-            name: of the weight.
+            name: the weight's name.
             begin: first row.
             end: row behind the last one.
             columns: begin and end of a range of the second dimension; None: all.
@@ -149,7 +149,7 @@ class Reader:
 
         Args:
             out: of any dtype, strides and device.
-            name: of the weight.
+            name: the weight's name.
             begin: first of the rows.
             columns: begin and end of a range of the second dimension; None: all.
 

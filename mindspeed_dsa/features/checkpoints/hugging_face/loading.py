@@ -86,7 +86,7 @@ def load(
 
     Args:
         chunks: of the model, in whatever wrappers; all ranks call it together.
-        folder: of the files.
+        folder: folder of the files.
         job: Megatron's arguments of the model.
         log: logger that says how long it took; default: the package's.
         megatron: whose model it is.

@@ -113,7 +113,7 @@ def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
 
     Args:
         args: Megatron's, of the job.
-        folder: of the files.
+        folder: folder of the files.
         release: of Megatron-core.
     """
     from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of

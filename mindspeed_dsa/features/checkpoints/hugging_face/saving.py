@@ -115,7 +115,7 @@ def write_together(
 
     Args:
         planned: function that returns the plan; called on every rank, of which one may not see the files.
-        progress: as of :meth:`Plan.write`.
+        progress: callback, as of :meth:`Plan.write`.
         who: name that messages begin with.
 
     Raises:

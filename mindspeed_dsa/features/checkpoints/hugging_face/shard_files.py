@@ -82,7 +82,7 @@ class Writer:
     Use it in a ``with`` statement, at whose end the file is on disk.
 
     Args:
-        path: of the file.
+        path: file to write.
         tensors: all that the file will hold, on the meta device.
 
     Raises:

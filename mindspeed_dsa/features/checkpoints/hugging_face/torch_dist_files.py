@@ -42,10 +42,10 @@ class Checkpoint(FileSystemReader):
     Nothing but torch's own classes of an index is unpickled, and of tensors only their bytes.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         tensors: shape, dtype and chunks by key.
 
     Raises:

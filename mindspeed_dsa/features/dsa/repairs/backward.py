@@ -128,8 +128,8 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
 def cut_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
-    It joins the buckets of a buffer without the padding at their ends, and cuts parameters out at the places
-    that they have with it; Megatron-LM's main takes the padding off the places, as is done here.
+    Megatron joins the buckets of a buffer without the padding at their ends, and cuts parameters out at
+    offsets that include it. The decorator subtracts the padding from the offsets, as Megatron-LM's main does.
     """
 
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -118,7 +118,7 @@ class Writer:
     """File of one rank's selections, to which records are appended.
 
     Args:
-        folder: of the recording; made if need be.
+        folder: the recording's folder; made if need be.
         rank: of the process.
         header: of the model.
 

@@ -454,7 +454,7 @@ def write_recording(folder: Path, header: Header, handed: Iterable[Handed]) -> P
     The new file replaces what the others say of the same rows.
 
     Args:
-        folder: of the recording; made if need be.
+        folder: the recording's folder; made if need be.
         header: of the model.
         handed: the selections of each sequence.
 

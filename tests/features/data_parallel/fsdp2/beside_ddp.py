@@ -99,7 +99,7 @@ def idle_experts(**switches: Any) -> dict[str, Any]:
 
 
 def late_gradients() -> str:
-    """What a job's first step says where FSDP2 no longer reduces behind a unit's backward."""
+    """Return the error of a first step in which FSDP2 no longer reduces behind a unit's backward."""
     start({"use_torch_fsdp2": True}, ep=2)
     sharded = assemble(**JOB, fsdp2=True)
     with mock.patch.object(FSDPParamGroup, "post_backward"):

@@ -18,7 +18,7 @@ from mindspeed_dsa.patches import SettingsError
 class FusedAdam:
     """Transformer Engine's, as the precision-aware optimizer has it: it keeps the master weights.
 
-    It makes the state of a parameter in the first step that finds none.
+    The optimizer makes the state of a parameter in the first step that finds none.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -119,7 +119,7 @@ OF_0_2 = {"param_groups": [{"lr": 1.0}]}
     ids=["bf16", "fp32", "chain of format torch", "chain"],
 )
 def test_an_optimizers_state_of_0_2_that_says_what_it_trained_is_refused(stage: str, state: Any) -> None:
-    """It would be taken for one of the default stage, with moments of other parameters."""
+    """Without the refusal its moments would go to other parameters of the default stage."""
     load, own, _ = loading(stage)
     with pytest.raises(SettingsError, match=r"mindspeed_dsa 0\.2\.0 .*; load it with --no-load-optim$"):
         load(Distributed(FusedAdam(torch.nn.Parameter(torch.ones(2)))), state)
