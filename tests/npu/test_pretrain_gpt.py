@@ -117,7 +117,12 @@ def train(folder: Path, platform: str, release: str, flags: Sequence[str], ranks
         given += ["--distributed-backend", "gloo", "--no-gradient-accumulation-fusion"]
     if Version(release) < Version("0.13"):  # its other format does not write with today's torch
         given += ["--ckpt-format", "torch"]
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in given else "1"}
+    # The checkout builds its data helpers with the python3 and python3-config that it finds.
+    programs = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"), os.environ["PATH"]]
+    variables = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "--use-torch-fsdp2" in given else "1",
+        "PATH": os.pathsep.join(programs),
+    }
     done = launch.run(
         Path(pretrain_gpt.__file__),
         [checkouts()[release], *given],
