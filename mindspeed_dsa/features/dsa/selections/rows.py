@@ -127,15 +127,19 @@ def _rows(form: bytes, packed: bytes, visible: Ints, width: int) -> Ints:
     out = np.zeros((rows, width), np.int64)
     try:
         # No more than a block can have, whatever the bytes say.
+        decompressor = zlib.decompressobj()
         data = np.frombuffer(
-            zlib.decompressobj().decompress(packed, max(rows * widest, 4 * rows * (width + 1)) + 1), np.uint8
+            decompressor.decompress(packed, max(rows * widest, 4 * rows * (width + 1)) + 1), np.uint8
         )
+        # A stream without its end gives what it has, and no error.
+        if not decompressor.eof or decompressor.unused_data:
+            raise WrongRows("bytes of a selection end before or after their rows")
         if form == _BITS:
-            bits = np.unpackbits(data.reshape(rows, -1), axis=1, count=widest).view(np.bool_)
+            bits = np.unpackbits(data.reshape(rows, -(-widest // 8)), axis=1, count=widest).view(np.bool_)
             counts, values = np.count_nonzero(bits, axis=1), np.flatnonzero(bits) % max(widest, 1)
         elif form == _GAPS:
-            counts = data[: 4 * rows].view("<u4").astype(np.int64)
-            values = data[4 * rows :].reshape(4, -1).T.copy().view("<u4")[:, 0].astype(np.int64) + 1
+            counts = data[: 4 * rows].view("<u4").astype(np.int64).reshape(rows)
+            values = data[4 * rows :].reshape(4, counts.sum()).T.copy().view("<u4")[:, 0].astype(np.int64) + 1
         else:
             raise WrongRows("bytes of a selection name no form of rows")
         listed = np.arange(width) < counts[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_dsa.features.dsa.selections import format
@@ -80,6 +80,7 @@ def test_wrong_rows_are_named(row, wrong, words):
 
 
 @settings(max_examples=60, deadline=None)
+@example(b"\0\0\0\0g")
 @given(st.binary(max_size=60))
 def test_no_bytes_decode_to_rows_that_see_less(blob):
     seen = np.array([3, 900, 4], np.int32)
@@ -88,6 +89,19 @@ def test_no_bytes_decode_to_rows_that_see_less(blob):
     except WrongRows:
         return
     assert (rows < seen[:, None]).all()
+
+
+@pytest.mark.parametrize("listed", [2, 600], ids=["gaps", "bits"])
+def test_a_stream_without_its_end_is_refused(listed):
+    seen = np.array([900, 901], np.int32)
+    blob = encode(chosen(seen, listed), seen)
+    for size in range(5, len(blob)):
+        short = (size - 5).to_bytes(4, "little") + blob[4:size]
+        with pytest.raises(WrongRows):
+            decode(short, seen, listed)
+    longer = (len(blob) - 4).to_bytes(4, "little") + blob[4:] + b"\0"
+    with pytest.raises(WrongRows, match="end before or after their rows"):
+        decode(longer, seen, listed)
 
 
 def visible_of(runs) -> np.ndarray:
