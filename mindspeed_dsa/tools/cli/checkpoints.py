@@ -1,4 +1,4 @@
-"""``checkpoints``: which checkpoints of a folder are whole, and which of them stay."""
+"""``checkpoints``: list the checkpoints of a folder, check them, and delete old ones."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ Lists the checkpoints in a folder of Megatron-LM's --save, and which of them are
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the table, and delete what is not to be kept."""
+    """Print the table of checkpoints, and delete the old ones if ``--keep`` is given."""
     options = _parse(argv)
     folder: Path = options.folder
-    found = whole_checkpoints.iterations(folder)
-    numbered = _states(folder, found, options)
-    known = [*numbered, *_release(folder, options.verify)]
-    if not known:
+    iterations = whole_checkpoints.iterations(folder)
+    numbered = _states(folder, iterations, options)
+    states = [*numbered, *_release(folder, options.verify)]
+    if not states:
         raise SettingsError(
             f"{folder} holds no checkpoints: there is no folder like iter_0000100 in it; name the folder "
             "that was given to --save"
         )
     latest, wrong = whole_checkpoints.tracked(folder)
     rows: list[tuple[str, ...]] = [("checkpoint", "files", "size", "state")]
-    rows += [_row(state, latest, options.verify) for state in known]
+    rows += [_row(state, latest, options.verify) for state in states]
     print("\n".join(start_report.aligned(rows)))
     if wrong:
         print(wrong)
     if options.keep is not None:
         _keep(folder, numbered, options.keep)
-    return int(any(state.damage for state in known))
+    return int(any(state.damage for state in states))
 
 
 def _states(folder: Path, found: Sequence[int], options: argparse.Namespace) -> list[State]:
-    """Check checkpoints, the newest first; of those that stay when others are deleted all files are read."""
+    """Check checkpoints, newest first. With ``--keep K``, read the K newest whole ones completely."""
+    # Checksums are compared before others are deleted: --keep must not rely on a damaged checkpoint.
     states: list[State] = []
-    left = options.keep or 0
+    left = options.keep or 0  # whole checkpoints that --keep still has to find
     for iteration in found:
         state = whole_checkpoints.state_of(folder, iteration, options.verify or left > 0)
         left -= bool(state.listed and not state.damage)
@@ -59,6 +60,7 @@ def _release(folder: Path, verify: bool) -> list[State]:
 
 
 def _row(state: State, latest: int | str | None, verified: bool) -> tuple[str, ...]:
+    # The tracker file names either an iteration or the word "release".
     named = state.iteration == latest if state.iteration is not None else latest == whole_checkpoints.RELEASE
     if state.damage:
         text = f"damaged: {state.damage}"
@@ -73,7 +75,7 @@ def _row(state: State, latest: int | str | None, verified: bool) -> tuple[str, .
 
 def _keep(folder: Path, known: Sequence[State], keep: int) -> None:
     old = whole_checkpoints.superfluous(folder, known, keep)
-    for state in reversed(old):  # the oldest first
+    for state in reversed(old):  # oldest first, so that an interruption leaves the newest
         try:
             whole_checkpoints.remove(state.path)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""``compare``: the same job with and without named features, side by side."""
+"""``compare``: run the same job with and without the named features, and compare the records."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ one of them failed, 2 refused."""
 def run(argv: Sequence[str]) -> int:
     """Run both sides alternately, print the table, write ``compare.json`` and ``compare.png``."""
     options, job_flags, words = _parse(list(argv))
-    chosen = _job(options, job_flags, words)
-    compared = _sides(options, [*job_flags, *words], chosen.on_by_default)
+    compared_job = _job(options, job_flags, words)
+    compared = _sides(options, [*job_flags, *words], compared_job.on_by_default)
     output = job.new_folder(Path(options.output_dir), "compare")
     _say(f"mindspeed_dsa compare: writing to {output}")
     with _children_end_with_us():
-        return _compare(options, chosen, compared, output)
+        return _compare(options, compared_job, compared, output)
 
 
 def _compare(options: argparse.Namespace, chosen: Job, compared: Sides, output: Path) -> int:
@@ -48,6 +48,7 @@ def _compare(options: argparse.Namespace, chosen: Job, compared: Sides, output: 
     runs: list[Run] = []
     records: dict[str, list[Record]] = {}
     checkpoint: dict[str, Any] | None = None
+    # The example job first writes initial weights, from which every run of both sides starts.
     start = chosen.prepare(output, compared.a)
     if start is not None:
         runs.append(job.execute("A", 0, output / "logs-initial", start, {}, timeout))
@@ -55,6 +56,7 @@ def _compare(options: argparse.Namespace, chosen: Job, compared: Sides, output: 
         if not runs[-1].problem:
             before = result.digest_of_files(output / "initial")
             checkpoint = {"folder": str(output / "initial"), "sha256": before, "unchanged": True}
+    # A B A B, not A A B B: a slow drift of the machine then affects both sides alike.
     for repeat, side in ((repeat, side) for repeat in range(1, options.repeats + 1) for side in "AB"):
         if runs and runs[-1].problem:
             break
@@ -62,6 +64,7 @@ def _compare(options: argparse.Namespace, chosen: Job, compared: Sides, output: 
         runs.append(done)
         times = f"{done.wall_s:.1f} s, {len(records.get(done.name, ()))} steps"
         _say(f"{done.name} of {options.repeats} x 2: {done.problem or times}")
+    # A run that writes into the shared checkpoint would give the next one other weights.
     if checkpoint is not None:
         checkpoint["unchanged"] = result.digest_of_files(output / "initial") == checkpoint["sha256"]
     found = result.build(compared, runs, records, options.warmup_steps, checkpoint)
@@ -120,16 +123,17 @@ def _publish(
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Split into compare's options, flags for the example job, and the command of another job."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    own, words = argv[:cut], argv[cut + 1 :]
+    own_words, words = argv[:cut], argv[cut + 1 :]
     # argparse treats a value such as --no-x as an option, unless it is joined to its flag.
     for name in ("--features", "--a", "--b"):
-        if name in own[:-1]:
-            at = own.index(name)
-            own[at : at + 2] = [f"{name}={own[at + 1]}"]
+        if name in own_words[:-1]:
+            at = own_words.index(name)
+            own_words[at : at + 2] = [f"{name}={own_words[at + 1]}"]
     parser = _parser()
-    options, job_flags = parser.parse_known_args(own)
+    options, job_flags = parser.parse_known_args(own_words)
     if cut < len(argv) and not words:
         parser.error("nothing follows --; give the job's command there")
+    # A misspelt option of compare would otherwise be passed to the example job, which may ignore it.
     known = [name for action in parser._actions for name in action.option_strings]
     for flag in job_flags:
         close = difflib.get_close_matches(flag.partition("=")[0], known, n=1, cutoff=0.85)

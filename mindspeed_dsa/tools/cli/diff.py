@@ -1,4 +1,4 @@
-"""``diff``: every patch target looked up in a wheel, an installed version, a release or a checkout."""
+"""``diff``: look up every patch target in a wheel, an installed version, a release or a checkout."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _WORDS = {"parameter": "parameter missing", "out-of-range": "out of range"}
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One target of one feature.
+    """The check of one patch target of one feature.
 
     Attributes:
-        fatal: messages that stop the feature.
-        lost: messages on a row that is not required, whose part of the feature is missing.
+        fatal: messages about problems that stop the feature.
+        lost: messages about a missing optional target; the feature runs without this part.
     """
 
     target: str
@@ -46,7 +46,7 @@ class SiteResult:
 
 @dataclass(frozen=True)
 class FeatureResult:
-    """One feature; ``refused`` says why it cannot be switched on with this release at all."""
+    """The checks of one feature; ``refused`` is the reason why this release cannot run it, or empty."""
 
     name: str
     refused: str
@@ -54,7 +54,7 @@ class FeatureResult:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check, print, and return 1 if a feature that may be switched on would fail."""
+    """Check all targets, print the findings, and return 1 if an available feature would fail."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa diff",
         description="Looks up the features' patch targets in sources of Megatron, without importing them: "
@@ -96,19 +96,24 @@ def run(argv: Sequence[str]) -> int:
     ]
     outcomes = {} if options.trained is None else _outcomes(results, options.trained, release)
     problems += [
-        f"{name}: {each.word}" for name, each in outcomes.items() if each.word.startswith(trained.FAILS)
+        f"{name}: {outcome.word}"
+        for name, outcome in outcomes.items()
+        if outcome.word.startswith(trained.FAILS)
     ]
     if options.json:
-        found = {"source": tree.label, "root": root, "release": release}
+        described = {"source": tree.label, "root": root, "release": release}
         features = [asdict(result) for result in results]
         for feature in features if outcomes else ():
             feature |= asdict(outcomes[feature["name"]])
-        print(json.dumps({**found, "features": features, "problems": problems}, indent=1))
+        print(json.dumps({**described, "features": features, "problems": problems}, indent=1))
     elif outcomes:
         print(f"{root} {release} in {tree.label}\n")
         width = max(map(len, outcomes))
-        for name, each in outcomes.items():
-            print(f"{name:<{width}}  {each.word}" + (f" ({'; '.join(each.layouts)})" if each.layouts else ""))
+        for name, outcome in outcomes.items():
+            print(
+                f"{name:<{width}}  {outcome.word}"
+                + (f" ({'; '.join(outcome.layouts)})" if outcome.layouts else "")
+            )
     else:
         print("\n".join(_text(tree, root, release, results, options.all)))
     return 1 if problems else 0
@@ -130,14 +135,14 @@ def _examine(feature: Feature, checker: Checker, root: str) -> FeatureResult:
 
 
 def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None) -> dict[str, trained.Result]:
-    """Return the outcomes of tests with these sources; where there are none, the verdicts of the sources.
+    """Return each feature's test outcome with these sources, or the static verdict where no test ran.
 
     Raises:
-        SettingsError: the file cannot be read, or is of another release.
+        SettingsError: the file cannot be read, or is for another release.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        tested = found["megatron-core"]
+        tests = json.loads(file.read_text(encoding="utf-8"))
+        tested = tests["megatron-core"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"mindspeed_dsa diff: {file} holds no results of tests: {error!r}") from error
     if tested != release:
@@ -145,17 +150,19 @@ def _outcomes(results: Sequence[FeatureResult], file: Path, release: str | None)
             f"mindspeed_dsa diff: {file} is of megatron-core {tested}, the sources of {release}"
         )
     return {
-        each.name: trained.result(found["features"].get(each.name, {}), _verdict(each)) for each in results
+        feature.name: trained.result(tests["features"].get(feature.name, {}), _verdict(feature))
+        for feature in results
     }
 
 
 def _verdict(result: FeatureResult) -> str:
-    """As the compatibility page calls it."""
+    """Return the static verdict, in the words of the compatibility page."""
     fatal = [text for site in result.sites for text in (*site.fatal, *site.lost)]
     if result.refused:
         return f"{trained.REFUSED}: {result.refused}"
     if fatal:
         return f"{trained.FAILS}: {'; '.join(fatal)}"
+    # The version range of every row excludes this release.
     if result.sites and all(site.state == "out-of-range" for site in result.sites):
         return "not needed"
     return "fits"
@@ -171,8 +178,9 @@ def _refusal(feature: Feature, release: str | None) -> str:
 def _text(
     tree: SourceTree, root: str, release: str | None, results: Sequence[FeatureResult], everything: bool
 ) -> list[str]:
-    """Write the sum, then all that is not well; every target only if it is asked for."""
+    """Return the report's lines: totals, then problems; all targets only with ``--all``."""
     sites = [(feature, site) for feature in results for site in feature.sites]
+    # A refused feature cannot be switched on here, so its findings are no problem.
     served = [(feature, site) for feature, site in sites if not feature.refused]
     words = Counter(_word(site) for _, site in sites)
     counted = ", ".join(f"{number} {word}" for word, number in words.most_common())
@@ -181,14 +189,14 @@ def _text(
         f"{root} {release or '(release unknown)'} in {tree.label}",
         f"{len(sites)} targets: {counted}; {len(stopping)} would stop a feature",
     ]
-    if refused := [f"{each.name} ({each.refused})" for each in results if each.refused]:
+    if refused := [f"{result.name} ({result.refused})" for result in results if result.refused]:
         lines += ["", f"refused with these sources: {', '.join(refused)}"]
     if lost := [f"{feature.name}: {text}" for feature, site in served for text in site.lost]:
-        lines += ["", "parts of features that are lost:", *(f"  {each}" for each in lost)]
+        lines += ["", "parts of features that are lost:", *(f"  {text}" for text in lost)]
     if stopping:
         lines += ["", "would stop a feature:"]
         lines += [f"  {feature.name}: {text}" for feature, site in stopping for text in site.fatal]
-    if changed := [each for each in sites if each[1].state == "changed"]:
+    if changed := [pair for pair in sites if pair[1].state == "changed"]:
         lines += ["", "changed in these sources, and patched:"]
         lines += [f"  {feature.name}: {text}" for feature, site in changed for text in site.messages]
     return [*map(wrapped, lines), *(_targets(results) if everything else ["", "--all lists every target"])]
@@ -212,11 +220,11 @@ def _word(site: SiteResult) -> str:
 
 
 def _sources(text: str, root: str) -> SourceTree:
-    """The tree that ``PATH_OR_VERSION`` names.
+    """Return the source tree that ``PATH_OR_VERSION`` names.
 
     Raises:
-        SettingsError: it is neither a wheel, a folder, a release nor 'installed'.
-        MindSpeedDSAError: a release that pip cannot fetch.
+        SettingsError: the text is neither a wheel, a folder, a release nor 'installed'.
+        MindSpeedDSAError: pip cannot fetch the release.
     """
     path = Path(text).expanduser()
     if text == "installed":
@@ -239,7 +247,8 @@ def _sources(text: str, root: str) -> SourceTree:
 
 
 def _top(path: Path, root: str) -> Path:
-    """The folder that holds the root package, when its ``src`` or the package itself was named."""
+    """Return the folder that contains the root package, for a path to its parent, ``src`` or itself."""
+    # /repo, /repo/src/.. as in newer checkouts, or /repo/megatron.
     for top in (path, path / "src", path.parent if path.name == root else path):
         if (top / root / "core").is_dir():
             return top
@@ -261,6 +270,6 @@ def _version(text: str) -> str:
 
 
 def _release(tree: SourceTree, root: str) -> str | None:
-    """The release that the sources declare."""
+    """Return the release that the sources declare."""
     info = tree.module(f"{root}.core.package_info")
     return versions.version_in_source(info.text) if info is not None and info.text else None

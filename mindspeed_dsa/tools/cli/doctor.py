@@ -1,4 +1,4 @@
-"""``doctor``: versions, device, every feature, every patch site; exit status 1 on a problem."""
+"""``doctor``: report versions, device, features and patch sites; exit status 1 on a problem."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mindspeed_dsa.tools.migrate.accept import accept
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine this machine under the given flags, print, undo everything."""
+    """Apply the given flags in this process, print the findings, and undo all patches."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa doctor",
         description="Examines this installation. Flags of features, and Megatron's own, may follow: "
@@ -67,24 +67,25 @@ def run(argv: Sequence[str]) -> int:
 
 
 def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, Any]:
-    """Return versions, platform, layers, features, sites, environment, problems; patches, then undoes.
+    """Apply all patches, collect the findings for the report, and undo the patches.
 
     Args:
-        argv: flags, and what belongs to the job alone behind ``--``.
-        command: a job's command line in place of them, whose surroundings are examined as well.
+        argv: flags, then optionally ``--`` and the job's own part of the command line.
+        command: complete command line of a job, used instead of ``argv``; adds checks of its environment.
     """
     if command is not None:
         argv = ["--", command.script or "pretrain_gpt.py", *command.flags]
     problems = [plugin.message for plugin in features.broken_plugins()]
     script = command.script if command is not None else _script(argv)
     argv, of_the_job = read_and_beside(list(argv))
-    # The example job has a parser of its own, whose flags and defaults nobody knows here.
+    # The example job has its own parser, so Megatron's defaults do not apply to its missing flags.
     whole = bool(script or command) and not Command((), script, ()).is_example
     layers, operators, notes = "", [], []
     try:
         argv += [ACCEPT_MINDSPEED.name] if accept(argv) else []
     except MindSpeedDSAError as error:
         problems.append(str(error))
+    # enable_from_argv may fail before it starts a session; `before` then stays the current one.
     before = session.current()
     sites: list[SiteReport] = []
     try:
@@ -95,6 +96,7 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
         problems.append(str(error))
     running = session.current()
     if running is not None and running is not before:
+        # The order of a job: parse, let features rewrite the arguments, derive, then check.
         try:
             parser = doctor_arguments.parser_of(running)
             problems += doctor_arguments.unknown_flags(
@@ -138,14 +140,15 @@ def examine(argv: Sequence[str], command: Command | None = None) -> dict[str, An
         "problems": list(dict.fromkeys(problems)),
         "notes": notes,
     }
+    # Undo all patches: `doctor` can be called inside a program that goes on to use Megatron.
     session.disable()
     return findings
 
 
 def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return what is read of a command line, and the part of it that the job's own parser shares.
+    """Split a command line into the flags to read, and the part that the job's own parser also reads.
 
-    A script after ``--``, or its launcher, begins the job's whole command line.
+    A script or launcher after ``--`` starts the job's complete command line; all its flags are then read.
     """
     if "--" not in argv:
         return argv, []
@@ -155,12 +158,12 @@ def read_and_beside(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _script(argv: Sequence[str]) -> str:
-    """Return the script after ``--``; empty without one."""
+    """Return the script named after ``--``, or an empty string."""
     return Command.of(argv[argv.index("--") + 1 :]).script if "--" in argv else ""
 
 
 def _selecting(args: argparse.Namespace) -> str:
-    """Say which layers of a job with DSA select keys; empty where it has none, or names no layers."""
+    """Return a sentence about the layers that select keys; empty without DSA or without layers."""
     layers = getattr(args, "num_layers", None)
     sharing = Sharing.of(args)
     if getattr(args, "experimental_attention_variant", None) != "dsa" or not layers:
@@ -176,7 +179,7 @@ def _selecting(args: argparse.Namespace) -> str:
 
 
 def _verify(running: session.Session) -> list[str]:
-    """Import the modules of pending sites to get their actual states; then search for stale references."""
+    """Import the modules of pending sites, so that they are patched; then search for stale references."""
     problems = []
     for site in running.report():
         if site.state != "pending":
@@ -195,7 +198,7 @@ def _verify(running: session.Session) -> list[str]:
 
 
 def _without_target(running: session.Session) -> list[str]:
-    """Name rows that a job can start without, and that find no target in a release that they are for."""
+    """Return messages about optional patches whose target is missing although the release should have it."""
     root = running.settings.megatron_root
     checker = checks.checker(root)
     return [
@@ -209,28 +212,28 @@ def _without_target(running: session.Session) -> list[str]:
 
 
 def _beside(running: session.Session | None, script: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what is known of other libraries that change Megatron, and problems of the script's imports."""
+    """Return rows about other libraries that patch Megatron, and problems with the script's imports."""
     present = running.beside() if running else []
     installed, imports = beside.installed(), beside.imported_by(script)
     rows = [
         {
-            "library": each.name,
-            "release": installed.get(each, "not installed"),
-            "imports": [f"{script} {line}" for line in imports.get(each, ())],
+            "library": patcher.name,
+            "release": installed.get(patcher, "not installed"),
+            "imports": [f"{script} {line}" for line in imports.get(patcher, ())],
             "places": [],
             "dropped": [],
-            "do": each.do,
+            "do": patcher.do,
         }
-        for each in beside.PATCHERS
-        if each in installed or each in imports
+        for patcher in beside.PATCHERS
+        if patcher in installed or patcher in imports
     ]
-    rows += [{"release": "", "imports": [], "do": "", **each.as_dict()} for each in present]
+    rows += [{"release": "", "imports": [], "do": "", **presence.as_dict()} for presence in present]
     refused = beside.refused_imports(imports) if running and running.features else ()
     return rows, [f"{script} {text}" for text in refused]
 
 
 def _unloaded(running: session.Session | None) -> list[str]:
-    """Return why a torch_npu that is installed does not load, where nobody has asked for another platform."""
+    """Return why an installed torch_npu fails to load; empty if another platform was requested."""
     from mindspeed_dsa import platforms
 
     if running is None or running.settings.mindspeed_platform != "auto":
@@ -251,7 +254,7 @@ def _platform(running: session.Session | None) -> dict[str, Any]:
 
 
 def _without_model(running: session.Session, whole: bool) -> list[str]:
-    """Say that switches of DSA act on DSA models, where a part of a command line has no such model."""
+    """Return a note for a partial command line with ``--use-fused-dsa`` that does not name a DSA model."""
     if whole or not fused_wanted(running.settings) or uses_dsa(running.settings):
         return []
     said = "fused-dsa acts on DSA models alone, and nothing here says --experimental-attention-variant dsa"
@@ -259,7 +262,7 @@ def _without_model(running: session.Session, whole: bool) -> list[str]:
 
 
 def _changes(sites: Sequence[SiteReport]) -> list[dict[str, Any]]:
-    """Return what a fork has changed in patched functions, and whether a patch drops it."""
+    """Return the fork's changes to patched functions, and whether a patch drops them."""
     return [
         {"target": site.target, "features": site.features, "text": note, "lost": drift.LOST in note}
         for site in sites

@@ -1,4 +1,4 @@
-"""A command line as the job's own parser will read it, for ``doctor``; and the flags that nobody knows."""
+"""``doctor``'s reading of a command line: the job's own parser, and flags that it does not have."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mindspeed_dsa.patches.site import load
 from mindspeed_dsa.tools.migrate import megatron_flags
 
 _FAMILIES = ("dsa", "index", "indexer")
-"""First words of flags that are about DSA, whoever's they are."""
+"""First words of DSA flags, in this library, in Megatron and in MindSpeed."""
 _PARSE = "megatron.training.arguments:parse_args"
 _RANKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 class JobParser(argparse.ArgumentParser):
-    """Parser of a job's command line, Megatron's flags and ours.
+    """Parser for a job's command line, with Megatron's flags and ours.
 
-    A value that a job's parser refuses is noted, and the rest is read.
+    An invalid value is recorded instead of ending the process, and parsing continues.
 
     Attributes:
-        whose: name of the parser in messages.
-        refused: messages about refused values.
+        whose: parser's name in messages.
+        refused: messages about invalid values.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class JobParser(argparse.ArgumentParser):
 
     @property
     def names(self) -> set[str]:
-        """Return all spellings of all flags."""
+        """All spellings of all flags."""
         return set(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the message, with which a job would end.
+        """Raise argparse's message instead of exiting.
 
         Raises:
             SettingsError: always.
@@ -68,10 +68,10 @@ class JobParser(argparse.ArgumentParser):
 
 
 def parser_of(running: session.Session | None) -> JobParser:
-    """Build the parser that a job has under a session: Megatron's, and what features add to it.
+    """Build the job's parser under a session: Megatron's flags, and the flags that features add.
 
     Args:
-        running: the session; None where none could start, so that Megatron's own flags and ours are known.
+        running: session; None if none could start, which leaves out flags added by patches of ``parse_args``.
     """
     root = running.settings.megatron_root if running else settings.MEGATRON_ROOT.default
     made = _megatrons(root)
@@ -86,12 +86,12 @@ def parser_of(running: session.Session | None) -> JobParser:
 
 
 def _megatrons(root: str) -> JobParser:
-    """Build Megatron's parser: from the Megatron-LM that is here, else from the record of its releases."""
+    """Build Megatron's parser from the installed Megatron-LM, else from the record of its releases."""
     made = JobParser()
     try:
         megatron_flags.add_installed(made, root)
         made.whose = "Megatron's parser"
-    except Exception:  # only its core is here, or it cannot be imported without its own requirements
+    except Exception:  # only megatron-core is installed, or a requirement of Megatron-LM is missing
         made = JobParser()
         release = versions.of_megatron(root)
         megatron_flags.add_recorded(made, number(release))
@@ -100,7 +100,7 @@ def _megatrons(root: str) -> JobParser:
 
 
 def number(release: str | None) -> Version | None:
-    """Return a release of Megatron's as a version; None where there is none, or it is a fork's own."""
+    """Return a Megatron release as a version; None without one, or if a fork's text is no version."""
     try:
         return Version(release) if release else None
     except InvalidVersion:
@@ -108,8 +108,9 @@ def number(release: str | None) -> Version | None:
 
 
 def _extend(parser: JobParser, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Add the flags that a decorator of Megatron's ``parse_args`` adds through its extension point."""
+    """Add the flags that a decorator of ``parse_args`` passes as ``extra_args_provider``."""
 
+    # Stands in for Megatron's function: only runs the provider on our parser, and reads no argv.
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         return parser if extra_args_provider is None else extra_args_provider(parser)
 
@@ -119,16 +120,17 @@ def _extend(parser: JobParser, decorate: Callable[[Callable[..., Any]], Callable
 def read(
     parser: JobParser, running: session.Session, argv: Sequence[str], whole: bool
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Read a command line as a job does, up to Megatron's own look at the arguments.
+    """Parse a command line as a job does, up to Megatron's ``validate_args``.
 
     Args:
-        parser: the job's parser.
-        running: the session of these flags.
+        parser: job's parser.
+        running: session started with these flags.
         argv: flags.
-        whole: they are all, so that others have Megatron's defaults; else others are absent.
+        whole: whether ``argv`` has all of the job's flags. If so, missing flags get Megatron's defaults, else
+            their arguments are absent.
 
     Returns:
-        The arguments, and what is refused already.
+        The arguments, and messages about unparsable words and values.
     """
     if not whole:
         ours = {flag.dest for flag in (*settings.GENERAL_FLAGS, *all_flags()) if not flag.megatron}
@@ -147,26 +149,28 @@ def read(
     problems += [f"{parser.whose} refuses this command line: {each}" for each in parser.refused]
     for dest, setting in running.settings.chosen().items():
         setattr(args, dest, setting.value)
-    if not whole and LAYOUT in parser.names:  # its absence says that this release has no layouts
+    # Features take a missing attribute for a release without pipeline layouts, so set it to None.
+    if not whole and LAYOUT in parser.names:
         args.__dict__.setdefault(LAYOUT[2:].replace("-", "_"), None)
     return args, problems
 
 
 def _strays(rest: Sequence[str]) -> list[str]:
-    """Return words that belong to no flag, of those that a parser did not know."""
+    """Return the unparsed words that are neither a flag nor the value of one."""
+    # Words after an unknown flag may be its values: how many it takes is unknown.
     strays, after = [], False
     for word in rest:
-        after = after or word.startswith("--")  # the values of an unknown flag are not known either
+        after = after or word.startswith("--")
         strays += [] if after else [word]
     return strays
 
 
 def derive(args: argparse.Namespace, world: int = 0) -> None:
-    """Add what Megatron's ``validate_args`` derives from other arguments, and features' checks ask for.
+    """Set the arguments that ``validate_args`` derives from others and that checks of features read.
 
     Args:
-        args: all of a job's, which features have changed already.
-        world: number of ranks; 0: as few as the layout needs.
+        args: complete arguments of a job, already rewritten by the features.
+        world: number of ranks; 0 for the smallest number that the layout needs.
     """
     tensor, stages, context = (getattr(args, name) for name in _RANKS)
     if not all(isinstance(size, int) and size > 0 for size in (tensor, stages, context)):
@@ -176,29 +180,31 @@ def derive(args: argparse.Namespace, world: int = 0) -> None:
     args.data_parallel_size = max(args.world_size // ranks, 1)
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tensor
+    # As validate_args does: without tensor parallelism there is no sequence parallelism.
     if tensor == 1:
         args.sequence_parallel = False
     chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     layers = args.num_layers_per_virtual_pipeline_stage
     if chunks is None and layers and args.num_layers:
         chunks = max(args.num_layers // stages // layers, 1)
-    with contextlib.suppress(ValueError):  # a layout that Megatron refuses
+    with contextlib.suppress(ValueError):  # a malformed layout, which Megatron refuses itself
         if layout := stages_of(getattr(args, "pipeline_model_parallel_layout", None)):
             chunks = len(layout) // stages
     args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
 
 
 def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobParser, root: str) -> list[str]:
-    """List flags that neither this library nor Megatron has, each with what it resembles.
+    """Return a message for each flag that neither this library nor Megatron has, with similar names.
 
     Args:
-        argv: words to read.
-        of_the_job: the part that the job's own parser shares; judged are DSA's flags, and misspelt ones.
-        parser: the job's parser.
-        root: top-level package of Megatron.
+        argv: words of the command line.
+        of_the_job: words that the job's own parser also reads. Its own flags are allowed, so only unknown DSA
+            flags and misspelt flags are reported.
+        parser: job's parser.
+        root: Megatron's top-level package.
     """
     names, release = parser.names, number(versions.of_megatron(root))
-    found = []
+    messages = []
     for token in dict.fromkeys([*argv, *of_the_job]):
         name = token.partition("=")[0]
         if not name.startswith("--") or name in names:
@@ -206,6 +212,7 @@ def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobPar
         about_dsa = name[2:].removeprefix("no-").partition("-")[0] in _FAMILIES
         if token in of_the_job and not about_dsa and not _is_misspelt(name, names):
             continue
+        # --use-x resembles --no-use-x, but has the opposite meaning: suggest only flags of the same sense.
         negated = name.startswith("--no-")
         near = sorted(each for each in names if each.startswith("--no-") == negated)
         close = difflib.get_close_matches(name, near, n=3 if about_dsa else 1, cutoff=0.75)
@@ -217,11 +224,12 @@ def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobPar
             else hint
         )
         aside = "" if token in of_the_job else " (flags of the job's own parser belong after --)"
-        found.append(f"{name} is a flag neither of this library nor of {parser.whose}{hint}{aside}")
-    return found
+        messages.append(f"{name} is a flag neither of this library nor of {parser.whose}{hint}{aside}")
+    return messages
 
 
 def _is_misspelt(name: str, names: set[str]) -> bool:
-    """Return whether a flag is nearly a known one; one whose every word is right is another flag."""
+    """Return whether a flag has a misspelt word of a similar known flag."""
     (close,) = difflib.get_close_matches(name, names, n=1, cutoff=0.85) or ("",)
+    # --dsa-topk and --dsa-indexer-topk are close, but share all words: a different flag, not a typing error.
     return bool(close and set(name.split("-")) - set(close.split("-")))

@@ -1,4 +1,4 @@
-"""``doctor --device``: a small model trained, saved and resumed on a device, one line a failure."""
+"""``doctor --device``: train, save and resume a small model on the device; one line per stage."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from mindspeed_dsa import platforms
 from mindspeed_dsa.tools.compare import job
 
 LIMIT = 600.0
-"""Seconds until a device that does not answer is given up; operators are compiled in some of them."""
+"""Seconds until the device test is stopped; long enough to compile operators."""
 _COMMAND = (sys.executable, "-m", "mindspeed_dsa.tools.trial.device")
 
 
 def examine(platform: str) -> list[dict[str, Any]]:
-    """Try the device in a process of its own, which it may take down.
+    """Run the device test in a subprocess, as a failing device may kill the process.
 
     Args:
-        platform: its name; another word where none was found.
+        platform: platform's name; any other word if none was detected.
 
     Returns:
-        Each stage with its ``seconds``, or with an ``error`` of one line.
+        One dict per stage, with its duration ``seconds`` or a one-line ``error``.
     """
     if platform not in platforms.PLATFORMS:
         return [{"stage": "start", "error": "there is no platform to train on"}]
     with tempfile.TemporaryDirectory(prefix="mindspeed_dsa-") as folder:
         log = Path(folder) / "log"
         with _started(platform, log) as (process, late):
-            found, begun = _answers(process)
+            results, begun = _answers(process)
             code = process.wait()
         if begun and late.is_set():
-            found.append({"stage": begun, "error": f"it did not end within {LIMIT:g} s"})
+            results.append({"stage": begun, "error": f"it did not end within {LIMIT:g} s"})
         elif begun or code:
             last = "".join(job.last_lines(log, 1)).strip() or "it said nothing"
-            found.append({"stage": begun or "start", "error": f"the process ended with {code}: {last}"})
-    return found
+            results.append({"stage": begun or "start", "error": f"the process ended with {code}: {last}"})
+    return results
 
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the report, failures marked."""
-    for each in found:
-        if "error" in each:
-            yield f"  FAILED: {each['stage']}: {each['error']}"
+    """Yield one line of the report per stage, with failures marked."""
+    for stage in found:
+        if "error" in stage:
+            yield f"  FAILED: {stage['stage']}: {stage['error']}"
             continue
-        used = f" on {', '.join(each['operators'])}" if each.get("operators") else ""
-        yield f"  {each['stage']}: {each['seconds']} s{used}"
+        used = f" on {', '.join(stage['operators'])}" if stage.get("operators") else ""
+        yield f"  {stage['stage']}: {stage['seconds']} s{used}"
 
 
 def _answers(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
-    """Return what was answered, and the stage that was begun and never was."""
-    found: list[dict[str, Any]] = []
+    """Return the stages reported by the process, and the stage that it began without reporting a result."""
+    results: list[dict[str, Any]] = []
     begun = ""
     assert process.stdout is not None
     for line in process.stdout:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a library's own print between the JSON lines
             said = json.loads(line)
             begun = said.get("begins", "")
-            found += [said] if "stage" in said else []
-    return found, begun
+            results += [said] if "stage" in said else []
+    return results, begun
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def _started(platform: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes]
             start_new_session=True,
         ) as process,
     ):
-
+        # Popen has no timeout for reading a pipe, so a timer ends the process.
         def end() -> None:
             late.set()
             job.stop(process)

@@ -1,4 +1,4 @@
-"""``doctor --job``: a job's command line, launcher and all, and the surroundings that it will meet."""
+"""``doctor --job``: parse a job's command line with its launcher, and check the environment for it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from mindspeed_dsa.tools.planner import checkpoint, flags
 from mindspeed_dsa.tools.planner.arguments import Switches
 
 _LAUNCHED = {"--nproc-per-node": 1, "--nnodes": 1}
-"""Options of torchrun that say how many ranks there are, and its defaults."""
+"""torchrun's options for the number of ranks, with their defaults."""
 _SPINS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
 class Command:
-    """Command line of a job, taken apart.
+    """A job's command line, split into launcher, script and flags.
 
     Attributes:
         launcher: words before the script.
-        script: empty where the line begins with flags.
-        flags: all that is the script's.
+        script: path of the script; empty if the line starts with a flag.
+        flags: words after the script.
     """
 
     launcher: tuple[str, ...]
@@ -44,9 +44,9 @@ class Command:
 
     @classmethod
     def of(cls, words: Sequence[str], more: Sequence[str] = ()) -> Command:
-        """Take ``[torchrun OPTIONS] [pretrain_gpt.py] FLAGS`` apart, to which ``more`` flags are added.
+        """Split ``[torchrun OPTIONS] [pretrain_gpt.py] FLAGS``, and append the flags of ``more``.
 
-        A line that begins with a flag has no script.
+        A line that starts with a flag has no script.
         """
         place = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
         if place is None or words[0].startswith("-"):
@@ -55,37 +55,37 @@ class Command:
 
     @property
     def is_example(self) -> bool:
-        """Return whether it is the example job, which has no parser of Megatron's."""
+        """Whether this is the example job, which does not use Megatron's parser."""
         return self.script.endswith(flags.EXAMPLE_SCRIPT)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of a rank: this one's, and what the launcher will add."""
-        found = dict(os.environ)
+        """Return a rank's environment: this process's variables, and those that the launcher adds."""
+        environ = dict(os.environ)
         if not self.launcher:
-            return found
+            return environ
         values = {name: str(default) for name, default in _LAUNCHED.items()}
         words = [part for word in self.launcher for part in word.split("=", 1)]
         for word, value in pairwise(words):
             if (name := word.replace("_", "-")) in values:
                 values[name] = value
         local, nodes = values.values()
-        if not (local.isdigit() and nodes.isdigit()):  # as "gpu", or a range of nodes
-            return found
-        found.update(LOCAL_WORLD_SIZE=local, WORLD_SIZE=str(int(local) * int(nodes)))
+        if not (local.isdigit() and nodes.isdigit()):  # e.g. "gpu", or a range of nodes such as "1:4"
+            return environ
+        environ.update(LOCAL_WORLD_SIZE=local, WORLD_SIZE=str(int(local) * int(nodes)))
         if int(local) > 1:
-            found.setdefault(_SPINS, "1")  # torchrun's own default
-        return found
+            environ.setdefault(_SPINS, "1")  # torchrun sets it for more than one process per node
+        return environ
 
 
 def examine(
     command: Command, read: Sequence[str], running: session.Session | None
 ) -> list[environment.Found]:
-    """Examine the surroundings of a job that has not begun.
+    """Check variables, limits, disk and packages for a job that has not started.
 
     Args:
-        command: its command line.
-        read: the flags, by Megatron's names where they were MindSpeed's.
-        running: the session that these flags have started; None where they could not.
+        command: job's command line.
+        read: job's flags, with MindSpeed's flags replaced by Megatron's.
+        running: session started with these flags; None if none could start.
     """
     words = [command.script or "pretrain_gpt.py", *read]
     args = _arguments(words, command.is_example, running)
@@ -93,6 +93,7 @@ def examine(
     variables = command.variables()
     platform = running.settings.platform if running else _platform(args)
     root = running.settings.megatron_root if running else "megatron"
+    # As Python does for a script, put its folder first, in place of this command's.
     path = sys.path if not command.script else [str(Path(command.script).parent), *sys.path[1:]]
     about = Surroundings(
         platform=platform,
@@ -111,23 +112,23 @@ def _arguments(
     if example:
         parser.set_defaults(**flags.EXAMPLE, num_workers=0)
     args = argparse.Namespace()
-    with contextlib.suppress(MindSpeedDSAError):  # which the job's parser reports
+    with contextlib.suppress(MindSpeedDSAError):  # `doctor` reports unparsable flags elsewhere
         parser.parse_known_args(list(words[1:]), args)
     return args
 
 
 def _active(args: argparse.Namespace) -> list[Feature]:
-    """Return the features that flags switch on where no session could start."""
+    """Return the features that the flags switch on, without a session."""
     seen: Any = Switches(args)
-    found = []
+    features = []
     for feature in all_features():
-        with contextlib.suppress(Exception):  # one that asks for what is not installed
-            found += [feature] if feature.is_active(seen) else []
-    return found
+        with contextlib.suppress(Exception):  # a feature's is_active may need a package that is not installed
+            features += [feature] if feature.is_active(seen) else []
+    return features
 
 
 def _platform(args: argparse.Namespace) -> str:
-    """Return where the job would run; empty where nobody can tell, as without torch."""
+    """Return the job's platform; empty if it cannot be detected, e.g. without torch."""
     asked = getattr(args, "mindspeed_platform", None) or "auto"
     try:
         return platforms.detect(asked)

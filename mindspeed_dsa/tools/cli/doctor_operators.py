@@ -1,4 +1,4 @@
-"""``doctor``: which backend runs each operator of DSA on this device, and why not the fastest one."""
+"""``doctor``'s table of DSA operators: the backend of each on this device, and why others are skipped."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _SIZES = {
     "dsa_indexer_head_dim": 128,
     "dsa_indexer_topk": 2048,
 }
-"""Sizes of DeepSeek-V3.2, for those that a command line does not name."""
+"""Sizes of DeepSeek-V3.2, used for flags that the command line lacks."""
 
 
 def is_served(root: str) -> bool:
-    """Return whether this Megatron-core lacks DSA, which the backport then adds."""
+    """Return whether this Megatron-core lacks DSA and needs the backport."""
     release = versions.of_megatron(root)
     return release is not None and release in SpecifierSet("<0.16", prereleases=True)
 
 
 def examine(running: session.Session, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ask each operator for its backend, as the first call of a job does.
+    """Choose a backend for each operator, as the operator's first call in a job does.
 
     Args:
-        running: the session.
-        args: the job's arguments, as far as they are known.
+        running: session.
+        args: job's arguments; missing ones get the sizes of :data:`_SIZES`.
 
     Returns:
-        A row for each operator, with what was tried before its backend and why that is skipped; nothing where
-        no operator of DSA is on, or without torch.
+        One row per operator: backend, skipped backends with reasons, dtype and device. Empty if no DSA
+        operator is on or torch is not installed.
     """
-    chosen = Options.of(running.settings)
-    # Megatron has no DSA of its own there, so that every part is ours.
+    options = Options.of(running.settings)
+    # Before 0.16 Megatron has no DSA: the backport replaces all three operators, whatever the flags say.
     backport = "dsa-backport" in running.settings.features_on and is_served(running.settings.megatron_root)
     parts = {
-        "lightning_indexer": chosen.indexer or backport,
-        "sparse_flash_attention": chosen.attention or backport,
-        "indexer_kl_loss": chosen.kl_loss or backport,
+        "lightning_indexer": options.indexer or backport,
+        "sparse_flash_attention": options.attention or backport,
+        "indexer_kl_loss": options.kl_loss or backport,
     }
     if not uses_dsa(running.settings) or not any(parts.values()):
         return []
@@ -64,7 +64,7 @@ def examine(running: session.Session, args: argparse.Namespace) -> list[dict[str
     loss = (
         ("heads", heads),
         ("dim", latent + rotary),
-        ("key_heads", 1),
+        ("key_heads", 1),  # absorbed MLA: all query heads share one latent key
         ("index_heads", index_heads),
         ("index_dim", index_dim),
         ("topk", topk),
@@ -75,16 +75,16 @@ def examine(running: session.Session, args: argparse.Namespace) -> list[dict[str
             continue
         shape = backend.ShapeClass(running.settings.platform, dtype, sizes)
         tried = []
-        found = ""
-        for name, module, reason in backend.candidates(operator, chosen.backend, shape):
+        backend_name = ""
+        for name, module, reason in backend.candidates(operator, options.backend, shape):
             if module is not None:
-                found = name
+                backend_name = name
                 break
             tried.append({"backend": name, "why": str(reason)})
         rows.append(
             {
                 "operator": operator,
-                "backend": found or "none can run it",
+                "backend": backend_name or "none can run it",
                 "skipped": tried,
                 "dtype": str(dtype).removeprefix("torch."),
                 "device": shape.device,

@@ -1,4 +1,4 @@
-"""The screen of ``doctor``: the verdict, what is on, what runs it; everything else on request."""
+"""``doctor``'s report as text: verdict, active features and operators; the rest with ``--all``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mindspeed_dsa.session import start_report
 from mindspeed_dsa.tools.cli import doctor_device
 
 WIDTH = 110
-"""Columns of the screen; tables that are asked for take what they need."""
+"""Columns for wrapped prose. The tables of ``--all`` may be wider."""
 _IN_ORDER = ("applied", "pending", "skipped")
 _GIB = 2**30
 NOT_NEEDED = "not needed here"
-"""State of a feature that is on and all of whose sites are skipped."""
+"""State of an active feature if all its sites are skipped."""
 
 
 def as_text(findings: Mapping[str, Any], everything: bool = False) -> str:
-    """Write the findings as text.
+    """Return the findings as text.
 
     Args:
         findings: result of ``doctor.examine``.
-        everything: all versions, features and sites are listed as well.
+        everything: whether to list all features and sites, too.
     """
     parts = [
         list(_verdict(findings)),
@@ -49,7 +49,7 @@ def as_text(findings: Mapping[str, Any], everything: bool = False) -> str:
 
 
 def fails(findings: Mapping[str, Any]) -> bool:
-    """Return whether something found stops a job, so that the exit status is 1."""
+    """Return whether a finding stops a job, which makes the exit status 1."""
     return bool(findings["problems"] or _errors(findings) or _failed(findings))
 
 
@@ -62,7 +62,7 @@ def _failed(findings: Mapping[str, Any]) -> int:
 
 
 def _verdict(findings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what stops a job, or that nothing does."""
+    """Yield the problems that stop a job, or a line that there are none."""
     yield from (f"PROBLEM: {text}" for text in findings["problems"])
     if errors := _errors(findings):
         yield f"PROBLEM: {_number(errors, 'error')} of the environment, below"
@@ -81,10 +81,10 @@ def _number(count: int, thing: str) -> str:
 
 
 def _versions(findings: Mapping[str, Any]) -> Iterator[str]:
-    found = findings["versions"]
-    here = [f"{name} {version}" for name, version in found.items() if version]
+    versions = findings["versions"]
+    here = [f"{name} {version}" for name, version in versions.items() if version]
     yield ", ".join(here)
-    if absent := [name for name, version in found.items() if not version]:
+    if absent := [name for name, version in versions.items() if not version]:
         yield f"not installed: {', '.join(absent)}"
     if len(findings["megatron"]) > 1:
         used, *hidden = findings["megatron"]
@@ -104,7 +104,7 @@ def _versions(findings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _features(findings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the features that are on, by what switched them on."""
+    """Yield the active features, grouped by the flag, platform or default that switched them on."""
     if any(row["on"] is None for row in findings["features"]):
         yield "features: not resolved because of the problem above"
         return
@@ -113,6 +113,7 @@ def _features(findings: Mapping[str, Any]) -> Iterator[str]:
         if row["state"] == "on":
             groups.setdefault(_by(row), []).append(_name(row))
     yield "on, by what switches them on:" if groups else "no feature is on"
+    # False sorts before True: the user's own flags come first, defaults last.
     for by in sorted(groups, key=lambda each: each.startswith(("platform", "default"))):
         yield f"  {by}: {', '.join(groups[by])}"
     idle: dict[str, list[str]] = {}
@@ -139,7 +140,7 @@ def _operators(findings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _changes(findings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a fork has changed in what is patched."""
+    """Yield the fork's changes to patched functions."""
     rows = findings.get("changes", ())
     if rows:
         yield "changed in this Megatron, and patched:"
@@ -205,10 +206,10 @@ def _remarks(site: Mapping[str, Any]) -> list[str]:
 
 
 def wrapped(line: str) -> str:
-    """Return a line of prose in lines of the screen's width; rows of tables stay whole."""
+    """Wrap a line of prose to the screen's width; a table's row stays on one line."""
     if "\n" in line:
         return "\n".join(map(wrapped, line.split("\n")))
-    if "   " in line.strip():
+    if "   " in line.strip():  # three spaces only occur between columns of a table
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     pieces = textwrap.wrap(
@@ -218,7 +219,7 @@ def wrapped(line: str) -> str:
 
 
 def state_of(name: str, is_on: bool, sites: Sequence[Mapping[str, Any]]) -> str:
-    """Return ``on``, ``off``, or ``not needed here`` where all sites of a feature are skipped."""
+    """Return ``on``, ``off``, or ``not needed here`` if all sites of a feature are skipped."""
     if not is_on:
         return "off"
     states = {site["state"] for site in sites if name in site["features"]}
@@ -226,14 +227,14 @@ def state_of(name: str, is_on: bool, sites: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_suppliers(states: Mapping[str, str], supplies: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Say of a feature that is not needed because a backport does its work that it is in that backport.
+    """Replace ``not needed here`` by ``in NAME`` for features that an active backport contains.
 
     Args:
-        states: state by feature, for all features.
-        supplies: features by name of the backport that does their work.
+        states: dict from feature name to state, for all features.
+        supplies: dict from backport name to the features that it contains.
     """
-    found = dict(states)
+    result = dict(states)
     for backport, names in supplies.items():
         if states[backport] == "on":
-            found |= {name: f"in {backport}" for name in names if states.get(name) == NOT_NEEDED}
-    return found
+            result |= {name: f"in {backport}" for name in names if states.get(name) == NOT_NEEDED}
+    return result

@@ -1,4 +1,4 @@
-"""``experts``: the load of experts that a run recorded."""
+"""``experts``: show the recorded load of MoE experts, and compute an expert placement from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shows what --moe-router-load-report wrote: the load of experts and ranks in ever
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the table, and write what was asked for."""
+    """Print the table of loads; draw the picture and write the placement if requested."""
     options = _parse(argv)
     records = expert_load.read(options.report)
     print("\n".join(start_report.aligned(table(records))))
@@ -40,11 +40,12 @@ def _place(records: Sequence[Record], file: Path, ranks: int) -> None:
 
 
 def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """One row per layer: means and maxima over the steps, and the three most loaded experts."""
+    """Return one row per layer: imbalances over the steps, and the three most loaded experts."""
     rows: list[tuple[str, ...]] = [("layer", "stage", "rank imbalance", "expert imbalance", "most loaded")]
     stages = {layer["layer"]: layer["stage"] for each in records for layer in each["layers"]}
     figures = {key: expert_load.imbalances(records, key) for key in ("rank_imbalance", "expert_imbalance")}
     for row, (layer, experts) in enumerate(expert_load.totals(records).items()):
+        # Negative load first, then the number: descending load, and a stable order among equal loads.
         hottest = sorted(range(len(experts)), key=lambda expert: (-experts[expert], expert))[:3]
         shares = ", ".join(f"{expert} ({experts[expert] / max(sum(experts), 1):.1%})" for expert in hottest)
         columns = [_mean_and_most(values[row]) for values in figures.values()]
@@ -53,7 +54,7 @@ def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _mean_and_most(values: Sequence[float]) -> str:
-    known = [value for value in values if value == value]
+    known = [value for value in values if value == value]  # without NaN, for steps that lack the layer
     return f"{sum(known) / len(known):.2f}, at most {max(known):.2f}"
 
 

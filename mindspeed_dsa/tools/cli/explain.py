@@ -1,4 +1,4 @@
-"""``features`` and ``explain``: all features with their switches, and everything declared about one."""
+"""``features`` and ``explain``: list all features with their switches, and describe one of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _range(feature: Feature) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the explanation of a flag or feature, or what a word occurs in; status 2 if nothing has it."""
+    """Print a description of a flag or feature, or search for a word; return 2 if there is no match."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa explain",
         description="Explains one flag or feature; another word is searched in names and summaries of "
@@ -81,10 +81,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _readers(flag: Flag, known: Sequence[Feature]) -> list[str]:
-    """Write which features read a flag, and where more is said."""
+    """Return lines about the features that read a flag."""
     if not known:
         return []
     names = ", ".join(feature.label for feature in known)
+    # A feature's first flag is its switch; its other flags are only options.
     switched = [feature for feature in known if feature.flags[0] is flag]
     return [
         f"read by {len(known)} feature{'s' if len(known) > 1 else ''}: {names}",
@@ -94,16 +95,17 @@ def _readers(flag: Flag, known: Sequence[Feature]) -> list[str]:
 
 
 def _search(word: str) -> list[str]:
-    """Write the features, flags, commands and pages in which a word occurs; of many flags the names."""
+    """Return the features, flags, commands and pages that contain a word; more than 12 flags without help."""
     rows = [
         f"{feature.label}: {feature.summary}"
         for feature in everything()
         if word in feature.name or word in feature.summary.lower()
     ]
-    found = [flag for flag in (*settings.GENERAL_FLAGS, *features.all_flags()) if word in flag.name]
-    many = len(found) > _MANY
-    flags = [f"flags: {', '.join(flag.name for flag in found)}"] if many else _with_help(found)
+    flags_found = [flag for flag in (*settings.GENERAL_FLAGS, *features.all_flags()) if word in flag.name]
+    many = len(flags_found) > _MANY
+    flags = [f"flags: {', '.join(flag.name for flag in flags_found)}"] if many else _with_help(flags_found)
     parts = (rows, flags, overview.commands_with(word), overview.pages_with(word))
+    # An empty line before each part; [1:] drops the one before the first.
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
@@ -112,7 +114,7 @@ def _with_help(flags: Sequence[Flag]) -> list[str]:
 
 
 def explain(feature: Feature) -> str:
-    """Write all of a feature's declaration in words."""
+    """Return a feature's complete declaration as text."""
     lines = [feature.label, f"  {feature.summary}"]
     lines += [f"  on for {feature.when}"] if feature.when else []
     for flag in feature.flags:

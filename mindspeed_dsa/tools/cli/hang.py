@@ -1,4 +1,4 @@
-"""``hang``: which collective a job waits in, who has come to it, and where everybody else stands."""
+"""``hang``: report the collective that a job hangs in, the ranks that called it, and all ranks' stacks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FOREIGN = (
     *("/torch/", "mindspeed_dsa/features/diagnostics/collectives/", "mindspeed_dsa/parallel/"),
     *("/threading.py", "/contextlib.py", "/typing_extensions.py"),
 )
-"""Parts of names of files in which nobody looks for the reason."""
+"""Path parts of library files, which are skipped when a stack is shortened to one line."""
 _RUNNING_S = 1.0
-"""A job whose ranks have waited for less may simply run."""
+"""Shortest wait, in seconds, that counts as a hang: a healthy job waits, too."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print what the records say."""
+    """Print the report on the records of a folder."""
     options = _parse(argv)
     records = collectives.read(options.folder)
     print("\n".join(_report(records, waits.find(records), options)))
@@ -75,6 +75,7 @@ def _report(records: Sequence[Record], found: Findings, options: argparse.Namesp
 
 def _causes(records: Sequence[Record], found: Findings) -> Iterator[str]:
     for record in records:
+        # A reason such as "rank 3: SIGTERM" means that another rank requested the record.
         if record.reason and not record.reason.startswith("rank "):
             yield f"rank {record.rank} wrote because of: {textwrap.shorten(record.reason, 160)}"
     if found.silent:
@@ -134,6 +135,7 @@ def _verdict(records: Sequence[Record], found: Findings) -> str:
         return f"It began with rank {_list(found.failed)}."
     if not found.waits and not found.first:
         return "No rank waits for another in a recorded collective: look where each of them stands."
+    # Short waits are normal, unless a rank failed or left no record.
     failed = any(record.reason.startswith("failed") for record in records)
     if longest < _RUNNING_S and not failed and not found.silent:
         return f"No rank has waited for more than {_RUNNING_S:g} s: this may be a job that runs."
@@ -149,7 +151,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _standing(record: Record) -> str:
-    """Return the schedule's place and the innermost line that is not torch's."""
+    """Return the position in the schedule and the innermost stack line outside of libraries."""
     stack = record.stacks.get("main", [])
     line = next((each for each in reversed(stack) if not any(part in each for part in _FOREIGN)), "")
     if line != (stack[-1] if stack else ""):

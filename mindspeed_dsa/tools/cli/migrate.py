@@ -1,4 +1,4 @@
-"""``migrate``: launch scripts of MindSpeed and MindSpeed-LLM, flag by flag, and anew."""
+"""``migrate``: translate launch scripts of MindSpeed and MindSpeed-LLM, and report on every flag."""
 
 from __future__ import annotations
 
@@ -61,15 +61,16 @@ _CHINESE: dict[str, str] = {
     "instead": "。不转换。",
 }
 _WORDS = {"en": _ENGLISH, "zh": _CHINESE}
-"""Words of the report by language; reasons and notes are in English."""
+"""Dict from language to the report's words; reasons and notes are always in English."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Translate, print, and write what was asked for."""
+    """Translate the scripts, print the report, and write the new scripts unless ``--dry-run``."""
     options, unknown = _parser().parse_known_args(list(argv))
-    known = [f"--{name.replace('_', '-')}" for name in vars(options) if name != "scripts"]
+    # argparse's own message would not suggest the nearest option.
+    option_names = [f"--{name.replace('_', '-')}" for name in vars(options) if name != "scripts"]
     for name in unknown:
-        raise SettingsError(f"mindspeed_dsa migrate: it takes no {name}{did_you_mean(name, known)}")
+        raise SettingsError(f"mindspeed_dsa migrate: it takes no {name}{did_you_mean(name, option_names)}")
     if options.flags:
         print(_all_flags(_WORDS[options.lang]))
         return 0
@@ -78,21 +79,24 @@ def run(argv: Sequence[str]) -> int:
     release = _release(options.megatron)
     migrated = [scripts.migrate(Path(script), release) for script in options.scripts]
     records = []
-    for each in migrated:
-        written = not (options.dry_run or each.translation.problems or each.instead)
-        new = "" if not written else str(scripts.write(each, options.overwrite))
-        records.append({**each.record(), "new": new})
+    for launch_script in migrated:
+        # A contradictory script must not leave a runnable translation behind.
+        written = not (options.dry_run or launch_script.translation.problems or launch_script.instead)
+        new = "" if not written else str(scripts.write(launch_script, options.overwrite))
+        records.append({**launch_script.record(), "new": new})
         if not options.json:
-            print(_text(each, new, options.all, _WORDS[options.lang]))
+            print(_text(launch_script, new, options.all, _WORDS[options.lang]))
     if options.json:
         print(json.dumps({"megatron_core": str(release or ""), "scripts": records}, indent=1))
     elif len(migrated) > 1:
         print(_summary(migrated))
-    if any(each.translation.problems for each in migrated):
+    if any(launch_script.translation.problems for launch_script in migrated):
         return 2
-    found = [each.translation for each in migrated]
-    others = any(each.instead for each in migrated)
-    return int(others or any(each.refused or each.of("unknown") for each in found))
+    translations = [launch_script.translation for launch_script in migrated]
+    others = any(launch_script.instead for launch_script in migrated)
+    return int(
+        others or any(translation.refused or translation.of("unknown") for translation in translations)
+    )
 
 
 def _release(text: str | None) -> Version | None:
@@ -106,23 +110,24 @@ def _release(text: str | None) -> Version | None:
 
 
 def _text(migrated: scripts.Migrated, new: str, everything: bool, words: Mapping[str, str]) -> str:
-    found = migrated.translation
+    translation = migrated.translation
     if migrated.instead:
         return f"{migrated.path}: {migrated.instead}{words['instead']}\n"
     rows, reasons = [words["head"].split("|")], [""]
-    for each in found.outcomes:
-        plain = each.kind == "unchanged" and each.now == str(each.given) and not each.why
+    for outcome in translation.outcomes:
+        # Megatron's own flags with unchanged values fill pages; --all lists them.
+        plain = outcome.kind == "unchanged" and outcome.now == str(outcome.given) and not outcome.why
         if plain and not everything:
             continue
-        now = words["as it is"] if each.now == str(each.given) else each.now
-        verdict = words["refused" if each.results else each.kind]
-        rows.append([_short(str(each.given)), verdict, _short(now)])
-        reasons.append(each.why)
-    lines = [f"{migrated.path}: {_counted(found, words)}", ""]
+        now = words["as it is"] if outcome.now == str(outcome.given) else outcome.now
+        verdict = words["refused" if outcome.results else outcome.kind]
+        rows.append([_short(str(outcome.given)), verdict, _short(now)])
+        reasons.append(outcome.why)
+    lines = [f"{migrated.path}: {_counted(translation, words)}", ""]
     lines += _with_reasons(rows, reasons)
     lines += [
         "",
-        *(wrapped(f"{words['problem']}{text}") for text in found.problems),
+        *(wrapped(f"{words['problem']}{text}") for text in translation.problems),
         *(wrapped(f"{words['note']}{text}") for text in migrated.notes),
     ]
     lines += [f"{words['written']}{new}"] if new else []
@@ -142,16 +147,16 @@ def _counted(found: Translation, words: Mapping[str, str]) -> str:
 
 
 def _summary(migrated: Sequence[scripts.Migrated]) -> str:
-    """One row for each script: how many flags became what, and which were refused."""
+    """Return a table with one row per script: number of flags per verdict, and the refused flags."""
     rows = [("script", "flags", *KINDS.values(), "change results")]
-    for each in migrated:
-        if each.instead:
-            rows.append((each.path.name, *["-"] * (1 + len(KINDS)), "no training by Megatron: see above"))
+    for script in migrated:
+        if script.instead:
+            rows.append((script.path.name, *["-"] * (1 + len(KINDS)), "no training by Megatron: see above"))
             continue
-        counts = each.translation.counts()
-        refused = ", ".join(outcome.given.flag for outcome in each.translation.refused)
+        counts = script.translation.counts()
+        refused = ", ".join(outcome.given.flag for outcome in script.translation.refused)
         numbers = (str(counts[kind]) for kind in KINDS)
-        rows.append((each.path.name, str(counts["flags"]), *numbers, refused or "none"))
+        rows.append((script.path.name, str(counts["flags"]), *numbers, refused or "none"))
     return "\n".join(start_report.aligned(rows))
 
 

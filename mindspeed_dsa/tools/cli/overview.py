@@ -1,4 +1,4 @@
-"""Commands with their summaries, and where a word occurs in these and in titles of the pages."""
+"""Table of the commands, and word search in their summaries and in the titles of the pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS = {
     "schedule": "pipeline schedules simulated side by side, or a recorded step beside its simulation",
 }
 DOCS = Path(__file__).parents[3] / "docs"
-"""Pages of a checkout; a wheel has none."""
+"""Folder of the pages in a checkout; a wheel does not have it."""
 _HEADING = re.compile(r"^#{1,3} (.+)$", re.M)
 _CODE = re.compile(r"^```.*?^```", re.M | re.S)
 _OTHER_LANGUAGES = "zh"
@@ -31,10 +31,10 @@ _MANY = 12
 
 
 def commands_with(word: str) -> list[str]:
-    """Write the commands in whose names or summaries a word occurs.
+    """Return a line for each command with a word in its name or summary that starts with ``word``.
 
     Args:
-        word: in lower case.
+        word: search word in lower case.
     """
     begins = _beginning(word)
     return [
@@ -45,10 +45,10 @@ def commands_with(word: str) -> list[str]:
 
 
 def pages_with(word: str) -> list[str]:
-    """Write the pages in whose titles a word occurs, each with those titles; of many pages the names.
+    """Return the pages with a matching title, and these titles; more than 12 pages without titles.
 
     Args:
-        word: in lower case.
+        word: search word in lower case.
     """
     found = {page: list(filter(_beginning(word), _titles(page))) for page in _pages()}
     named = {f"docs/{page.relative_to(DOCS).as_posix()}": titles for page, titles in found.items() if titles}
@@ -68,4 +68,5 @@ def _pages() -> Iterator[Path]:
 
 
 def _titles(page: Path) -> list[str]:
+    # Without code blocks, where # begins a shell comment.
     return _HEADING.findall(_CODE.sub("", page.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""``plan``: memory, communication and work of a layout, before anyone books a cluster."""
+"""``plan``: estimate memory, communication and step time of a job from its flags."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _RATES = {
 
 
 _RELEASE = "0.16.1"
-"""Megatron-LM whose flags a model's are, where none is installed."""
+"""Megatron-LM release for ``--config``'s flags if Megatron-core is not installed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,16 +57,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Plan, print, and write what was asked for."""
-    own, words = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, words = own[:cut], own[cut + 1 :]
+    """Plan the job or search for layouts, print the report, and write PNG and JSON if requested."""
+    own_words, words = list(argv), []
+    if "--" in own_words:
+        cut = own_words.index("--")
+        own_words, words = own_words[:cut], own_words[cut + 1 :]
     parser = _parser()
     after, words = _own_options(parser, words)
-    options, more = parser.parse_known_args([*own, *after])
+    options, more = parser.parse_known_args([*own_words, *after])
     if more and "--" in argv:
         raise SettingsError(f"mindspeed_dsa plan: there is no option {more[0]}; flags of the job follow --")
+    # `not a <= value < inf` also refuses NaN.
     for name, least in (("allocator", 0.0), ("tokens_per_second", 0.0), ("best", 1), ("reserve", 0.0)):
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
@@ -87,22 +88,23 @@ def run(argv: Sequence[str]) -> int:
         return plan.make(job_with(others), device, options.allocator, quick)
 
     if options.search:
-        found = search.search(job_with(any_layout=True), device, options.best, options.allocator)
-        print(search.text(found, words))
+        layouts = search.search(job_with(any_layout=True), device, options.best, options.allocator)
+        print(search.text(layouts, words))
         if options.config:
-            print(_model(options.config, words, found[0].plan.job))
-        best = found[0].plan
-        record = {"found": [_record(each, words) for each in found]}
+            print(_model(options.config, words, layouts[0].plan.job))
+        best = layouts[0].plan
+        record = {"found": [_record(item, words) for item in layouts]}
     else:
         best = planned()
         changes = differences.differences(options.what_if, best, planned)
         print(report.text(best, options.tokens_per_second))
         if not best.fits:
+            # Dozens of variants are planned here; quick plans do not simulate the schedule event by event.
             quick = planned(quick=True)
             ways = differences.ways(quick, lambda others: planned(others, quick=True))
             print(f"\n{differences.text_of_ways(ways, best.job.layout.devices)}")
-        print("".join(f"\n{each.text()}\n" for each in changes), end="")
-        record = {**best.record(), "what_if": [vars(each) for each in changes]}
+        print("".join(f"\n{item.text()}\n" for item in changes), end="")
+        record = {**best.record(), "what_if": [vars(item) for item in changes]}
     try:
         if options.png and not picture.draw(Path(options.png), best):
             raise SettingsError(
@@ -116,8 +118,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _own_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of the command that stand among the job's flags, and the rest."""
-    own: list[str] = []
+    """Split the job's words into this command's own options and the rest."""
+    options: list[str] = []
     rest: list[str] = []
     for group in command_lines.groups(words):
         action = parser._option_string_actions.get(group[0].partition("=")[0])
@@ -125,9 +127,9 @@ def _own_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple
             rest += group
         else:
             count = 1 if "=" in group[0] or action.nargs == 0 else 2
-            own += group[:count]
+            options += group[:count]
             rest += group[count:]
-    return own, rest
+    return options, rest
 
 
 def _record(found: search.Found, words: Sequence[str]) -> dict[str, Any]:
@@ -136,10 +138,10 @@ def _record(found: search.Found, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _model(name: str, words: Sequence[str], job: Job) -> str:
-    """Return the flags of the model that ``--config`` names, which training needs beside each line."""
-    _, given, _ = flags.read(words)
+    """Return the model flags for ``--config``, which training needs in addition to a layout's line."""
+    _, flags_given, _ = flags.read(words)
     release = str(versions.of_megatron(settings.MEGATRON_ROOT.default) or _RELEASE)
-    found = configs.flags_of(Path(name), given, job, release)
+    found = configs.flags_of(Path(name), flags_given, job, release)
     lines = command_lines.shown([word for line in found for word in shlex.split(line)])
     return "\n".join([f"in training add the flags of {name}, for Megatron-LM {release}:", *lines])
 

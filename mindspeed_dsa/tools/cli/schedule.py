@@ -1,4 +1,4 @@
-"""``schedule``: pipeline schedules simulated side by side."""
+"""``schedule``: simulate pipeline schedules, or compare a recorded step with its simulation."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ _SHOWN = 8
 
 
 def run(argv: Sequence[str]) -> int:
-    """Simulate, print the table, write what was asked for."""
+    """Simulate the schedules, print the table, and write PNG, trace and JSON if requested."""
     options = _parse(argv)
     if options.beside is not None:
         return _beside(options)
     costs = Costs(**{name: getattr(options, name) for name in _COSTS})
     timelines, rows = [], []
     found, left_out = _schedules(options)
-    for each in found:
-        # A rank holds the same layers in every schedule, whatever the number of chunks they are cut into.
-        own = costs.scaled(options.chunks / each.chunks)
-        timelines.append(simulate(each, own))
+    for schedule in found:
+        # A rank has the same layers in every schedule: with --virtual 2, the one chunk per rank of
+        # zero-bubble costs twice as much as one of interleaved 1F1B's two chunks.
+        own = costs.scaled(options.chunks / schedule.chunks)
+        timelines.append(simulate(schedule, own))
         rows.append(figures(timelines[-1], own))
     print("\n".join([*aligned(table(rows)), *left_out]))
     _write(options, timelines, rows)
@@ -59,26 +60,26 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _beside(options: argparse.Namespace) -> int:
-    found = beside.compare(Path(options.beside), Megatron(options.megatron_root))
-    print("\n".join(aligned(table(found.figures()))))
-    for rank, position in found.other_order:
+    comparison = beside.compare(Path(options.beside), Megatron(options.megatron_root))
+    print("\n".join(aligned(table(comparison.figures()))))
+    for rank, position in comparison.other_order:
         print(f"PROBLEM: rank {rank} ran another order than the schedule says, from its event {position} on")
     rows = [("rank", "event", "recorded [ms]", "simulated [ms]", "started after [ms]", "simulated [ms]")]
     rows += [
         (
-            str(each.rank),
-            str(each.event),
-            f"{1e3 * each.recorded_duration:.1f}",
-            f"{1e3 * each.simulated_duration:.1f}",
-            f"{1e3 * each.recorded_start:.1f}",
-            f"{1e3 * each.simulated_start:.1f}",
+            str(difference.rank),
+            str(difference.event),
+            f"{1e3 * difference.recorded_duration:.1f}",
+            f"{1e3 * difference.simulated_duration:.1f}",
+            f"{1e3 * difference.recorded_start:.1f}",
+            f"{1e3 * difference.simulated_start:.1f}",
         )
-        for each in found.differences[:_SHOWN]
+        for difference in comparison.differences[:_SHOWN]
     ]
     print("\nwhere durations differ most:")
     print("\n".join(aligned(rows)))
-    beside.write(found, options.png, options.perfetto, options.json)
-    return 1 if found.other_order else 0
+    beside.write(comparison, options.png, options.perfetto, options.json)
+    return 1 if comparison.other_order else 0
 
 
 def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Sequence[Figures]) -> None:
@@ -92,7 +93,7 @@ def _write(options: argparse.Namespace, timelines: Sequence[Timeline], rows: Seq
 
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
-    """Return the schedules asked for; without names those that exist, and why the rest is left out."""
+    """Return the schedules, and reasons for omitted ones. A schedule requested by name is never omitted."""
     megatron = Megatron(options.megatron_root)
     ranks, chunks, microbatches = options.ranks, options.chunks, options.microbatches
 
@@ -119,15 +120,16 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
         "dualpipev": lambda: trained(lists.dual_pipe_v),
         "dualpipev-dw-detach": lambda: trained(partial(lists.dual_pipe_v, split=True)),
     }
-    found, left_out = [], []
+    schedules, left_out = [], []
     for name in options.schedules:
         try:
-            found.append(made[name]())
+            schedules.append(made[name]())
         except SettingsError as error:
-            if options.by_name or not found:
+            # `1f1b` is the first of both default lists: if it fails, the layout itself is wrong.
+            if options.by_name or not schedules:
                 raise
             left_out.append(f"left out: {name}: {error}")
-    return found, left_out
+    return schedules, left_out
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

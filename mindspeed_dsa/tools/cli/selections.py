@@ -1,7 +1,7 @@
-"""``selections``: what a run recorded, and how far two recordings, or two ways to run a job, are apart.
+"""``selections``: show a recording of selected keys, or compare two recordings.
 
-Two recordings are compared by equal keys, by layer, length and place, and by lost attention. Only rows that
-choose count, which see more keys than they list: others list all of them.
+A comparison counts equal keys by layer, context length and key position, and the lost attention mass. Query
+tokens that see no more than ``topk`` keys are left out, as they select all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ each of them and records its first step:
 Keys at the head are the first 128 of their document, near ones the last 128 before the row. Rows that see no
 more keys than they select are left out. Exit status: 0, or 1 if a job failed, 2 if something was refused."""
 ENDS = 128
-"""Keys at the head of a document, and of those right before a row, that are counted apart."""
+"""Number of keys in the groups ``head`` (start of the document) and ``near`` (before the query token)."""
 PLACES = ("head", "between", "near")
 
 
@@ -49,7 +49,7 @@ PLACES = ("head", "between", "near")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the tables, and write what was asked for."""
+    """Print the tables, and write JSON and picture if requested."""
     options, command = _parse(list(argv))
     with tempfile.TemporaryDirectory() as scratch:
         folders = []
@@ -57,6 +57,7 @@ def run(argv: Sequence[str]) -> int:
             "AB", filter(lambda each: each is not None, (options.a, options.b)), strict=False
         ):
             folder = Path(what)
+            # An existing folder is a recording even if a job's command is given.
             if command and not (what and folder.is_dir()):
                 folder = Path(scratch, side, "selections")
                 done = _record(side, command, what, folder, Path(scratch, side))
@@ -67,9 +68,9 @@ def run(argv: Sequence[str]) -> int:
                     )
                     return 1
             folders.append(Recording.open(folder))
-        for each in folders:
-            for problem in each.problems:
-                print(f"{each.folder}: {problem}", file=sys.stderr)
+        for recording in folders:
+            for problem in recording.problems:
+                print(f"{recording.folder}: {problem}", file=sys.stderr)
         if len(folders) == 1:
             print("\n".join(start_report.aligned(_contents(folders[0]))))
             return 0
@@ -88,13 +89,13 @@ def _compare(folders: Sequence[Recording], options: argparse.Namespace) -> int:
     print()
     print("\n".join(start_report.aligned(_lengths(everything))))
     if options.json is not None:
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "a": options.a,
             "b": options.b,
             "all": everything.as_json(),
             "layers": {str(layer): each.as_json() for layer, each in layers.items()},
         }
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"\n{options.json}")
     if options.picture is not None:
         _draw(options.picture, layers, (options.a or "A", options.b or "B"))
@@ -119,6 +120,7 @@ def _contents(recording: Recording) -> list[tuple[str, ...]]:
 
 def _record(side: str, command: Sequence[str], flags: str, folder: Path, scratch: Path) -> job.Run:
     words = [each.replace("{out}", str(scratch)) for each in command]
+    # The attention mass is only needed of A: the loss is A's mass on keys that B lacks.
     records = ["--dsa-record-selections", str(folder), "--dsa-record-selections-steps", "1"]
     records += ["--dsa-record-selections-mass"] if side == "A" else []
     return job.execute(side, 1, scratch, [*words, *shlex.split(flags), *records], {}, None)
@@ -126,7 +128,7 @@ def _record(side: str, command: Sequence[str], flags: str, folder: Path, scratch
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
-    own, command = argv[:cut], argv[cut + 1 :]
+    words, command = argv[:cut], argv[cut + 1 :]
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_dsa selections",
         description=_DESCRIPTION,
@@ -136,8 +138,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("b", metavar="B", nargs="?", help="another one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them, e.g. agreement.png")
-    # argparse takes flags of a job for its own, unless they are no words of their own.
-    marked = [f" {each}" if each.startswith("--") and " " in each else each for each in own]
+    # argparse takes "--load X" for an option; a leading space makes it a positional argument.
+    marked = [f" {each}" if each.startswith("--") and " " in each else each for each in words]
     options = parser.parse_args(marked)
     options.a, options.b = options.a.strip(), None if options.b is None else options.b.strip()
     if command and options.b is None:
@@ -155,45 +157,45 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @dataclass
 class Agreement:
-    """Agreement of two selections, B's with A's, in parts of wholes by their names.
+    """Counts of A's selected keys, and of the part that B selects, too.
 
-    The names are ``same``, rows with the same keys of those that choose; ``keys``, A's keys that B has, too;
-    each of :data:`PLACES` and each power of two, likewise of keys at that place and of rows that see so many
-    keys and less than twice as many; ``lost``, A's attention on keys that B lacks.
+    The names are ``same`` (query tokens with the same set of keys in both), ``keys`` (A's keys), each of
+    :data:`PLACES` (A's keys at that place), a power of two n (keys of query tokens that see n to 2n - 1 keys)
+    and ``lost`` (A's attention mass, whose part is on keys that B lacks).
 
     Attributes:
-        part: how many, or how much.
-        whole: of how many, or how much; nothing of ``lost`` where it was not recorded.
+        part: dict from name to the number or mass in the part.
+        whole: dict from name to the total; without ``lost`` if the masses were not recorded.
     """
 
     part: Counter[str | int] = field(default_factory=Counter)
     whole: Counter[str | int] = field(default_factory=Counter)
 
     def count(self, name: str | int, part: Any, whole: Any) -> None:
-        """Add a part of a whole."""
+        """Add scalars of arrays to ``part`` and ``whole``."""
         self.part[name] += part.item()
         self.whole[name] += whole.item()
 
     def add(self, other: Agreement) -> None:
-        """Add the rows of another part."""
+        """Add another agreement's counts."""
         self.part.update(other.part)
         self.whole.update(other.whole)
 
     @property
     def rows(self) -> int:
-        """Rows that choose, and are in both."""
+        """Number of compared query tokens."""
         return self.whole["same"]
 
     def value(self, name: str | int) -> float | None:
-        """Return the quotient of a part and its whole; None of nothing."""
+        """Return part / whole, or None if the whole is zero."""
         return self.part[name] / self.whole[name] if self.whole[name] else None
 
     def lengths(self) -> list[int]:
-        """Return the powers of two, ascending."""
+        """Return the powers of two among the names, ascending."""
         return sorted(name for name in self.whole if isinstance(name, int))
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as numbers: quotients, None of nothing."""
+        """Return the quotients for JSON, with None for empty groups."""
         return {
             "rows": self.rows,
             "same_rows": self.value("same"),
@@ -205,10 +207,10 @@ class Agreement:
 
 
 def compare(a: Recording, b: Recording) -> dict[int, Agreement]:
-    """Compare the rows that both have, by layer.
+    """Compare the query tokens that both recordings contain, by layer.
 
     Raises:
-        RunError: the recordings are of different models, have no row in common, or a record is damaged.
+        RunError: the recordings are for different models, have no sequence in common, or are damaged.
     """
     differences = list(a.header.problems(b.header))
     if differences:
@@ -219,10 +221,10 @@ def compare(a: Recording, b: Recording) -> dict[int, Agreement]:
             f"{a.folder} and {b.folder} have no step, sequence and layer in common; record the same steps of "
             "the same data, from --load with --finetune if the checkpoints are of different steps"
         )
-    found: dict[int, Agreement] = {}
+    agreements: dict[int, Agreement] = {}
     for key in common:
-        _count_rows(found.setdefault(key.layer, Agreement()), _rows(a, key), _rows(b, key), key)
-    return dict(sorted(found.items()))
+        _count_rows(agreements.setdefault(key.layer, Agreement()), _rows(a, key), _rows(b, key), key)
+    return dict(sorted(agreements.items()))
 
 
 def _rows(recording: Recording, key: Key) -> Rows:
@@ -232,15 +234,16 @@ def _rows(recording: Recording, key: Key) -> Rows:
 
 
 def _count_rows(agreement: Agreement, a: Rows, b: Rows, key: Key) -> None:
-    """Count the rows of one sequence that both have."""
+    """Count the query tokens of one sequence that are in both recordings."""
     _, at_a, at_b = np.intersect1d(a.positions, b.positions, return_indices=True)
     if (a.documents[at_a] != b.documents[at_b]).any():
         raise RunError(
             f"step {key.step}, sequence {key.sequence}: documents begin at other rows in one recording than "
             "in the other; record the same data in the same order"
         )
+    # Causal attention inside a document: token 130 of a document that begins at 100 sees 31 keys.
     visible = a.positions[at_a] - a.documents[at_a] + 1
-    # A byte for each key that a row sees: a few rows at a time.
+    # _count_keys needs a byte per visible key: 256 rows x 128k keys = 32 MiB at a time.
     for part in np.array_split(np.arange(len(at_a)), max(1, len(at_a) // 256)):
         rows = part[visible[part] > np.count_nonzero(a.keys[at_a[part]] >= 0, axis=1)]
         if len(rows):
@@ -249,10 +252,10 @@ def _count_rows(agreement: Agreement, a: Rows, b: Rows, key: Key) -> None:
 
 
 def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass: Any) -> None:
-    """Count rows ``[rows, topk]`` that see so many keys each, ``[rows]``."""
+    """Count keys ``[rows, topk]`` (padded by -1) of query tokens that see ``visible`` keys, ``[rows]``."""
     named = keys >= 0
     has = np.zeros((len(keys), int(visible.max()) + 1), np.bool_)
-    # What is no key falls behind the last one.
+    # Padding is scattered into an additional last column, which is cleared afterwards.
     np.put_along_axis(has, np.where(others >= 0, others, has.shape[1] - 1), True, axis=1)
     has[:, -1] = False
     equal = np.take_along_axis(has, np.where(named, keys, has.shape[1] - 1), axis=1) & named
@@ -264,6 +267,7 @@ def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass
     places = (is_head, ~is_head & ~is_near, is_near & ~is_head)
     for name, where in zip(PLACES, places, strict=True):
         agreement.count(name, (equal & where).sum(), (named & where).sum())
+    # Context lengths in powers of two: 2048 stands for 2048 to 4095 visible keys.
     lengths = 2 ** np.floor(np.log2(visible)).astype(np.int64)
     for length in np.unique(lengths):
         of_length = lengths == length
@@ -273,10 +277,10 @@ def _count_keys(agreement: Agreement, keys: Any, others: Any, visible: Any, mass
 
 
 def total(layers: Mapping[int, Agreement]) -> Agreement:
-    """Return the agreement of all layers together."""
+    """Return the sum over all layers."""
     result = Agreement()
-    for each in layers.values():
-        result.add(each)
+    for layer in layers.values():
+        result.add(layer)
     return result
 
 
@@ -284,18 +288,21 @@ def total(layers: Mapping[int, Agreement]) -> Agreement:
 
 
 def _table(layers: Mapping[int, Agreement]) -> list[tuple[str, ...]]:
-    """Return one row of words for each layer, and one for all of them."""
+    """Return the rows of the table: one per layer, and one for all layers."""
     rows: list[tuple[str, ...]] = [
         ("layer", "rows that choose", "equal keys", "same rows", *PLACES, "lost attention")
     ]
-    for name, each in [*((str(layer), each) for layer, each in layers.items()), ("all", total(layers))]:
-        figures = (_percent(each.value(figure)) for figure in ("keys", "same", *PLACES, "lost"))
-        rows.append((name, str(each.rows), *figures))
+    for name, agreement in [
+        *((str(layer), agreement) for layer, agreement in layers.items()),
+        ("all", total(layers)),
+    ]:
+        figures = (_percent(agreement.value(figure)) for figure in ("keys", "same", *PLACES, "lost"))
+        rows.append((name, str(agreement.rows), *figures))
     return rows
 
 
 def _lengths(everything: Agreement) -> list[tuple[str, ...]]:
-    """Return one row of words for each power of two of keys that rows see."""
+    """Return the rows of the table by context length, one per power of two."""
     return [
         ("keys seen", "equal keys"),
         *(
@@ -310,20 +317,20 @@ def _percent(value: float | None) -> str:
 
 
 def _draw(path: Path, layers: Mapping[int, Agreement], names: Sequence[str]) -> None:
-    """Draw equal keys over layers, by the place of the key and by the number of keys seen."""
+    """Draw the share of equal keys over layers by key position, and over context length."""
     pyplot = pyplot_for(path)
     figure, (by_place, by_length) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name in (*PLACES, "keys"):
-        values = [each.value(name) for each in layers.values()]
+        values = [layer.value(name) for layer in layers.values()]
         style: dict[str, Any] = {"marker": "o", "label": f"keys {name}"}
         if name == "keys":
             style = {"color": "k", "linestyle": "--", "label": "all keys"}
-        by_place.plot(list(layers), [np.nan if each is None else each for each in values], **style)
+        by_place.plot(list(layers), [np.nan if value is None else value for value in values], **style)
     by_place.set(xlabel="layer", ylabel="equal keys", title=f"{names[0]} and {names[1]}")
     by_place.legend()
     everything = total(layers)
-    found = everything.lengths()
-    by_length.plot(found, [everything.value(length) for length in found], marker="o")
+    lengths = everything.lengths()
+    by_length.plot(lengths, [everything.value(length) for length in lengths], marker="o")
     by_length.set(xscale="log", xlabel="keys that the row sees", ylabel="equal keys", title="all layers")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""``try``: a minute of training, Megatron's own DSA beside the fused one, which take turns step by step."""
+"""``try``: train a small model with Megatron's own DSA and with the fused one, step by step in turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mindspeed_dsa.tools.compare import job
 
 SIDES = {"stock": "stock Megatron", "fused": "--use-fused-dsa"}
 EQUAL = 1e-3
-"""Largest relative difference of a loss; keys whose scores tie up to rounding are worth about 1e-5."""
+"""Largest accepted relative difference of a loss. Swapped keys with nearly equal scores cause about 1e-5."""
 _LENGTH, _STEPS = 2048, 5
 _QUICK = 512, 3
 _MODULE = "mindspeed_dsa.tools.trial.side"
@@ -65,19 +65,20 @@ def run(argv: Sequence[str]) -> int:
             records: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
             for step in range(options.steps):
                 for side in sides:
+                    # One side at a time: the other waits for its line, so neither disturbs the other's times.
                     records[side.name].append(side.step())
                 print(_line(step, records, options.seq_length), flush=True)
         except _SideFailedError as failed:
             print(failed, file=sys.stderr, flush=True)
             return 1
-    found = summary(records, options.seq_length)
-    found |= {"seq_length": options.seq_length, **about, "versions": versions.installed()}
-    (output / "try.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    result = summary(records, options.seq_length)
+    result |= {"seq_length": options.seq_length, **about, "versions": versions.installed()}
+    (output / "try.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     picture = output / "try.png"
-    drawn = draw(picture, found)
-    print("\n" + "\n".join([*table(found), "", str(output / "try.json")]))
+    drawn = draw(picture, result)
+    print("\n" + "\n".join([*table(result), "", str(output / "try.json")]))
     print(picture if drawn else "no picture without matplotlib: pip install 'mindspeed_dsa[viz]'")
-    return 0 if found["largest_difference"] <= EQUAL else 1
+    return 0 if result["largest_difference"] <= EQUAL else 1
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,35 +116,35 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package above it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 class _SideFailedError(Exception):
-    """A side that has ended, with the last lines of its log."""
+    """A side's process ended early; the message has the last lines of its log."""
 
 
 class _Side:
-    """A process that trains one side.
+    """A subprocess that trains one side.
 
     Attributes:
         name: key of :data:`SIDES`.
-        log: file of its standard error.
+        log: file with the process's standard error.
     """
 
     def __init__(self, name: str, log: Path, process: subprocess.Popen[bytes]) -> None:
         self.name, self.log, self._process = name, log, process
 
     def step(self) -> dict[str, float]:
-        """Have it train a step."""
+        """Train one step and return its record."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing answer is what is reported
+        with contextlib.suppress(BrokenPipeError):  # answer() reports a dead process with its log
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for what it says next."""
+        """Wait for the process's next line, and parse it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -160,7 +161,7 @@ class _Side:
 def _started(name: str, length: int, output: Path) -> Iterator[_Side]:
     log = output / f"{name}.log"
     command = [sys.executable, "-m", _MODULE, name, str(length)]
-    # The threads of the side that waits leave the processor to the other.
+    # Idle OpenMP threads of the waiting side would otherwise spin, and slow the other side down.
     environment = job.child_environment({"OMP_WAIT_POLICY": "passive"})
     pipe = subprocess.PIPE
     with (
@@ -179,12 +180,12 @@ def summary(records: Records, length: int) -> dict[str, Any]:
     """Summarise both sides.
 
     Args:
-        records: by side, a record for each step: loss, seconds, peak of memory in bytes.
-        length: tokens of a step.
+        records: dict from side to one record per step: loss, seconds, peak memory in bytes.
+        length: number of tokens per step.
 
     Returns:
-        by side its losses, tokens per second (median of the steps behind the warm-up) and peak; and the
-        largest relative difference of a loss.
+        For each side its losses, tokens per second (median of the steps after the warm-up) and peak memory;
+        and the largest relative difference of a loss.
     """
     sides = {}
     for name, steps in records.items():
@@ -196,13 +197,13 @@ def summary(records: Records, length: int) -> dict[str, Any]:
         }
     pairs = zip(*(sides[name]["losses"] for name in SIDES), strict=True)
     differences = [abs(a - b) / abs(a) for a, b in pairs]
-    # NaN is no number's greater: max would leave it out.
+    # max() skips NaN unless it is first, because every comparison with NaN is false: sort NaN as largest.
     largest = max(differences, key=lambda each: (math.isnan(each), each))
     return {"sides": sides, "largest_difference": largest}
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the comparison."""
+    """Return the lines of the comparison table."""
     stock, fused = (found["sides"][name] for name in SIDES)
     speed = fused["tokens_per_s"] / stock["tokens_per_s"]
     memory = fused["peak_memory_bytes"] / stock["peak_memory_bytes"]
@@ -223,7 +224,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
 
 
 def draw(path: Path, found: Mapping[str, Any]) -> bool:
-    """Draw speed, memory and losses into a PNG file; returns False where matplotlib is not installed."""
+    """Draw speed, memory and losses into a PNG file; return False if matplotlib is not installed."""
     try:
         pyplot = pyplot_for_files()
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""``weights``: a Hugging Face model's files into a checkpoint of Megatron's, and back."""
+"""``weights``: convert a Hugging Face model's files to a Megatron checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what a command line says."""
-    own, flags = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, flags = own[:cut], own[cut + 1 :]
-    options, unknown = _parser().parse_known_args(own)
-    known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+    """Run the subcommand ``import``, ``export`` or ``flags``."""
+    own_words, flags = list(argv), []
+    if "--" in own_words:
+        cut = own_words.index("--")
+        own_words, flags = own_words[:cut], own_words[cut + 1 :]
+    options, unknown = _parser().parse_known_args(own_words)
+    option_names = [f"--{name.replace('_', '-')}" for name in vars(options)]
     for name in unknown:
-        raise SettingsError(f"{_WHO} {options.command}: it takes no {name}{did_you_mean(name, known)}")
+        raise SettingsError(f"{_WHO} {options.command}: it takes no {name}{did_you_mean(name, option_names)}")
     if flags and options.command != "import":
         raise SettingsError(f"{_WHO} {options.command}: it takes no flags of a job")
     commands: dict[str, Callable[[Any, Sequence[str]], None]] = {
@@ -52,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
         "export": _export,
         "flags": _flags,
     }
+    # `flags` only reads config.json, so it works without the packages for weights.
     lacking = [name for name in ("safetensors", "tqdm") if find_spec(name) is None]
     if lacking and options.command != "flags":
         raise SettingsError(f"{_WHO}: it needs {' and '.join(lacking)}: pip install 'mindspeed_dsa[weights]'")
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    """Return bytes: ``5GB``, ``500M`` or a number."""
+    """Parse a size such as ``5GB``, ``500M`` or a number, and return bytes."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
     if matched is None or not float(matched[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500M")
@@ -153,7 +154,7 @@ def _first() -> bool:
 
 
 def _bar(what: str) -> Callable[[int], Callable[[int], None]]:
-    """Return what shows the first process's bytes, their rate and the time that is left."""
+    """Return a function that opens a bar of N bytes on rank 0, and returns the callback for progress."""
 
     def begin(total: int) -> Callable[[int], None]:
         if not _first():
