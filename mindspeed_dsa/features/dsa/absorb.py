@@ -1,10 +1,10 @@
 """MLA in absorbed form: the key's up-projection moves to the query, the value's to the attention output.
 
-``(W_UK c) . q = c . (W_UK^T q)`` and ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``, so that all heads share
-one key, the latent ``c`` with its rotary part, whose latent part is the value as well (DeepSeek-V2 paper,
+``(W_UK c) . q = c . (W_UK^T q)`` and ``sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s)``. All heads then share
+one key: the latent ``c`` and the rotary part. The latent part is also the value (DeepSeek-V2 paper,
 section 2.1). Parameters are unchanged.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mindspeed_dsa.ops.sparse_flash_attention.by_head import is_faster_by_head
 def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``MLASelfAttention.get_query_key_value_tensors`` for training and evaluation of DSA models.
 
-    Generation with a cache keeps Megatron's form. Unless context parallel ranks share keys, so do the stages
-    with dense attention, which costs a third of the work in that form, and calls for which
-    :func:`by_head_is_faster`.
+    Three cases keep Megatron's per-head form: generation with a cache and, without context parallelism, the
+    stages with dense attention and calls for which :func:`by_head_is_faster`. Dense attention costs a third
+    of the work in per-head form.
     """
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
@@ -49,25 +49,28 @@ def absorb_latent(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: Options) -> bool:
-    """Return whether a layer attends by head although absorption is on: under ``--use-dsa-absorb auto``.
+    """Return whether a layer attends per head because it is faster, under ``--use-dsa-absorb auto``.
 
-    Where that is faster, unless the indexer loss is formed in a sparse attention's backward, which the
-    operator by head does not do. Never for packed documents, or with Megatron's own attention, which masks
-    the whole square in either form.
+    False if the indexer loss is computed in sparse attention's backward, which the per-head operator does not
+    support. False for packed documents, and with Megatron's own attention, which masks the full square in
+    either form.
 
     Args:
-        projections: of an ``MLASelfAttention``.
-        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
-        options: the parts that run on our operators.
+        projections: projections of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's shard of the sequence under sequence parallelism.
+        options: parts that run on our operators.
     """
     if options.absorb_always or not options.attention or projections.documents is not None:
         return False
     config, rows = projections.layer.config, projections.rows(hidden_states)
     topk = config.dsa_indexer_topk
     rope, latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
+    # Multiply-adds per query, key and head: per head q.k + p.v, e.g. 128 + 64 + 128 = 320; absorbed
+    # 512 + 64 + 512 = 1088.
     widths = (config.qk_head_dim + rope + config.v_head_dim, latent + rope + latent)
     heads = projections.layer.num_attention_heads_per_partition
     faster = is_faster_by_head(hidden_states.device, rows, topk, heads, widths, options.backend)
+    # Up to topk rows attention is dense, and its backward does not compute the loss anyway.
     by_head = faster and not (options.fuse_kl_in_backward and rows > topk)
     log.get("dsa-absorb", projections.megatron.root).info(
         "sequences of %d tokens attend %s", rows, "by head" if by_head else "in absorbed form", once=True
@@ -76,17 +79,19 @@ def by_head_is_faster(projections: Projections, hidden_states: Tensor, options: 
 
 
 def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """Return ``get_query_key_value_tensors``' result in absorbed form; packed documents have a batch of 1.
+    """Return ``get_query_key_value_tensors``' result in absorbed form. Packed documents have a batch of 1.
+
+    Query and key are as :func:`query_and_key` returns them. The latent query and key-value are shards of the
+    sequence under sequence parallelism.
 
     Args:
-        projections: of an ``MLASelfAttention``.
-        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
+        projections: projections of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's shard of the sequence under sequence parallelism.
 
     Returns:
-        query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, both as
-        :func:`query_and_key` passes them on, the value's up-projection ``[heads, value_dim, latent]``, the
-        latent query ``[s, b, q_lora_rank]`` and the latent key-value ``[s, b, latent]`` (both parts of the
-        sequence under sequence parallelism).
+        Query ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, the value's up-projection
+        ``[heads, value_dim, latent]``, latent query ``[s, b, q_lora_rank]`` and latent key-value
+        ``[s, b, latent]``.
     """
     attention = projections.layer
     up_key, up_value = up_projections(attention)
@@ -94,9 +99,9 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
     if steps is not None and (derived := steps.prolog(attention, hidden_states, up_key)) is not None:
         query, key, latent_query, latent = derived
         return query, key, up_value, latent_query, latent
-    latent_query = projections.latent_query(hidden_states)
-    latent, rotary_key = projections.latent_key(hidden_states)
-    # The repair rotary-key-tp-grads sums the gradient in either form.
+    latent_query = projections.latent_query(hidden_states)  # [s, b, q_lora_rank]
+    latent, rotary_key = projections.latent_key(hidden_states)  # [s, b, latent], [s, b, rope]
+    # is_summed: the repair rotary-key-tp-grads sums this gradient over tensor parallel ranks.
     rotary_key = projections.rotary_key_for_all_heads(rotary_key, hidden_states, is_summed=True)
     rotate = projections.rotation(rotary_key.size(0))
     query, key = projections.recomputed_if_asked(
@@ -112,17 +117,18 @@ def absorbed_query_key_value(projections: Projections, hidden_states: Tensor) ->
 def absorbed_query_and_shared_key(
     projections: Projections, hidden_states: Tensor, exchange: KeyExchange
 ) -> tuple[Tensor, ...]:
-    """Derive as :func:`absorbed_query_key_value`, on one of several context parallel ranks.
+    """Derive query, key and value like :func:`absorbed_query_key_value`, under context parallelism.
 
-    The latent key needs nothing but its own row: it is on its way to the other ranks while the query is
-    projected. Query and key are as :func:`query_beside_key` returns them.
+    The latent key is computed first, from this rank's tokens only, and its gather overlaps the query's
+    projection. Query and key are as :func:`query_beside_key` returns them.
     """
+    # First, because this waits for the layer's gathered weights, which may include the key's norm.
     # First, because it waits for the layer's weights, of which the key's norm may be one.
     up_key, up_value = up_projections(projections.layer)
     latent, rotary_key = projections.latent_key(hidden_states)
     rows = hidden_states.size(0) * exchange.parts
     key = projections.own_absorbed_key(
-        # The repair rotary-key-tp-grads sums the gradient.
+        # is_summed: the repair rotary-key-tp-grads sums this gradient over tensor parallel ranks.
         projections.rotation(rows, exchange.own_part),
         latent,
         rotary_key,
@@ -145,17 +151,18 @@ def absorbed_query_and_shared_key(
 def start_with_key(
     projections: Projections, exchange: KeyExchange, key: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """Start to gather a layer's key, in one piece, or in two where parts stay apart.
+    """Start to gather a layer's key. Latent and rotary part are separate where the operators take them so.
 
     Args:
-        projections: the layer's. A layer whose core attention is recomputed takes one piece: a gather under
-            way cannot be recomputed, and Megatron has one place for what was gathered.
-        exchange: the layer's.
-        key: latent and rotary part, ``[rows, b, 1, dim]`` each.
+        projections: projections of the layer.
+        exchange: key exchange of the layer.
+        key: latent and rotary part, ``[s, b, 1, dim]`` each.
 
     Returns:
-        The argument of the core attention in the key's place; None: the query's rotary part takes it.
+        Placeholder for the core attention's key argument. None if the query's rotary part is passed there.
     """
+    # A recomputed core attention needs one piece: a gather in flight cannot be recomputed, and Megatron's
+    # checkpoint has one argument for the gathered key.
     if keeps_parts_apart(key[0].device) and not recomputes(projections.layer.config):
         exchange.hand_over(*key)
         return None
@@ -168,41 +175,43 @@ def query_beside_key(
     derive: Callable[..., tuple[Tensor, Tensor]],
     *parts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return what passes for query and key through Megatron's layer while the key is on its way.
+    """Return query and key arguments for Megatron's layer while the key is being gathered.
 
     Args:
-        projections: the layer's.
+        projections: projections of the layer.
         started: result of :func:`start_with_key`.
-        derive: returns the query's latent and rotary part, ``[s, b, heads, dim]`` each.
+        derive: function that returns the query's latent and rotary part, ``[s, b, heads, dim]`` each.
         *parts: arguments of ``derive``.
 
     Returns:
-        The query, and ``started``; where parts stay apart the latent part, and the rotary one of all heads in
-        a row, ``[s, b, 1, heads * rope]``.
+        The query and ``started``. With separate parts, the query's latent part and the rotary parts of all
+        heads, ``[s, b, 1, heads * rope]``.
     """
 
     def in_form(*parts: Tensor) -> tuple[Tensor, ...]:
         latent, rope = derive(*parts)
         if started is not None:
-            return (torch.cat([latent, rope], dim=-1),)
-        # Whoever frees what is recomputed frees this, and no copy that Megatron's layer makes of it.
-        return latent.contiguous(), rope.flatten(2).unsqueeze(2)
+            return (torch.cat([latent, rope], dim=-1),)  # [s, b, heads, latent + rope]
+        # Contiguous here, so that Megatron's layer makes no copy: recomputation discards this tensor.
+        return latent.contiguous(), rope.flatten(2).unsqueeze(2)  # [s, b, 1, heads * rope]
 
     query, *of_query = projections.recomputed_if_asked(in_form, *parts)
     return query, of_query[0] if started is None else started
 
 
 def up_projections(attention: Any) -> tuple[Tensor, Tensor]:
-    """Return the two halves of the key-value up-projection's weight, by head.
+    """Return the two halves of the key-value up-projection's weight, per head.
 
     Returns:
-        ``[heads, qk_head_dim, latent]`` and ``[heads, value_dim, latent]``, this rank's heads.
+        Key half ``[heads, qk_head_dim, latent]`` and value half ``[heads, value_dim, latent]``, for this
+        rank's heads.
 
     Raises:
-        ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
+        ValueError: the projection has parameters besides its weight (adapter, bias), or stores it in fp8.
     """
     config = attention.config
     weight = plain_up_projection(attention, "dsa-absorb", "add --no-use-dsa-absorb")
+    # [heads * (qk_head_dim + value_dim), latent] -> [heads, qk_head_dim + value_dim, latent]
     by_head = weight.unflatten(0, (attention.num_attention_heads_per_partition, -1))
     up_key, up_value = by_head.split([config.qk_head_dim, config.v_head_dim], dim=1)
     return up_key, up_value

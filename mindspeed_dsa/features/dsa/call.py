@@ -1,7 +1,7 @@
-"""One call of a DSA core attention: what a layer was given, and what was asked for.
+"""Arguments of one DSA core attention call.
 
-Every adapter builds one at its door: the patched core attention (0.16 to 0.18), the backport's, and that of
-context parallel ranks from 0.19 on. What lies behind takes the call and nothing else of Megatron.
+Each adapter builds a :class:`Call` first: the patched core attention (0.16 to 0.18), the backport, and the
+adapter of context parallel ranks from 0.19 on. The code behind the adapters reads only the call.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ class Call:
     """Arguments of a core attention.
 
     Attributes:
-        layer: a ``DSAttention``, Megatron's or ours; its ``training``, ``config``, ``softmax_scale``,
+        layer: ``DSAttention`` module, Megatron's or ours. Its ``training``, ``config``, ``softmax_scale``,
             ``layer_number`` and ``indexer`` are read. A layer that shares a selection has no indexer.
-        query: as in :class:`Operands`.
-        key: likewise; on several context parallel ranks also what the exchange put in its place.
-        value: likewise.
-        x: hidden states ``[sequence, batch, hidden]``, as many rows as queries, or, where earlier rows of
-            the sequence have run before, as many as keys; a rank's part of them under sequence parallelism.
-        qr: latent queries ``[sequence, batch, q_lora_rank]``, likewise; packed by Megatron without the batch.
-        options: the parts that run on our operators.
-        megatron: the layer's Megatron.
-        groups: ranks with the other heads and the other rows.
-        documents: documents that the rows belong to, of a batch of 1; None for whole sequences.
-        exchange: the layer's key exchange; None without context parallelism.
-        keys: keys of each sequence, over all context parallel ranks.
-        earlier: rows of the sequence before those of the query, whose keys and indexer's inputs are here.
+        query: query of the main attention; for shapes see :class:`Operands`.
+        key: key of the main attention. Under context parallelism it can be the placeholder that the key
+            exchange returned, or the query's rotary part.
+        value: value of the main attention, or its up-projection in absorbed form.
+        x: hidden states ``[sequence, batch, hidden]``. As many tokens as ``query``, or as ``key`` when
+            earlier tokens of the sequence ran before. A rank's shard of them under sequence parallelism.
+        qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``. Megatron drops the batch
+            dimension for packed sequences.
+        options: parts that run on our operators.
+        megatron: Megatron that the layer belongs to.
+        groups: tensor parallel ranks (other heads) and context parallel ranks (other tokens).
+        documents: packed documents of the tokens, with a batch of 1; None for whole sequences.
+        exchange: key exchange of the layer; None without context parallelism.
+        keys: number of keys of each sequence, over all context parallel ranks.
+        earlier: number of tokens at the start of ``x`` and ``key`` that have no query in this call.
     """
 
     layer: Any
@@ -69,25 +71,27 @@ def call_of(
     """Build a call from a core attention's arguments.
 
     Args:
-        layer: as of :class:`Call`, and so are the next seven.
-        query: likewise.
-        key: likewise.
-        value: likewise.
-        x: likewise.
-        qr: likewise.
-        options: likewise.
-        megatron: likewise.
+        layer: ``DSAttention`` module; see :class:`Call` for this argument and the next seven.
+        query: query of the main attention.
+        key: key of the main attention.
+        value: value, or its up-projection.
+        x: hidden states.
+        qr: latent queries.
+        options: parts that run on our operators.
+        megatron: Megatron that the layer belongs to.
         packed_seq_params: Megatron's description of documents; None for whole sequences.
 
     Raises:
-        ValueError: the keys are fewer, or more, than the context parallel ranks have queries; or several
-            ranks have keys by head, as in the prefill of generation, which no exchange has gathered.
+        ValueError: the number of keys does not match the queries of all context parallel ranks. Or several
+            ranks have per-head keys, which no exchange gathers (prefill of generation).
     """
     groups, rows, keys = groups_of(layer), query.shape[0], key.shape[0]
     documents = None if packed_seq_params is None else PackRows.of(packed_seq_params, rows, groups.cp)
     exchange = key_exchange(layer, options, megatron, documents)
     ranks = 1 if exchange is None else exchange.ranks
+    # x as long as the keys: this call attends for the last part of a sequence.
     earlier = keys - rows if exchange is None and x.shape[0] == keys > rows else 0
+    # The value's up-projection has 3 dimensions [heads, value_dim, latent], a per-head value has 4.
     is_absorbed = value.dim() == 3
     is_whole = keys == rows * ranks and (ranks == 1 or is_absorbed)
     if not (is_whole or earlier or (exchange is not None and exchange.is_on_its_way)):

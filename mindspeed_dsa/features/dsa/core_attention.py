@@ -39,8 +39,8 @@ from mindspeed_dsa.megatron.selection_source import (
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Decorate ``DSAttention.forward``.
 
-    Handles causal self-attention over whole sequences and packed documents, in plain or absorbed form. With a
-    mask that Megatron's own code takes as a tensor the original runs.
+    Handles causal self-attention over whole sequences and packed documents, in absorbed or per-head form.
+    Falls back to the original for per-head calls without ``attn_mask_type``, where the mask is a tensor.
     """
 
     def forward(
@@ -56,7 +56,8 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        if packed_seq_params is not None and query.dim() == 3:  # by head, as Megatron derives it
+        if packed_seq_params is not None and query.dim() == 3:  # Megatron's packed per-head tensors
+            # [t, heads, dim] -> [t, 1, heads, dim]
             query, key, value = (states.unsqueeze(1) for states in (query, key, value))
         call = call_of(self, query, key, value, x, qr, context.options, context.megatron, packed_seq_params)
         if value.dim() != 3 and attn_mask_type is None:
@@ -80,9 +81,9 @@ def fuse_core_attention(original: Callable[..., Tensor], context: Context[Option
 
 
 def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: dict[str, Any]) -> None:
-    """Raise for arguments that say which keys a row sees in a way that nothing here reads."""
+    """Raise ValueError for mask, bias or other arguments that the fused attention does not read."""
     unknown = []
-    # Padding has ranges of its own, for which Megatron has another name.
+    # Megatron's name for causal attention within packed documents is padding_causal.
     if getattr(attn_mask_type, "name", "") not in ("causal", "padding_causal"):
         unknown.append(f"attn_mask_type {attn_mask_type}")
     if attention_bias is not None:
@@ -96,16 +97,16 @@ def refuse_unknown(attn_mask_type: Any, attention_bias: Tensor | None, others: d
 
 
 def attend(call: Call) -> Tensor:
-    """Attend sparsely in a layer; the output carries the indexer loss if there is one.
+    """Attend sparsely in a layer. The backward of the output includes the indexer loss, if there is one.
 
-    On one of several context parallel ranks the latent key is on its way already. The indexer's key follows
-    it, both arrive behind the indexer's projection of queries, and both are freed until backward.
+    Under context parallelism the gather of the latent key has started already. The indexer's key is gathered
+    after it, and both transfers overlap the indexer's query projection. Both are freed until backward.
 
     Returns:
-        ``[sequence, batch, heads * value_dim]``.
+        Attention output ``[s, b, heads * value_dim]``.
 
     Raises:
-        ValueError: under context parallelism, or for packed documents, a part runs Megatron's own code.
+        ValueError: a part runs Megatron's own code under context parallelism or for packed documents.
     """
     options, exchange, topk = call.options, call.exchange, call.layer.config.dsa_indexer_topk
     if (exchange or call.documents) is not None and not (options.all_ours or options.attends_densely):
@@ -117,15 +118,17 @@ def attend(call: Call) -> Tensor:
     rows, under_way = _rows(call), [] if exchange is None else exchange.take()
     if options.attends_densely:
         return warmup.attend(call, _operands(call, under_way), rows, lambda: start_index(call).wait())
+    # Divisor of the loss: tokens of the whole microbatch, padding excluded.
     all_rows = call.keys * call.query.shape[1] if rows.count is None else rows.count
     sources, layer_rows = sources_of(call.layer), _layer_rows(call)
-    chosen = _chosen(call, sources, layer_rows)
-    is_shared = chosen is not None and chosen.is_shared
+    selected = _chosen(call, sources, layer_rows)
+    is_shared = selected is not None and selected.is_shared
     loss, parts = None if is_shared else _loss_options(call, all_rows), parts_left_to_megatron(call)
 
     gathered, index_under_way = [*under_way], None
+    # The indexer is only trained by its loss: without one its projections need no graph.
     with torch.set_grad_enabled(loss is not None):
-        if needs_index(call.keys, rows, topk, loss, parts, chosen):
+        if needs_index(call.keys, rows, topk, loss, parts, selected):
             index_under_way = start_index(call)
             gathered += index_under_way.gathered if loss is not None else []
     operands = _operands(call, under_way)
@@ -133,8 +136,9 @@ def attend(call: Call) -> Tensor:
         index = None if index_under_way is None else index_under_way.wait()
 
     problem = Problem(
-        operands, topk, rows, call.groups, loss, options.backend, parts, options.precision, chosen
+        operands, topk, rows, call.groups, loss, options.backend, parts, options.precision, selected
     )
+    # NPU operators take causal rows that end at the last key: one call per run of contiguous tokens.
     by_run = exchange is not None and in_runs(call.query.device)
     if by_run:
         result = attend_by_runs(problem, index, layer_rows.find_runs(), all_rows)
@@ -152,38 +156,42 @@ def attend(call: Call) -> Tensor:
 
 
 def _rows(call: Call) -> Rows:
-    """Return which keys this rank's rows see; rows of padding do not count.
+    """Return the range of keys that each query of this rank sees. Padding does not count in the loss.
 
-    Where this rank has whole sequences, and no part of the attention is Megatron's, padding is left out.
+    Padding at the end is also dropped from the attention, for whole sequences without context parallelism
+    when all parts run on our operators.
     """
     query, exchange, options = call.query, call.exchange, call.options
     if call.documents is not None:
         return Rows.of_pack(call.documents, query.device)
     if exchange is None:
-        rows = Rows.to_last_key(query.shape[0], call.keys, query.device)
+        rows = Rows.to_last_key(query.shape[0], call.keys, query.device)  # ends [s], or None
     else:
-        rows = Rows(ends=exchange.ends(query.shape[0], query.device))
+        rows = Rows(ends=exchange.ends(query.shape[0], query.device))  # [s]
     group = call.groups.context
     rank = 0 if group is None else group.rank()
-    rows = rows.without(options.padding, rank, (query.shape[0], query.shape[1]), query.device)
+    rows = rows.without(options.padding, rank, (query.shape[0], query.shape[1]), query.device)  # + counted
+    # With `end`, sparse_attention drops the padding before it calls the operators.
     if rows.counted is not None and group is None and options.all_ours:
         rows = replace(rows, end=options.padding.tokens)
     return rows
 
 
 def _operands(call: Call, under_way: Sequence[GatheredRows]) -> Operands:
-    """Return the operands of the main attention, once the keys of all ranks have arrived."""
+    """Return the operands of the main attention. Waits until the keys of all ranks have arrived."""
     query, value, scale = call.query, call.value, call.layer.softmax_scale
     if call.exchange is None:
         steps = steps_of(call.layer)
-        key, query_rope = parts_of(query, call.key, value)
+        key, query_rope = parts_of(query, call.key, value)  # query_rope [s, b, heads, rope]
         epilog = None if steps is None else steps.epilog
         operands = Operands(query, key, value, scale, epilog=epilog, query_rope=query_rope)
         options = call.options
         return operands if options.all_ours or options.attends_densely else operands.whole()
+    # One transfer: latent and rotary part of the key in one tensor. Two: one transfer for each part.
     if len(under_way) < 2:
         whole, receiver = under_way[0].wait_with_receiver(call.key) if under_way else (call.key, None)
         return Operands(query, whole, value, scale, receiver)
+    # [keys, b, 1, latent], [keys, b, 1, rope]
     (latent, receiver), (rope, rope_receiver) = (part.wait_with_receiver() for part in under_way)
     return Operands(
         query,
@@ -191,18 +199,18 @@ def _operands(call: Call, under_way: Sequence[GatheredRows]) -> Operands:
         value,
         scale,
         receiver,
-        query_rope=call.key.squeeze(2).unflatten(-1, (query.shape[2], -1)),
+        query_rope=call.key.squeeze(2).unflatten(-1, (query.shape[2], -1)),  # [s, b, heads, rope]
         key_rope=rope,
         key_rope_receiver=rope_receiver,
     )
 
 
 def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
-    """Return the indexer loss of a training step, a mean over so many rows; None where there is none."""
+    """Return the options of the indexer loss over ``all_rows`` tokens, or None outside training."""
     layer, config = call.layer, call.layer.config
     if not (layer.training and torch.is_grad_enabled() and coefficient(config) > 0):
         return None
-    # The callback lives until backward: it must not hold the call, and with it the layer's tensors.
+    # The callback lives until backward. It must not hold the call and thereby the layer's tensors.
     ours, group = indexer_loss(call.megatron), call.groups.context
 
     def log_and_start(share: Tensor) -> Tensor:
@@ -221,7 +229,7 @@ def _loss_options(call: Call, all_rows: int) -> LossOptions | None:
 
 
 def _layer_rows(call: Call) -> LayerRows:
-    """Return this rank's rows of the layer, as sources of selections know them."""
+    """Return the tokens of this rank as the selection sources address them."""
     rows, batch = call.query.shape[:2]
     microbatch = current().microbatch
     tokens = None if microbatch is None else microbatch.tokens
@@ -237,21 +245,21 @@ def _layer_rows(call: Call) -> LayerRows:
 
 
 def _chosen(call: Call, sources: Sequence[SelectionSource], rows: LayerRows) -> Chosen | None:
-    """Return the keys that the first source has which has some; None: the indexer selects."""
+    """Return the keys of the first source that provides some, or None if the indexer selects."""
     answers = (source.choose(rows) for source in sources)
-    chosen = next((answer for answer in answers if answer is not None), None)
-    if chosen is None or chosen.is_shared:
-        return chosen
+    selected = next((answer for answer in answers if answer is not None), None)
+    if selected is None or selected.is_shared:
+        return selected
     device = call.query.device
     if call.exchange is not None and call.documents is None and not in_runs(device):
-        # Padding of whole sequences attends like other rows there, and has experts: the last bits of
-        # weights' gradients are those of the recorded run only if it attends to the same keys.
-        chosen = chosen.without([run for run in rows.find_runs() if run.low == run.high])
-    return chosen.to(device)
+        # Here padding of whole sequences attends like other tokens and is routed to experts. Weight gradients
+        # match a recorded run bit for bit only if padding attends to the same keys: the indexer selects them.
+        selected = selected.without([run for run in rows.find_runs() if run.low == run.high])
+    return selected.to(device)
 
 
 def _runs(call: Call) -> list[RowRun]:
-    """Return the runs of this rank's rows, on the host; those of padding see no key."""
+    """Return the runs of this rank's tokens, on the host. Padding runs see no key (``low == high``)."""
     padding, rows, exchange = call.options.padding, call.query.shape[0], call.exchange
     if call.documents is not None:
         return [RowRun(*run) for run in call.documents.runs()]
@@ -262,11 +270,12 @@ def _runs(call: Call) -> list[RowRun]:
     runs = [RowRun(*run) for run in exchange.runs(rows)]
     if not padding.rows or call.keys != padding.length:
         return runs
-    found = []
+    split_runs = []
+    # Split each run where the padding begins: rows [first, data) are data, [data, end) are padding.
     for first, end, low, high in runs:
         data = max(first, end - max(0, high - padding.tokens))
         if data > first:
-            found.append(RowRun(first, data, low, high - (end - data)))
+            split_runs.append(RowRun(first, data, low, high - (end - data)))
         if end > data:
-            found.append(RowRun(data, end, 0, 0))
-    return found
+            split_runs.append(RowRun(data, end, 0, 0))
+    return split_runs

@@ -1,4 +1,4 @@
-"""Switches of fused DSA and of the absorbed form."""
+"""Flags of fused DSA and of the absorbed form."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ _HOMES = {"cpu": "cpu", "triton": "cuda", "npu": "npu"}
 
 
 def check_fused(args: Any, options: Any) -> Sequence[str]:
-    """Report invalid combinations; absent arguments are not checked."""
-    chosen = Options.of(args)
+    """Report invalid combinations of arguments. Missing arguments are not checked."""
+    parsed = Options.of(args)
     problems = []
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
         problems.append(
             "these switches speed up DSA, and the model has none: add --experimental-attention-variant dsa "
             "or omit them"
         )
-    package, command = _PACKAGES.get(chosen.backend, ("", ""))
+    # Only installation is checked here; a backend that cannot run the shapes raises at its first call.
+    package, command = _PACKAGES.get(parsed.backend, ("", ""))
     if package and find_spec(package) is None:
         problems.append(
-            f"--dsa-backend {chosen.backend} needs the package {package}, which is not installed: {command}, "
+            f"--dsa-backend {parsed.backend} needs the package {package}, which is not installed: {command}, "
             "or use --dsa-backend auto"
         )
-    problems += _platform_problems(chosen.backend)
-    if chosen.fuse_kl_in_backward:
-        problems += _fuse_problems(chosen, args)
-    if chosen.precision != "full":
-        problems += _precision_problems(chosen)
-    if getattr(args, "delay_wgrad_compute", False) and chosen.absorb:
+    problems += _platform_problems(parsed.backend)
+    if parsed.fuse_kl_in_backward:
+        problems += _fuse_problems(parsed, args)
+    if parsed.precision != "full":
+        problems += _precision_problems(parsed)
+    if getattr(args, "delay_wgrad_compute", False) and parsed.absorb:
         problems.append(
             "the absorbed form has no delayed weight gradients; omit --delay-wgrad-compute or add "
             "--no-use-dsa-absorb"
@@ -54,7 +55,7 @@ def check_fused(args: Any, options: Any) -> Sequence[str]:
 
 
 def _platform_problems(backend: str) -> list[str]:
-    """Report a named backend that does not support this platform; shapes are checked at the first call."""
+    """Report a requested backend that does not run on this platform."""
     home, platform, interpreter = _HOMES.get(backend), platforms.current().name, ""
     if home in (None, platform):
         return []
@@ -90,7 +91,7 @@ def _fuse_problems(chosen: Options, args: Any) -> list[str]:
 
 
 def _precision_problems(chosen: Options) -> list[str]:
-    """Report selections in FP8 that nothing here would make."""
+    """Report FP8 selection that no operator here supports."""
     wanted, problems = f"--dsa-indexer-precision {chosen.precision}", []
     if not chosen.indexer:
         problems.append(

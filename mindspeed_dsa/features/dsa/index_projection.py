@@ -1,4 +1,4 @@
-"""Query, key and weights of the indexer from hidden states, by Megatron's own, or a fork's, projections."""
+"""Project hidden states to the indexer's query, key and weights, with Megatron's or a fork's modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_dsa.megatron import second_stream
 
 
 class _NoScores:
-    """Placeholder for the scores, which :func:`start_index` does not need."""
+    """Placeholder for the scores, which the tapped call of :func:`run_tapped` does not compute."""
 
     def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
         return None, None
@@ -27,7 +27,12 @@ class _NoScores:
 
 @dataclass
 class _Tap:
-    """Record of the arguments of Megatron's score function."""
+    """Recorder for the arguments of Megatron's score function.
+
+    Attributes:
+        compute: whether to compute the scores as well.
+        inputs: recorded arguments; None before the call.
+    """
 
     compute: bool
     inputs: IndexInputs | None = None
@@ -37,9 +42,10 @@ _tap: ContextVar[_Tap | None] = ContextVar("_tap", default=None)
 
 
 def tap_index_scores(original: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer._compute_index_scores`` of releases that have no ``forward_before_topk``.
+    """Decorate ``DSAIndexer._compute_index_scores`` of releases without ``forward_before_topk``.
 
-    The projections, rotary embedding and rotation before it remain Megatron's, or a fork's, own.
+    Captures its arguments for :func:`run_tapped`. The projections, rotary embedding and Hadamard rotation
+    before it stay Megatron's or the fork's own.
     """
 
     def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Any:
@@ -56,13 +62,13 @@ _scores_elsewhere: ContextVar[bool] = ContextVar("_scores_elsewhere", default=Fa
 
 
 def scores_elsewhere() -> bool:
-    """Return whether what an indexer is projecting is for our operators, which apply ReLU or not."""
+    """Return whether an indexer is projecting for our operators, which apply ReLU themselves if asked."""
     return _scores_elsewhere.get()
 
 
 @contextmanager
 def for_operators() -> Iterator[None]:
-    """Have indexers project for our operators."""
+    """Set :func:`scores_elsewhere` inside the block."""
     token = _scores_elsewhere.set(True)
     try:
         yield
@@ -71,11 +77,11 @@ def for_operators() -> Iterator[None]:
 
 
 _angles: ContextVar[Tensor | None] = ContextVar("_angles", default=None)
-"""Angles of packed documents' rows, while their inputs are projected."""
+"""Rotary angles of packed documents' tokens, set while their hidden states are projected."""
 
 
 def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAIndexer._apply_rope``: documents of a pack begin at position 0 each."""
+    """Decorate ``DSAIndexer._apply_rope``: positions restart at 0 in each packed document."""
 
     def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
         return original(self, x, angles_of_rows(rotary_pos_emb), mscale)
@@ -84,18 +90,18 @@ def rotate_by_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def angles_of_rows(angles: Tensor) -> Tensor:
-    """Return the angles of packed documents, if any are being projected, in place of ``[s, 1, 1, rope]``."""
+    """Return the angles of packed documents during their projection, else ``angles``, ``[s, 1, 1, rope]``."""
     of_documents = _angles.get()
     return angles if of_documents is None else of_documents
 
 
 @dataclass(frozen=True)
 class IndexUnderWay:
-    """Inputs of the indexer, whose keys other ranks may still have to send.
+    """Indexer inputs whose key may still be being gathered.
 
     Attributes:
-        wait: returns the complete inputs, with the keys of the whole sequence.
-        gathered: keys that are gathered, if any are.
+        wait: function that returns the complete inputs, with the keys of the whole sequence.
+        gathered: gathers of the key that are in flight; empty on one context parallel rank.
     """
 
     wait: Callable[[], IndexInputs]
@@ -120,26 +126,28 @@ def start_index(call: Call) -> IndexUnderWay:
     finally:
         _angles.reset(token)
     if call.earlier:
+        # x included earlier tokens, which are keys but not queries: query [b, s, ...], key [b, keys, dim].
         projected = projected.of(slice(call.earlier, None), slice(None))
     return IndexUnderWay(lambda: projected)
 
 
 def indexer_arguments(call: Call) -> tuple[Tensor, Tensor]:
-    """Return hidden states and latent queries, with a batch."""
-    qr = call.qr.detach()  # the loss must not train the model
+    """Return detached hidden states and latent queries, both with a batch dimension."""
+    qr = call.qr.detach()  # the indexer loss must not train the rest of the model
+    # Megatron drops the batch of packed latent queries: [t, q_lora_rank] -> [t, 1, q_lora_rank]
     return call.x.detach(), qr.unsqueeze(1) if call.documents is not None and qr.dim() == 2 else qr
 
 
 def _start_gathered(call: Call, exchange: KeyExchange) -> IndexUnderWay:
-    """Project on one of several context parallel ranks.
+    """Project under context parallelism.
 
-    Megatron projects the query before the key. Here the key comes first, and is on its way while the query is
-    projected. Key and weights need nothing but their own row, so that under sequence parallelism they are
-    gathered instead of the hidden states.
+    Projects the key first and starts to gather it, so that the query's projection hides the transfer.
+    Megatron projects the query first. Key and weights are per token: under sequence parallelism they are
+    projected from this rank's shard and gathered instead of the wider hidden states.
 
     Args:
-        call: whose indexer's modules, ``_apply_rope`` and sizes are used.
-        exchange: of the layer.
+        call: call with the indexer's modules, ``_apply_rope`` and sizes.
+        exchange: key exchange of the layer.
     """
     indexer, documents, megatron = call.layer.indexer, call.documents, call.megatron
     x, qr = indexer_arguments(call)
@@ -150,26 +158,29 @@ def _start_gathered(call: Call, exchange: KeyExchange) -> IndexUnderWay:
     if documents is not None:
         angles, mscale = documents.angles(indexer.rotary_pos_emb)
     else:
-        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        # rotary_pos_emb takes the length of the whole sequence and returns the angles of this rank's tokens.
         angles, mscale = indexer.rotary_pos_emb(x.size(0) * exchange.parts * exchange.ranks), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
-    key = _normed(indexer, indexer.linear_wk(x)[0]).unsqueeze(2)
+    key = _normed(indexer, indexer.linear_wk(x)[0]).unsqueeze(2)  # [s, b, 1, index_dim]
+    # [s, b, index_dim]
     key = hadamard(indexer._apply_rope(key, exchange.own_part(angles), mscale)).squeeze(2)
     gathered = exchange.gather(key, is_replicated=True)
+    # Both scales go into the weights, as in Megatron: [s, b, index_heads]
     weights = indexer.linear_weights_proj(x)[0] * (indexer.index_n_heads**-0.5 * indexer.softmax_scale)
     if exchange.parts > 1:
         gather = megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         group = indexer.pg_collection.tp
-        qr = gather(qr, group=group)
-        # Each rank computes the gradient of all rows.
-        weights = gather(weights, tensor_parallel_output_grad=False, group=group)
+        qr = gather(qr, group=group)  # [s / tp, b, q_lora_rank] -> [s, b, q_lora_rank]
+        # No reduce-scatter in backward: each rank computes the gradient of all tokens.
+        weights = gather(weights, tensor_parallel_output_grad=False, group=group)  # [s, b, index_heads]
+    # [s, b, index_heads * index_dim] -> [s, b, index_heads, index_dim]
     query = indexer.linear_wq_b(qr)[0].unflatten(-1, (indexer.index_n_heads, indexer.index_head_dim))
     query = hadamard(indexer._apply_rope(query, angles, mscale))
     use_relu = indexer.config.dsa_indexer_scoring_relu
 
     def wait() -> IndexInputs:
-        whole, receiver = gathered.wait_with_receiver()
+        whole, receiver = gathered.wait_with_receiver()  # [keys, b, index_dim]
         return IndexInputs.from_megatron(query, whole, weights, use_relu, receiver)
 
     return IndexUnderWay(wait, (gathered,))
@@ -182,29 +193,29 @@ def _normed(indexer: Any, key: Tensor) -> Tensor:
 
 
 def _hadamard(indexer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
-    """Return the rotation of query and key, or none."""
+    """Return the indexer's Hadamard rotation, or the identity if the config turns it off."""
     if not indexer.config.dsa_indexer_rotate_activation:
         return lambda states: states
-    own: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
-    if own is not None:
-        return own
+    rotate: Callable[[Tensor], Tensor] | None = getattr(indexer, "rotate_activation", None)
+    if rotate is not None:
+        return rotate
     return megatron("core.transformer.experimental_attention_variant.dsa").rotate_activation  # type: ignore[no-any-return]
 
 
 def run_tapped(
     indexer: Any, x: Tensor, qr: Tensor, mask: Tensor | None, compute: bool
 ) -> tuple[IndexInputs, tuple[Any, Any]]:
-    """Run Megatron's ``forward_with_scores``, with or without its scores.
+    """Run Megatron's ``forward_with_scores`` and record the arguments of its score function.
 
     Args:
         indexer: Megatron's ``DSAIndexer``.
-        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
-        qr: ``[sequence, batch, q_lora_rank]``, likewise.
-        mask: ``[sequence, sequence]``, added to the scores.
-        compute: whether to compute scores.
+        x: hidden states ``[sequence, batch, hidden]``, a rank's shard under sequence parallelism.
+        qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``.
+        mask: ``[sequence, sequence]``, added to the scores; None for no mask.
+        compute: whether to compute scores and selection.
 
     Returns:
-        The indexer's query, key and weights, and scores and selection, both None without ``compute``.
+        The indexer's query, key and weights, and the pair (scores, selection), both None without ``compute``.
     """
     tap = _Tap(compute)
     token = _tap.set(tap)

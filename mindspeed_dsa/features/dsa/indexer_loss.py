@@ -1,7 +1,7 @@
-"""Scale and log of the indexer loss, and its way into the backward pass, on any Megatron.
+"""Gradient scale and logging of the indexer loss, and its connection to the backward pass.
 
-The loss itself is made in :mod:`.loss`. Its scale and its log are kept in Megatron's own classes, which
-Megatron's DSA reads; releases without DSA get objects with the same attributes.
+:mod:`.loss` computes the loss. Scale and log are stored in Megatron's own classes, which Megatron's DSA
+reads. Releases without DSA get objects with the same attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_dsa.feature import Context, Megatron
 from mindspeed_dsa.patches import versions
 
 WITHOUT_DSA, TAKES_SUMS = "<0.16", ">=0.19"
-"""Releases of Megatron-core without DSA, and those whose scale is for sums with per-token loss."""
+"""Releases of Megatron-core without DSA, and releases whose loss scale expects sums with per-token loss."""
 
 
 def coefficient(config: Any) -> float:
@@ -29,23 +29,23 @@ def coefficient(config: Any) -> float:
 
 
 class LossScale:
-    """State of Megatron's ``DSAIndexerLossAutoScaler``, for releases that lack it."""
+    """Replacement for Megatron's ``DSAIndexerLossAutoScaler`` in releases without it."""
 
     def __init__(self) -> None:
         self.main_loss_backward_scale: Tensor | None = None
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Set the factor of the gradient; the schedules set it before each microbatch's backward."""
+        """Set the factor of the gradient. Schedules call it before each microbatch's backward."""
         self.main_loss_backward_scale = scale.detach().clone()
 
 
 class IndexerLoss:
-    """Scale and log of one Megatron's indexer loss; see :func:`indexer_loss`.
+    """Gradient scale and log of the indexer loss for one Megatron; see :func:`indexer_loss`.
 
     Attributes:
-        megatron: the Megatron that they belong to.
-        sums_over_tokens: whether gradients are sums over tokens, to be divided by their number when the step
-            is complete; set in every forward step, read in backward.
+        megatron: Megatron that scale and log belong to.
+        sums_over_tokens: whether gradients are sums over tokens, which the optimizer step divides by their
+            number. Set in every forward step, read in backward.
     """
 
     def __init__(self, megatron: Megatron) -> None:
@@ -59,49 +59,50 @@ class IndexerLoss:
 
     @property
     def scale(self) -> Any:
-        """``DSAIndexerLossAutoScaler``: has ``set_loss_scale`` and ``main_loss_backward_scale``."""
+        """Megatron's ``DSAIndexerLossAutoScaler``: ``set_loss_scale``, ``main_loss_backward_scale``."""
         return self._scale if self._lacks_dsa else self._dsa().DSAIndexerLossAutoScaler
 
     @property
     def tracker(self) -> Any:
-        """``DSAIndexerLossLoggingHelper``; see :class:`LossTracker`."""
+        """Megatron's ``DSAIndexerLossLoggingHelper``; see :class:`LossTracker`."""
         return self._tracker if self._lacks_dsa else self._dsa().DSAIndexerLossLoggingHelper
 
     def _dsa(self) -> Any:
         return self.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def takes_sums(self, config: Any) -> bool:
-        """Return whether the schedule's scale is for a loss that is a sum over rows."""
+        """Return whether the schedule's scale expects a loss that is a sum over tokens."""
         return self._takes_sums and bool(config.calculate_per_token_loss)
 
     def gradient(self, loss: Tensor, rows: int) -> Tensor:
-        """Return the gradient that an indexer loss starts its backward pass with.
+        """Return the gradient of an indexer loss, with which its backward pass starts.
 
         Args:
-            loss: scalar, a rank's sum over its rows divided by ``rows``.
-            rows: of the whole microbatch, over all context parallel ranks.
+            loss: scalar, this rank's sum over its tokens divided by ``rows``.
+            rows: number of counted tokens of the microbatch, over all context parallel ranks.
 
         Returns:
-            Scalar: the scale that was set for Megatron's own losses, times ``rows`` where the schedule
-            expects sums.
+            Scalar: the scale that the schedule set for Megatron's own losses, times ``rows`` if it expects
+            sums.
         """
         scale = self.scale.main_loss_backward_scale
         gradient = torch.ones_like(loss)
         if scale is not None:
             gradient = gradient * scale.to(loss.device)
+        # The loss is a mean. Where the step divides by the number of tokens later, undo the mean's division.
         return gradient * rows if self.sums_over_tokens else gradient
 
     def attach(self, output: Tensor, loss: Tensor, rows: int) -> Tensor:
-        """Return ``output``, whose backward gives the loss its :meth:`gradient`; arguments as there."""
+        """Return ``output``, and start the loss's backward with :meth:`gradient` in the backward of it."""
         return _AttachedLoss.apply(output, loss, rows, self)  # type: ignore[no-any-return]
 
     def log(self, loss: Tensor, layer: Any, group: ProcessGroup | None) -> None:
-        """Add to the layer's logged loss.
+        """Add the loss to the layer's logged sum.
 
         Args:
             loss: scalar, this rank's share.
-            layer: a ``DSAttention``, Megatron's or ours; ``layer_number`` and ``config`` are read.
-            group: ranks whose shares add up, or None.
+            layer: ``DSAttention`` module, of which ``layer_number`` and ``config`` are read.
+            group: process group with the other shares, to be summed; None for none.
         """
         self.tracker.save_loss_to_tracker(
             loss=loss,
@@ -113,14 +114,14 @@ class IndexerLoss:
 
 @cache
 def indexer_loss(megatron: Megatron) -> IndexerLoss:
-    """Return scale and log of this Megatron, which has one of each."""
+    """Return the gradient scale and log of this Megatron. Cached: one per Megatron."""
     return IndexerLoss(megatron)
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Identity on the output; in backward the indexer loss gets its gradient.
+    """Identity on the output. Its backward passes the indexer loss its gradient.
 
-    Megatron's ``DSAIndexerLossAutoScaler`` does the same without the divisor of the loss.
+    Megatron's ``DSAIndexerLossAutoScaler`` does the same without the factor ``rows``.
     """
 
     @staticmethod
@@ -140,7 +141,7 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Identity on the output; in backward the parameters get gradients that are exactly zero."""
+    """Identity on the output. Its backward gives the parameters zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
@@ -154,9 +155,9 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def with_zero_gradients(output: Tensor, module: torch.nn.Module) -> Tensor:
-    """Return ``output``, through which the module's trainable parameters get zero gradients.
+    """Return ``output``, and give the module's trainable parameters zero gradients in its backward.
 
-    Megatron's overlapped gradient reduction starts a bucket when all its parameters have a gradient; a
+    Megatron's overlapped gradient reduction starts a bucket once all its parameters have a gradient. A
     parameter without a gradient would make the step fail.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -169,15 +170,16 @@ _NAME = "indexer loss"
 
 
 class LossTracker:
-    """Functions of Megatron's ``DSAIndexerLossLoggingHelper``, and its state where Megatron lacks it.
+    """Indexer loss log with the functions of Megatron's ``DSAIndexerLossLoggingHelper``.
 
     Args:
-        megatron: the session's.
-        home: Megatron's class, which then holds the state and is called, so that patches of it apply.
+        megatron: Megatron of the job.
+        home: Megatron's class, which holds the state and is called, so that patches of it apply. None: this
+            object holds the state.
 
     Attributes:
-        tracker: ``values``, one sum per layer, and ``reported``, 1 for each layer that added to its sum since
-            the last clean-up; unused with a ``home``.
+        tracker: state without a ``home``: ``values``, one sum per layer, and ``reported``, 1 for each layer
+            that added to its sum since the last clean-up.
     """
 
     def __init__(self, megatron: Megatron, home: Any = None) -> None:
@@ -193,25 +195,26 @@ class LossTracker:
         reduce_group: ProcessGroup | None = None,
         avg_group: ProcessGroup | None = None,
     ) -> None:
-        """Add one microbatch's loss of one layer.
+        """Add the loss of one microbatch to the sum of one layer.
 
         Args:
-            loss: scalar.
-            layer_number: 1-based; MTP layers follow the decoder's. ``None``: not logged.
-            num_layers: decoder layers of the model.
-            reduce_group: group whose losses add up, or ``None``.
-            avg_group: group over whose losses the mean is taken, or ``None``.
+            loss: scalar loss.
+            layer_number: 1-based number; MTP layers follow the decoder's. None: not logged.
+            num_layers: number of decoder layers of the model.
+            reduce_group: process group to sum losses over, or None.
+            avg_group: process group to average losses over, or None.
         """
         if layer_number is None:
             return
         tracker = self._home.tracker
+        # MTP layers have numbers above num_layers.
         _grow(tracker, max(num_layers, layer_number), loss.device)
         tracker["values"][layer_number - 1] += loss.detach()
         tracker["reported"][layer_number - 1] = 1
         tracker["reduce_group"], tracker["avg_group"] = reduce_group, avg_group
 
     def clean_loss_in_tracker(self) -> None:
-        """Start the next step at zero."""
+        """Reset the sums for the next step."""
         tracker = self._home.tracker
         for name in ("values", "reported"):
             if name in tracker:
@@ -219,16 +222,17 @@ class LossTracker:
         tracker["reduce_group"] = tracker["avg_group"] = None
 
     def reduce_loss_in_tracker(self) -> None:
-        """Reduce the losses of all layers to every rank; a collective of all ranks, reporting or not."""
+        """Reduce the losses of all layers to every rank. All ranks must call it, with layers or without."""
         tracker = self._home.tracker
         if "values" in tracker:
-            # Parts of one stage's loss, before stages are combined: only this stage knows the groups.
+            # Before stages are combined: the layers' groups are only known to their own pipeline stage.
             _reduce(tracker["values"], tracker.get("reduce_group"))
             _reduce(tracker["values"], tracker.get("avg_group"), mean=True)
 
         state = self._megatron("core.parallel_state")
         pipeline = state.get_pipeline_model_parallel_group()
         size = len(tracker.get("values", ()))
+        # Stages without an indexer have no values yet, stages with MTP have more: agree on the longest.
         if pipeline.size() > 1:
             longest = torch.full((), size, device=_device_of(pipeline))
             all_reduce(longest, op=ReduceOp.MAX, group=pipeline)
@@ -249,17 +253,15 @@ class LossTracker:
         total_loss_dict: dict[str, Tensor] | None = None,
         per_layer_logging: bool = False,
     ) -> None:
-        """Log the mean over the layers that have an indexer, and start again at zero.
-
-        A collective of all ranks.
+        """Log the mean over the layers with an indexer, and reset the sums. All ranks must call it.
 
         Args:
-            loss_scale: factor of a layer's sum: one over the number of microbatches.
-            iteration: the step the figure belongs to.
-            writer: TensorBoard writer, or ``None``.
-            wandb_writer: Weights & Biases writer, or ``None``.
-            total_loss_dict: the mean is added to its ``"indexer loss"``.
-            per_layer_logging: also write each layer's figure to TensorBoard.
+            loss_scale: factor of a layer's sum, 1 / number of microbatches.
+            iteration: step number to log under.
+            writer: TensorBoard writer, or None.
+            wandb_writer: Weights & Biases writer, or None.
+            total_loss_dict: dict of losses; the mean is added to its ``"indexer loss"``.
+            per_layer_logging: whether to write each layer's loss to TensorBoard as well.
         """
         self._home.reduce_loss_in_tracker()
         tracker = self._home.tracker
@@ -281,7 +283,7 @@ class LossTracker:
 
 
 def forget_losses(original: Callable[..., None], context: Context[Any]) -> Callable[..., None]:
-    """Decorate ``destroy_model_parallel``: the log of a step that failed would be the next job's first."""
+    """Decorate ``destroy_model_parallel`` to clear the log of a failed step before the next job's first."""
 
     def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -291,7 +293,7 @@ def forget_losses(original: Callable[..., None], context: Context[Any]) -> Calla
 
 
 def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> None:
-    """Grow to ``size`` layers; existing values keep their device."""
+    """Grow the sums to ``size`` layers. Existing values keep their device."""
     for name in ("values", "reported"):
         old = tracker.get(name)
         if old is None:
@@ -301,7 +303,8 @@ def _grow(tracker: dict[str, Any], size: int, device: torch.device | int) -> Non
 
 
 def _reduce(values: Tensor, group: ProcessGroup | None, mean: bool = False) -> None:
-    """Take the sum or mean over a group; a sum and a division, because gloo does not support a mean."""
+    """Sum or average ``values`` over a group, in place."""
+    # gloo has no ReduceOp.AVG, so the mean is a sum and a division.
     if group is not None and group.size() > 1:
         all_reduce(values, group=group)
         if mean:

@@ -1,4 +1,4 @@
-"""Indexer loss on the operator: a context parallel rank's share of it."""
+"""Indexer loss with our operators, as this context parallel rank's share."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from mindspeed_dsa.ops.indexer_kl_loss import dense_indexer_kl_loss, indexer_kl_
 
 
 def share_of_rank(loss: LossOptions, rows: Rows, groups: Groups) -> tuple[str, float | Tensor]:
-    """Return how the operators reduce over this rank's rows, and the factor of the result.
+    """Return the operators' reduction over this rank's rows, and the factor of the result.
 
-    The product is the sum over this rank's rows divided by the rows of all context parallel ranks that count,
-    so that losses, and their gradients, add up over ranks to those of the whole sequence. A collective of the
-    context parallel ranks where not every row counts, and how many do is not known.
+    Reduced loss times factor is this rank's sum divided by the counted rows of all context parallel ranks, so
+    that losses and gradients add up over ranks. Runs a collective over the context parallel ranks if some
+    rows do not count and their number is unknown.
     """
     if loss.per_token:
         return "sum", loss.coefficient
     if rows.count is not None:
         return "sum", loss.coefficient / max(rows.count, 1)
     if groups.context is None or rows.counted is None:
-        # Context parallel ranks hold the same number of rows.
+        # All context parallel ranks have the same number of rows: sum of (mean / ranks) = mean of all.
         return "mean", loss.coefficient / groups.context_ranks
-    # Padding is not spread evenly over ranks.
+    # Ranks have different numbers of padding rows: exchange the counts.
     count = rows.counted.sum(dtype=torch.float32)
     all_reduce(count, group=groups.context)
+    # At least 1: a microbatch of padding only has a loss of 0, not NaN.
     return "sum", loss.coefficient / count.clamp_min(1)
 
 
 def sparse_loss(problem: Problem, selection: Selection, attended: Attended | None = None) -> Tensor:
-    """Compare both distributions on the selected keys.
+    """Return the KL divergence of attention and indexer on the selected keys.
 
     Args:
-        problem: the layer's.
-        selection: the selected keys.
-        attended: has the attention's probabilities; without it they are recomputed.
+        problem: sparse attention of the layer.
+        selection: selected keys.
+        attended: output of the attention with its probabilities; None: they are recomputed.
 
     Returns:
-        This rank's share of the loss, a scalar, coefficient included.
+        This rank's share of the loss, a scalar with coefficient.
     """
     operands, rows, groups, backend = problem.operands, problem.rows, problem.groups, problem.backend
-    query, key = operands.detached()
+    query, key = operands.detached()  # [b, s, heads, dim], [b, keys, dim] or per head
     attention_sum, lse = (attended.attention_sum, attended.lse) if attended else (None, None)
     if attention_sum is None and not operands.absorbed:
         attention_sum = attention_sum_by_head(operands, selection.topk_indices, backend)
@@ -63,8 +64,9 @@ def sparse_loss(problem: Problem, selection: Selection, attended: Attended | Non
         inputs.key,
         inputs.weights,
         query,
-        # With a given sum the key is not read, and heads with separate keys have no single one.
-        key if key.dim() == 3 else key[:, :, 0],
+        # The operator does not read the key if attention_sum is given. Per-head keys have no single key: pass
+        # the first head's to satisfy the signature.
+        key if key.dim() == 3 else key[:, :, 0],  # [b, keys, dim]
         selection.topk_indices,
         operands.softmax_scale,
         lse=lse,
@@ -82,7 +84,7 @@ def sparse_loss(problem: Problem, selection: Selection, attended: Attended | Non
 
 
 def dense_loss(problem: Problem, inputs: IndexInputs) -> Tensor:
-    """Compare both distributions on all visible keys; otherwise as :func:`sparse_loss`."""
+    """Return the KL divergence on all visible keys; otherwise like :func:`sparse_loss`."""
     operands, rows, groups = problem.operands, problem.rows, problem.groups
     reduction, factor = share_of_rank(problem.wanted, rows, groups)
     value = dense_indexer_kl_loss(
@@ -104,19 +106,20 @@ def dense_loss(problem: Problem, inputs: IndexInputs) -> Tensor:
 
 
 def attention_mass(problem: Problem, topk_indices: Tensor) -> Tensor:
-    """Return each key's share of its row's attention, a mean over the heads of all tensor parallel ranks.
+    """Return each key's attention probability, averaged over the heads of all tensor parallel ranks.
 
-    Runs the attention once more, without a graph; a collective of the tensor parallel ranks.
+    Runs the attention again without gradients, and a collective over the tensor parallel ranks.
 
     Args:
-        problem: the layer's.
-        topk_indices: ``[b, s, topk]``; fewer rows where those at the end are padding.
+        problem: sparse attention of the layer.
+        topk_indices: selected keys ``[b, s, topk]``. May omit padding rows at the end.
 
     Returns:
-        ``[b, s, topk]`` fp32, which sums to 1 over a row's keys.
+        ``[b, s, topk]`` fp32. Sums to 1 over each row's keys.
     """
     if topk_indices.shape[1] < problem.operands.query.shape[0]:
         problem = problem.first(topk_indices.shape[1])
+    # clone, because all_reduce below writes in place
     summed = attention_sum_by_head(problem.operands, topk_indices, problem.backend).clone()
     heads = problem.operands.query.shape[2]
     if problem.groups.tensor is not None:
@@ -126,7 +129,7 @@ def attention_mass(problem: Problem, topk_indices: Tensor) -> Tensor:
 
 
 def attention_sum_by_head(operands: Operands, topk_indices: Tensor, backend: str) -> Tensor:
-    """Return probabilities summed over this rank's heads: ``[b, s, topk]`` fp32, no gradient."""
+    """Return probabilities summed over this rank's heads, ``[b, s, topk]`` fp32, without gradient."""
     with torch.no_grad():
         summed = attend_sparsely(operands, topk_indices, backend, with_sum=True).attention_sum
     assert summed is not None

@@ -1,4 +1,4 @@
-"""Main attention over the selected keys, absorbed or by head, on the operator or on PyTorch's kernels."""
+"""Main attention over the selected keys, absorbed or per head, with our operators or PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def attend_sparsely(
     score_gradient: Callable[[Tensor], Tensor] | None = None,
     form: RowForm | None = None,
 ) -> Attended:
-    """Attend by the Sparse Flash Attention operator, or sparsely by head.
+    """Attend to the selected keys with the Sparse Flash Attention operator or its per-head variant.
 
     Args:
         operands: query, key, value and scale.
-        topk_indices: ``[b, s, topk]``, in the operators' format.
-        backend: of the operator.
+        topk_indices: selected keys ``[b, s, topk]`` int32, -1 at the tail.
+        backend: backend of the operator.
         with_sum: whether to return ``attention_sum``.
-        topk_scores: see the operator; absorbed form only, and so is the next one.
-        score_gradient: see the operator.
-        form: see the operator.
+        topk_scores: scores of the selected keys, see :func:`sparse_flash_attention`; absorbed form only.
+        score_gradient: callback in backward, see :func:`sparse_flash_attention`; absorbed form only.
+        form: form of the rows, if the host knows it.
     """
-    # [b, s, heads, dim]
-    query = operands.query.transpose(0, 1)
+    query = operands.query.transpose(0, 1)  # [b, s, heads, dim]
     if operands.absorbed:
+        # [keys, b, 1, dim] -> [b, keys, dim]
         receiver, rope_receiver = (
             None if one is None else one.squeeze(2).transpose(0, 1)
             for one in (operands.key_receiver, operands.key_rope_receiver)
         )
         result = sparse_flash_attention(
             query,
-            operands.key.squeeze(2).transpose(0, 1),
+            operands.key.squeeze(2).transpose(0, 1),  # [b, keys, latent + rope]
             topk_indices,
             operands.softmax_scale,
             value_dim=operands.latent,
@@ -61,45 +61,47 @@ def attend_sparsely(
 
     out, summed = sparse_attention_by_head(
         query,
-        operands.key.transpose(0, 1),
-        operands.value.transpose(0, 1),
+        operands.key.transpose(0, 1),  # [b, keys, heads, dim]
+        operands.value.transpose(0, 1),  # [b, keys, heads, value_dim]
         topk_indices,
         operands.softmax_scale,
         return_attention_sum=with_sum,
         backend=backend,
     )
-    return Attended(out.transpose(0, 1).flatten(2), summed)
+    return Attended(out.transpose(0, 1).flatten(2), summed)  # [s, b, heads * value_dim]
 
 
 def expanded_key(operands: Operands) -> Tensor:
-    """Return the key with as many heads as the query, as Megatron's functions expect it."""
+    """Return a per-head view of the key, as Megatron's functions expect it."""
+    # [s, b, 1, dim] -> [s, b, heads, dim], a view without a copy
     return operands.key.expand(-1, -1, operands.query.shape[2], -1)
 
 
 def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
-    """Attend to all keys that a row sees.
+    """Attend to all keys that each row sees.
 
-    Uses PyTorch's attention wherever it has a kernel without an ``[s, s]`` buffer, for packed documents one
-    after the other. Absorbed heads are too wide for that on accelerators; there the sparse operator gets
-    every visible key.
+    Uses PyTorch's attention where it has a kernel without an ``[s, s]`` buffer, one call per packed document.
+    On accelerators absorbed heads are too wide for these kernels, and the sparse operator gets every visible
+    key instead.
     """
     query, keys = operands.query, operands.key.shape[0]
+    # absorbed heads are e.g. 512 + 64 = 576 wide
     if operands.absorbed and query.device.type != "cpu":
-        visible = all_visible(query.shape[1], keys, query.device, rows)
+        visible = all_visible(query.shape[1], keys, query.device, rows)  # [b, s, width]
         return attend_sparsely(operands, visible, backend, False, form=rows.form)
     operands = operands.whole()
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed:
         key = expanded_key(operands)
-        value = key[..., : operands.latent]
+        value = key[..., : operands.latent]  # [s, b, heads, latent]
     if rows.starts is not None and rows.ends is not None:
         out = attend_by_documents(query, key, value, rows.starts, rows.ends, operands.softmax_scale)
         return Attended(operands.up_projected(out.transpose(0, 1)) if operands.absorbed else out.flatten(2))
-    # The kernels require values as wide as keys.
-    padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+    # The kernels require values as wide as keys: pad, and cut the output.
+    padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))  # [s, b, heads, dim]
     mask = None
-    if rows.ends is not None:  # [s, keys]
-        mask = torch.arange(key.shape[0], device=key.device) < rows.ends[:, None]
+    if rows.ends is not None:
+        mask = torch.arange(key.shape[0], device=key.device) < rows.ends[:, None]  # [s, keys]
     # [s, b, heads, dim] -> [b, heads, s, dim]
     out = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
@@ -108,16 +110,16 @@ def attend_densely(operands: Operands, rows: Rows, backend: str) -> Attended:
         attn_mask=mask,
         is_causal=mask is None,
         scale=operands.softmax_scale,
-    )[..., : value.shape[-1]]
+    )[..., : value.shape[-1]]  # [b, heads, s, value_dim]
     if operands.absorbed:
-        return Attended(operands.up_projected(out.transpose(1, 2)))
-    return Attended(out.permute(2, 0, 1, 3).flatten(2))
+        return Attended(operands.up_projected(out.transpose(1, 2)))  # from [b, s, heads, latent]
+    return Attended(out.permute(2, 0, 1, 3).flatten(2))  # [s, b, heads * value_dim]
 
 
 def all_visible(batch: int, keys: int, device: torch.device, rows: Rows) -> Tensor:
-    """List ``[batch, rows, width]`` int32: all keys that each row sees, ascending, -1 at the tail."""
-    position = torch.arange(rows.most_visible(keys), dtype=torch.int32, device=device)
-    ends = position + 1 if rows.ends is None else rows.ends
+    """List all keys that each row sees, ascending, -1 at the tail: ``[batch, rows, width]`` int32."""
+    position = torch.arange(rows.most_visible(keys), dtype=torch.int32, device=device)  # [width]
+    ends = position + 1 if rows.ends is None else rows.ends  # [s]
     if rows.starts is not None:
-        position = position + rows.starts[:, None]
-    return position.where(position < ends[:, None], -1).expand(batch, -1, -1)
+        position = position + rows.starts[:, None]  # [s, width]
+    return position.where(position < ends[:, None], -1).expand(batch, -1, -1)  # [b, s, width]

@@ -1,4 +1,4 @@
-"""Parts of DSA's attention that run Megatron-core's own code (0.16 to 0.18); they hold ``[s, s]``."""
+"""DSA parts that run Megatron-core's own code (0.16 to 0.18). They allocate ``[s, s]`` buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.features.dsa.problem import Attended, IndexInputs, Operands, 
 
 
 def parts_left_to_megatron(call: Call) -> Parts:
-    """Return the parts that run Megatron's own code under the options of a call of its ``DSAttention``."""
+    """Return the parts that run Megatron's own code, by the call's options."""
     options, layer = call.options, call.layer
     if options.all_ours:
         return Parts()
@@ -39,13 +39,13 @@ def parts_left_to_megatron(call: Call) -> Parts:
 
 
 def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selection:
-    """Select by Megatron's own scores and ``torch.topk``, causal; holds ``[batch, sequence, sequence]``.
+    """Select keys with Megatron's own scores and ``torch.topk``, causally. Allocates ``[b, s, s]``.
 
     Args:
-        dsa: Megatron's module.
-        indexer: its ``DSAIndexer``.
-        x: ``[sequence, batch, hidden]``, a rank's part of the sequence under sequence parallelism.
-        qr: ``[sequence, batch, q_lora_rank]``, likewise.
+        dsa: Megatron's ``dsa`` module.
+        indexer: Megatron's ``DSAIndexer``.
+        x: hidden states ``[sequence, batch, hidden]``, a rank's shard under sequence parallelism.
+        qr: latent queries ``[sequence, batch, q_lora_rank]``, sharded like ``x``.
     """
     if hasattr(indexer, "forward_before_topk"):
         with for_operators():
@@ -54,34 +54,37 @@ def choose_with_megatron(dsa: Any, indexer: Any, x: Tensor, qr: Tensor) -> Selec
         mask = causal_mask(inputs.query.shape[1], x.device)
         if not inputs.use_relu:
             query, weights = heads_without_relu(query, weights)
-        scores, chosen = dsa.fused_qk_topk_naive(query, key, weights, indexer.index_topk, mask)
+        scores, selected = dsa.fused_qk_topk_naive(query, key, weights, indexer.index_topk, mask)
     else:
         parallel = indexer.config.tensor_model_parallel_size if indexer.config.sequence_parallel else 1
+        # x is a shard of the sequence, the mask covers all of it.
         mask = causal_mask(x.shape[0] * parallel, x.device)
-        inputs, (scores, chosen) = run_tapped(indexer, x, qr, mask, compute=True)
-    topk_indices = canonical(chosen)
-    gathered = scores.gather(-1, topk_indices.clamp_min(0).long())
+        inputs, (scores, selected) = run_tapped(indexer, x, qr, mask, compute=True)
+    topk_indices = canonical(selected)
+    gathered = scores.gather(-1, topk_indices.clamp_min(0).long())  # [b, s, topk]
+    # clamp_min read key 0 for the -1 entries: set their scores to -inf
     return Selection(topk_indices, gathered.masked_fill(topk_indices < 0, -torch.inf), inputs, scores)
 
 
 def attend_with_megatron(dsa: Any, operands: Operands, topk_indices: Tensor) -> Attended:
-    """Attend by Megatron's ``unfused_dsa_fn``: holds ``[b, heads, s, s]``."""
+    """Attend with Megatron's ``unfused_dsa_fn``. Allocates ``[b, heads, s, s]``."""
     query, key, value = operands.query, operands.key, operands.value
     if operands.absorbed:
-        key = expanded_key(operands)
-        value = key[..., : operands.latent]
+        key = expanded_key(operands)  # [s, b, heads, latent + rope]
+        value = key[..., : operands.latent]  # [s, b, heads, latent]
     out = dsa.unfused_dsa_fn(query, key, value, for_megatron(topk_indices), operands.softmax_scale)
     if operands.absorbed:
+        # [s, b, heads * latent] -> [b, s, heads, latent]
         out = operands.up_projected(out.unflatten(-1, (query.shape[2], -1)).transpose(0, 1))
     return Attended(out)
 
 
 def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selection) -> Tensor:
-    """Return the loss of Megatron's ``compute_dsa_indexer_loss``: holds ``[b, heads, s, s]``."""
+    """Return the loss of Megatron's ``compute_dsa_indexer_loss``. Allocates ``[b, heads, s, s]``."""
     scores = selection.scores
     if scores is None:
         scores = megatron_scores(dsa, attention.indexer, selection.inputs)
-    key = expanded_key(operands) if operands.absorbed else operands.key
+    key = expanded_key(operands) if operands.absorbed else operands.key  # [s, b, heads, dim]
     loss: Tensor = dsa.compute_dsa_indexer_loss(
         scores,
         for_megatron(selection.topk_indices),
@@ -96,12 +99,14 @@ def megatron_loss(dsa: Any, attention: Any, operands: Operands, selection: Selec
 
 
 def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
-    """Return Megatron's scores of all pairs, future keys at -inf: ``[batch, sequence, sequence]``."""
+    """Return Megatron's scores of all query-key pairs ``[b, s, s]``, with future keys at -inf."""
+    # [b, s, ...] -> [s, b, ...]
     query, weights = inputs.query.transpose(0, 1), inputs.weights.transpose(0, 1)
     key = inputs.key.transpose(0, 1)
     if hasattr(indexer, "_compute_index_scores"):
         scores = indexer._compute_index_scores(query, weights, key)
     else:
+        # Scores of these releases always apply ReLU.
         if not inputs.use_relu:
             query, weights = heads_without_relu(query, weights)
         scores = dsa._compute_index_scores(query, weights, key)
@@ -109,28 +114,27 @@ def megatron_scores(dsa: Any, indexer: Any, inputs: IndexInputs) -> Tensor:
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Make a mask ``[length, length]`` fp32, -inf above the diagonal and 0 elsewhere."""
+    """Return a mask ``[length, length]`` fp32: -inf above the diagonal, 0 elsewhere."""
     return torch.full((length, length), -torch.inf, dtype=torch.float32, device=device).triu_(1)
 
 
 def canonical(chosen: Tensor) -> Tensor:
-    """Bring Megatron's selection, which pads short rows with future keys, into the operators' form.
+    """Convert Megatron's selection, which pads short rows with future keys, to the operators' format.
 
     Args:
-        chosen: ``[batch, sequence, topk]``, int64 positions in any order.
+        chosen: ``[b, s, topk]`` int64 positions in any order.
 
     Returns:
-        Same shape, int32, ascending, -1 at the tail.
+        ``[b, s, topk]`` int32, ascending, -1 at the tail.
     """
     length = chosen.shape[1]
-    row = torch.arange(length, device=chosen.device)[:, None]
-    ordered = chosen.masked_fill(chosen > row, length).sort(dim=-1).values
+    row = torch.arange(length, device=chosen.device)[:, None]  # [s, 1]
+    # Future keys become `length`, sort to the tail, and turn into -1.
+    ordered = chosen.masked_fill(chosen > row, length).sort(dim=-1).values  # [b, s, topk]
     return ordered.masked_fill(ordered == length, -1).int()
 
 
 def for_megatron(topk_indices: Tensor) -> Tensor:
-    """Bring the operators' selection into a form that Megatron's functions can scatter: no -1, int64.
-
-    Surplus entries repeat the first key of the row; scattering it twice is harmless.
-    """
-    return torch.where(topk_indices < 0, topk_indices[..., :1], topk_indices).long()
+    """Convert the operators' selection to int64 without -1, which Megatron's functions can scatter."""
+    # Unused entries repeat the row's first key. Megatron scatters a constant, so repeats do no harm.
+    return torch.where(topk_indices < 0, topk_indices[..., :1], topk_indices).long()  # [b, s, topk]

@@ -1,4 +1,4 @@
-"""One layer's sparse attention as tensors: operands, the rank's rows, and the groups with the rest."""
+"""Sparse attention of one layer as data: operands, visible key ranges, process groups and loss options."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 @dataclass(frozen=True)
 class Operands:
-    """Inputs of the main attention, in Megatron's layout, sequence first, and the factor of its scores.
+    """Inputs of the main attention in Megatron's layout (sequence first), and the softmax scale.
 
-    By head: query and key ``[s, b, heads, dim]``, value ``[s, b, heads, value_dim]``. In absorbed form: query
-    ``[s, b, heads, latent + rope]``, key ``[s, b, 1, latent + rope]``, and instead of the value its
-    up-projection ``[heads, value_dim, latent]``, which is applied to the attention output. Under
-    context parallelism the query has this rank's rows, the key those of the whole sequence in its own order.
-    ``key_receiver``, if there is one, takes the gradient of an absorbed key in fp32, to be summed over ranks.
-    ``epilog``, if there is one, is the compiled form of the value's up-projection. ``query_rope``, if there
-    is one, is the rotary part of an absorbed query, ``[s, b, heads, rope]``, and ``query`` the latent one.
-    ``key_rope``, ``[s, b, 1, rope]``, is the same of the key, with a receiver of its own; it comes beside
-    ``query_rope`` only.
+    Under context parallelism ``query`` has this rank's tokens, ``key`` the tokens of the whole sequence in
+    sequence order.
+
+    Attributes:
+        query: ``[s, b, heads, dim]`` per head, or ``[s, b, heads, latent + rope]`` absorbed.
+        key: ``[s, b, heads, dim]`` per head, or ``[s, b, 1, latent + rope]`` absorbed.
+        value: ``[s, b, heads, value_dim]`` per head. In absorbed form the up-projection ``[heads, value_dim,
+            latent]``, which is applied to the attention output.
+        softmax_scale: factor of the scores.
+        key_receiver: buffer for the fp32 gradient of an absorbed key, to be summed over ranks; None for none.
+        epilog: compiled function for the value's up-projection; None for PyTorch's einsum.
+        query_rope: rotary part of an absorbed query, ``[s, b, heads, rope]``. ``query`` then has the latent
+            part only. None: ``query`` has both parts.
+        key_rope: rotary part of an absorbed key, ``[s, b, 1, rope]``. Set only together with ``query_rope``.
+        key_rope_receiver: same as ``key_receiver``, for ``key_rope``.
     """
 
     query: Tensor
@@ -44,29 +50,30 @@ class Operands:
     key_rope_receiver: Tensor | None = None
 
     def whole(self) -> Operands:
-        """Return these operands with query and key in one piece each."""
+        """Return these operands with latent and rotary parts concatenated in query and key."""
         if self.query_rope is None:
             return self
+        # [s, b, heads, latent + rope]
         whole = replace(self, query=torch.cat([self.query, self.query_rope], dim=-1), query_rope=None)
         if self.key_rope is None:
             return whole
-        # A receiver of both would have to be made, as large as a gradient.
-        key = torch.cat([self.key, self.key_rope], dim=-1)
+        # Receivers are dropped: a joint one would be another buffer of the gradient's size.
+        key = torch.cat([self.key, self.key_rope], dim=-1)  # [s, b, 1, latent + rope]
         return replace(whole, key=key, key_receiver=None, key_rope=None, key_rope_receiver=None)
 
     def first(self, rows: int) -> Operands:
-        """Return it without the rows from this one on."""
-        value = self.value if self.absorbed else self.value[:rows]
+        """Return the first ``rows`` query tokens and the same number of keys."""
+        value = self.value if self.absorbed else self.value[:rows]  # the up-projection has no tokens
         rope = None if self.query_rope is None else self.query_rope[:rows]
         return replace(self._with_keys(slice(rows)), query=self.query[:rows], query_rope=rope, value=value)
 
     def by_runs(self, runs: Sequence[Run]) -> list[Operands]:
-        """Return the rows of each run with its keys; in absorbed form, whose value belongs to no row.
+        """Return one set of operands per run: its query tokens and the keys they see. Absorbed form only.
 
         Args:
-            runs: runs of all rows, in their order.
+            runs: runs that cover all query tokens, in their order.
         """
-        queries = _by_runs(self.query, runs, 0)
+        queries = _by_runs(self.query, runs, 0)  # [end - first, b, heads, dim] each
         ropes = [None] * len(runs) if self.query_rope is None else _by_runs(self.query_rope, runs, 0)
         return [
             replace(self._with_keys(slice(low, high)), query=query, query_rope=rope)
@@ -96,67 +103,77 @@ class Operands:
         """Project ``[b, s, heads, latent]`` to ``[s, b, heads * value_dim]``."""
         if self.epilog is not None:
             return self.epilog(latent_out, self.value)
-        return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)
+        # heads keeps its order, so that flatten gives Megatron's head-major output
+        return torch.einsum("bshc,hdc->sbhd", latent_out, self.value).flatten(2)  # [s, b, heads * value_dim]
 
     def detached(self) -> tuple[Tensor, Tensor]:
-        """Return query ``[b, s, heads, dim]`` and key ``[b, s, dim]``, by head ``[b, s, heads, dim]``."""
-        key = self.key.detach().transpose(0, 1)
+        """Return detached query ``[b, s, heads, dim]`` and key, ``[b, s, dim]`` or per head."""
+        key = self.key.detach().transpose(0, 1)  # [b, s, 1 or heads, dim]
+        # [b, s, heads, dim]; an absorbed key has one head, which is squeezed
         return self.query.detach().transpose(0, 1), key.squeeze(2) if self.absorbed else key
 
     def ropes(self) -> dict[str, Tensor | None]:
-        """Return the operators' arguments for rotary parts that are apart."""
+        """Return the operators' keyword arguments for separate rotary parts."""
         query, key = self.query_rope, self.key_rope
         return {
-            "query_rope": None if query is None else query.transpose(0, 1),
-            "key_rope": None if key is None else key.squeeze(2).transpose(0, 1),
+            "query_rope": None if query is None else query.transpose(0, 1),  # [b, s, heads, rope]
+            "key_rope": None if key is None else key.squeeze(2).transpose(0, 1),  # [b, s, rope]
         }
 
 
 Run = tuple[int, int, int, int]
-"""First row, end of the rows, begin and end of the keys that the last of them sees; none for padding."""
+"""First query token, end of the query tokens, first and end of the keys that the last of them sees.
+Padding has ``low == high``."""
 
 
 def _by_runs(tensor: Tensor, runs: Sequence[Run], dim: int) -> Sequence[Tensor]:
-    """Return each run's rows; the gradients of all are put together once."""
+    # One split, so that backward concatenates the gradients of all runs once.
     sizes = [end - first for first, end, _, _ in runs]
     return tensor.split(sizes, dim)  # type: ignore[no-any-return]
 
 
 def keeps_parts_apart(device: torch.device) -> bool:
-    """Return whether this device's operators want the latent and the rotary part of a query apart."""
+    """Return whether this device's operators take the latent and rotary parts of a query separately."""
     return device.type == "npu"
 
 
 def query_and_key(query: Tensor, query_rope: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Form what passes for query and key through Megatron's layer and checkpoints, in absorbed form.
+    """Return the query and key that pass through Megatron's layer and checkpoints in absorbed form.
 
-    That is one query; or, where parts stay apart, the latent one, with the rotary one behind the key.
+    On devices with separate parts the query is the latent part only, and the key also holds the query's
+    rotary parts of all heads: ``[s, b, 1, latent + rope + heads * rope]``. :func:`parts_of` undoes it.
 
     Args:
-        query: ``[s, b, heads, latent]``.
-        query_rope: ``[s, b, heads, rope]``.
-        key: ``[s, b, 1, latent + rope]``.
+        query: latent part, ``[s, b, heads, latent]``.
+        query_rope: rotary part, ``[s, b, heads, rope]``.
+        key: absorbed key, ``[s, b, 1, latent + rope]``.
     """
     if keeps_parts_apart(query.device):
-        # Whoever frees what is recomputed frees this, and no copy that Megatron's layer makes of it.
+        # Contiguous here, so that Megatron's layer makes no copy: recomputation discards this tensor.
+        # [s, b, heads, rope] -> [s, b, 1, heads * rope], next to the key's [s, b, 1, latent + rope]
         return query.contiguous(), torch.cat([key, query_rope.flatten(2).unsqueeze(2)], dim=-1)
-    return torch.cat([query, query_rope], dim=-1), key
+    return torch.cat([query, query_rope], dim=-1), key  # [s, b, heads, latent + rope]
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the key, and the query's rotary part if it lies behind that: see :func:`query_and_key`.
+    """Return the key and the query's rotary part, undoing :func:`query_and_key`.
 
     Args:
-        query: of any form; the latent part, if parts are apart.
-        key: of any form.
-        value: ``[heads, value_dim, latent]``, or by head.
+        query: query in any form; the latent part if the parts are separate.
+        key: key in any form.
+        value: up-projection ``[heads, value_dim, latent]``, or per-head value.
+
+    Returns:
+        The key, and the rotary part ``[s, b, heads, rope]``, None if ``query`` contains it.
     """
     latent, heads = value.shape[-1], query.shape[2]
     if value.dim() != 3 or query.shape[-1] != latent:
         return key, None
+    # key width = latent + rope + heads * rope, e.g. 512 + 64 + 8 * 64 = 1088
     rope = (key.shape[-1] - latent) // (1 + heads)
-    key, of_query = key.split([latent + rope, heads * rope], dim=-1)
-    return key, of_query[-query.shape[0] :].squeeze(2).unflatten(-1, (heads, rope))
+    key, of_query = key.split([latent + rope, heads * rope], dim=-1)  # [keys, b, 1, ...]
+    # With more keys than queries, the queries are the last tokens.
+    return key, of_query[-query.shape[0] :].squeeze(2).unflatten(-1, (heads, rope))  # [s, b, heads, rope]
 
 
 @dataclass(frozen=True)
@@ -168,22 +185,23 @@ class IndexInputs:
     key: Tensor
     """``[batch, sequence, index_dim]``."""
     weights: Tensor
-    """``[batch, sequence, index_heads]``, every scale included."""
+    """``[batch, sequence, index_heads]``, with all scales multiplied in."""
     use_relu: bool = True
-    """Whether products are clamped at zero."""
+    """Whether ReLU is applied to the per-head products."""
     key_receiver: Tensor | None = None
-    """As of :class:`Operands`."""
+    """Buffer for the fp32 gradient of the key; see :class:`Operands`."""
 
     def first(self, rows: int) -> IndexInputs:
-        """Return it without the rows from this one on."""
+        """Return the first ``rows`` query tokens and keys."""
         return self.of(slice(rows), slice(rows))
 
     def of(self, rows: slice, keys: slice) -> IndexInputs:
-        """Return some rows and some keys."""
+        """Return a slice of the query tokens and a slice of the keys."""
+        # query [b, rows, index_heads, index_dim], weights [b, rows, index_heads]
         return replace(self._with_keys(keys), query=self.query[:, rows], weights=self.weights[:, rows])
 
     def by_runs(self, runs: Sequence[Run]) -> list[IndexInputs]:
-        """Return the rows of each run with its keys, as :meth:`Operands.by_runs` does."""
+        """Return one set of inputs per run, like :meth:`Operands.by_runs`."""
         queries, weights = _by_runs(self.query, runs, 1), _by_runs(self.weights, runs, 1)
         return [
             replace(self._with_keys(slice(low, high)), query=query, weights=weight)
@@ -203,27 +221,28 @@ class IndexInputs:
         use_relu: bool = True,
         key_receiver: Tensor | None = None,
     ) -> IndexInputs:
-        """Convert from Megatron's layout, sequence first."""
-        receiver = None if key_receiver is None else key_receiver.transpose(0, 1)
+        """Convert from Megatron's layout ``[s, b, ...]``."""
+        receiver = None if key_receiver is None else key_receiver.transpose(0, 1)  # [b, s, index_dim]
+        # [s, b, ...] -> [b, s, ...]
         return cls(query.transpose(0, 1), key.transpose(0, 1), weights.transpose(0, 1), use_relu, receiver)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Ranges of keys that this rank's queries see, and which queries count in the loss.
+    """Range of keys that each query token of this rank sees, and the tokens that count in the loss.
 
-    A row sees the keys from its start up to, but excluding, its end. Context parallel ranks have rows that
-    are not contiguous in the sequence, and packed sequences have rows that start late.
+    A token sees keys ``start <= key < end``. Context parallel ranks have tokens that are not contiguous in
+    the sequence, and packed sequences have tokens that start late.
 
     Attributes:
-        starts: ``[s]`` int32; None: every row starts at the first key.
-        ends: ``[s]`` int32; None: plain causal rows, each of which ends after its own key.
-        counted: ``[b, s]`` bool, true for rows that count in the loss; None: all do.
-        count: rows that count on all context parallel ranks, where that is known.
-        longest: the most keys that a row sees, where the host knows it.
-        end: the rows from this one on are padding, and so are their keys; None: none are, or only others.
-        known: the form of the rows before ``end``, where the host knows it: no device is asked for what the
-            tensors hold. Without starts and ends it is known.
+        starts: first visible key, ``[s]`` int32; None: 0 for every token.
+        ends: end of the visible keys, ``[s]`` int32; None: causal, each token sees keys up to itself.
+        counted: mask of the tokens that count in the loss, ``[b, s]`` bool; None: all count.
+        count: number of counted tokens over all context parallel ranks; None if unknown.
+        longest: largest number of keys that a token sees, if the host knows it.
+        end: first token of the padding at the end, whose keys are padding as well; None: no padding there.
+        known: form of the tokens before ``end``, if the host knows it without reading device tensors. Always
+            known without ``starts`` and ``ends``.
     """
 
     starts: Tensor | None = None
@@ -236,12 +255,12 @@ class Rows:
 
     @classmethod
     def of_pack(cls, rows: PackRows, device: torch.device) -> Rows:
-        """Build of documents in one row of tokens; padding sees no key and does not count."""
+        """Build from packed documents. Padding sees no key and does not count."""
         counted = rows.counted
         return cls(
-            upload(rows.starts, device),
-            upload(rows.ends, device),
-            None if counted is None else upload(counted[None], device),
+            upload(rows.starts, device),  # [s]
+            upload(rows.ends, device),  # [s]
+            None if counted is None else upload(counted[None], device),  # [1, s]
             rows.pack.tokens,
             rows.pack.longest,
             rows.end,
@@ -249,47 +268,49 @@ class Rows:
         )
 
     def without(self, padding: Padding, rank: int, shape: tuple[int, int], device: torch.device) -> Rows:
-        """Return these rows of whole sequences, of which those of padding do not count.
+        """Return these rows of whole sequences with padding excluded from the loss.
 
         Args:
-            padding: of the job's sequences; others keep all rows.
-            rank: in the context parallel group.
-            shape: this rank's rows, and the batch.
-            device: of the rows.
+            padding: padding of the job's sequences. Sequences of another length keep all tokens.
+            rank: rank in the context parallel group.
+            shape: number of this rank's tokens, and batch size.
+            device: device for the mask.
         """
-        counted = counted_rows(padding, shape[0], rank)
+        counted = counted_rows(padding, shape[0], rank)  # [s]
         if counted is None:
             return self
+        # counted [s] -> [b, s]: all sequences have the same padding
         return replace(
             self, counted=upload(counted, device).expand(shape[1], -1), count=padding.tokens * shape[1]
         )
 
     @classmethod
     def to_last_key(cls, rows: int, keys: int, device: torch.device) -> Rows:
-        """Build causal rows, the last of which sees every key."""
+        """Build causal rows for the last ``rows`` of ``keys`` tokens. The last one sees every key."""
         if rows == keys:
             return cls()
-        ends = torch.arange(keys - rows, keys, dtype=torch.int32, device=device) + 1
-        # As made a line above: nobody has to read it back from the device.
+        ends = torch.arange(keys - rows, keys, dtype=torch.int32, device=device) + 1  # [s]
+        # The host states the form here, so that no operator has to read `ends` back from the device.
         return cls(ends=ends, known=TO_LAST_KEY)
 
     @property
     def form(self) -> RowForm | None:
-        """Form of all rows, for the operators; None where the host does not know it."""
+        """Form of all rows, passed to the operators; None if the host does not know it."""
         if self.starts is None and self.ends is None:
             return TO_LAST_KEY
         return self.known if self.end is None else None
 
     def first(self, rows: int) -> Rows:
-        """Return it without the rows from this one on, none of which counts."""
+        """Return the first ``rows`` tokens. The dropped ones must not count in the loss."""
         starts, ends = (None if x is None else x[:rows] for x in (self.starts, self.ends))
         counted = self.counted
         if counted is not None:
-            counted = None if self.count == rows * counted.shape[0] else counted[:, :rows]
+            # If all tokens that are left count, no mask is needed.
+            counted = None if self.count == rows * counted.shape[0] else counted[:, :rows]  # [b, rows]
         return replace(self, starts=starts, ends=ends, counted=counted, end=None)
 
     def most_visible(self, keys: int) -> int:
-        """Return how many of ``keys`` keys a row sees at most, as far as is known without a device."""
+        """Return the largest number of keys that a token sees. An upper bound if only the device knows it."""
         if self.starts is None:
             return keys
         if self.longest is None and self.ends is not None and self.ends.device.type == "cpu":
@@ -299,11 +320,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Groups:
-    """Ranks that hold the rest of the problem; None where there are none.
+    """Process groups with the other heads and tokens; None for a group of one rank.
 
     Attributes:
-        tensor: ranks with the other heads; the loss's target is summed over them.
-        context: ranks with the other rows of the same sequences; their shares of the loss add up.
+        tensor: tensor parallel ranks, with the other heads. The loss's target is summed over them.
+        context: context parallel ranks, with the other tokens of the same sequences. Their losses add up.
     """
 
     tensor: ProcessGroup | None = None
@@ -327,15 +348,15 @@ def _several(pg_collection: Any, name: str) -> ProcessGroup | None:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Requested indexer loss.
+    """Options of the indexer loss.
 
     Attributes:
         coefficient: factor of the loss.
-        on_chosen_keys: the sparse loss, over the selected keys; otherwise over all visible ones.
-        per_token: the sum over rows; otherwise this rank's share of the mean over the rows of all context
-            parallel ranks that count.
-        in_backward: compute the loss inside the attention's backward pass, where possible. Called there
-            with the share, coefficient included; returns the gradient that it starts with, a scalar.
+        on_chosen_keys: whether the loss is sparse, over the selected keys; otherwise over all visible keys.
+        per_token: whether the loss is a sum over tokens; otherwise this rank's share of the mean over all
+            counted tokens of all context parallel ranks.
+        in_backward: callback that requests the loss in the attention's backward pass where possible. It gets
+            this rank's share (scalar, with coefficient) and returns the scalar gradient of the loss.
     """
 
     coefficient: float
@@ -346,39 +367,39 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected keys, and the scores that the indexer loss needs."""
+    """Selected keys, and their scores for the indexer loss."""
 
     topk_indices: Tensor
-    """``[batch, sequence, topk]`` int32, in any order, -1 at the tail."""
+    """``[b, s, topk]`` int32, unordered, -1 at the tail."""
     topk_scores: Tensor | None
-    """``[batch, sequence, topk]``, differentiable; -inf where the index is -1. None: no loss reads them."""
+    """``[b, s, topk]``, differentiable, -inf where the index is -1. None if no loss reads them."""
     inputs: IndexInputs
     scores: Tensor | None = None
-    """``[batch, sequence, sequence]``, only if Megatron's own indexer computed them."""
+    """``[b, s, keys]``. Set only if Megatron's own indexer computed the scores."""
     form: RowForm | None = None
-    """Under which rows list as many keys as they see, at most ``topk``; None: the host does not know."""
+    """Form of the rows. Each row lists ``min(visible keys, topk)`` keys; None: the host does not know."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Output of the attention, and intermediate results for the indexer loss."""
+    """Attention output, and intermediate results for the indexer loss."""
 
     out: Tensor
     """``[s, b, heads * value_dim]``."""
     attention_sum: Tensor | None = None
     """``[b, s, topk]`` fp32: probabilities summed over this rank's heads."""
     lse: Tensor | None = None
-    """``[b, s, heads]`` fp32, of the absorbed form."""
+    """``[b, s, heads]`` fp32, absorbed form only."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Code that replaces our operators; None: the operator runs.
+    """Replacements for our operators, with Megatron's own code; None: our operator runs.
 
     Attributes:
-        choose: selects the keys.
-        attend: attends to the selected keys, ``[b, s, topk]``.
-        loss: the indexer loss, coefficient included.
+        choose: function that selects the keys.
+        attend: function that attends to the selected keys, ``[b, s, topk]``.
+        loss: function that returns the indexer loss, with coefficient.
     """
 
     choose: Callable[[], Selection] | None = None
@@ -388,19 +409,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sparse attention of one layer's rows, with everything but the indexer's inputs.
+    """Sparse attention of one layer, without the indexer's inputs.
 
     Attributes:
-        operands: of the main attention.
-        topk: keys per row.
-        rows: which keys each row sees.
-        groups: ranks with the other heads and the other rows.
-        loss: the indexer loss; None for none.
-        backend: of the operators.
-        parts: code that replaces our operators.
-        precision: by which keys are selected, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
-        given: keys that rows attend to instead of those of the highest scores; there is no loss if they are
-            shared.
+        operands: inputs of the main attention.
+        topk: number of keys per query token.
+        rows: range of keys that each query token sees.
+        groups: process groups with the other heads and tokens.
+        loss: options of the indexer loss; None for no loss.
+        backend: backend of the operators.
+        parts: replacements for our operators.
+        precision: precision of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
+        given: recorded or shared keys to attend to, instead of the indexer's. No loss with shared keys.
     """
 
     operands: Operands
@@ -415,28 +435,28 @@ class Problem:
 
     @property
     def needs_index(self) -> bool:
-        """Return whether the indexer's inputs are read; if not, the indexer need not be run."""
+        """Whether the indexer's inputs are read; otherwise the indexer need not run."""
         keys = self.operands.key.shape[0]
         return needs_index(keys, self.rows, self.topk, self.loss, self.parts, self.given)
 
     @property
     def is_dense(self) -> bool:
-        """Return whether no row sees more than ``topk`` keys."""
+        """Whether every token sees at most ``topk`` keys, so that attention is dense."""
         return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
 
     @property
     def reads_scores(self) -> bool:
-        """Return whether the indexer loss is computed from the scores of the selected keys."""
+        """Whether the indexer loss is computed from the scores of the selected keys."""
         return self.loss is not None and self.loss.on_chosen_keys and self.parts.loss is None
 
     @property
     def wanted(self) -> LossOptions:
-        """The indexer loss, where there is one."""
+        """Options of the indexer loss; the caller has checked that there is one."""
         assert self.loss is not None
         return self.loss
 
     def first(self, rows: int) -> Problem:
-        """Return it without the rows from this one on, none of which counts."""
+        """Return the problem of the first ``rows`` tokens. The dropped ones must not count in the loss."""
         given = None if self.given is None else self.given.of(slice(rows), 0, rows)
         return replace(self, operands=self.operands.first(rows), rows=self.rows.first(rows), given=given)
 
@@ -449,15 +469,15 @@ def needs_index(
     parts: Parts | None = None,
     given: Chosen | None = None,
 ) -> bool:
-    """Return whether sparse attention reads the indexer's inputs, before its operands are there.
+    """Return whether sparse attention will read the indexer's inputs. Needs no operands.
 
     Args:
-        keys: of the whole sequence.
-        rows: which of them each row sees.
-        topk: keys per row.
-        loss: the indexer loss; None for none.
-        parts: code that replaces our operators.
-        given: as of :class:`Problem`.
+        keys: number of keys of the whole sequence.
+        rows: range of keys that each query token sees.
+        topk: number of keys per query token.
+        loss: options of the indexer loss; None for no loss.
+        parts: replacements for our operators.
+        given: recorded or shared keys; see :class:`Problem`.
     """
     parts = parts or Parts()
     if every_key_is_chosen(keys, rows, topk, parts):
@@ -468,5 +488,5 @@ def needs_index(
 
 
 def every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Return whether no row sees more than ``topk`` keys, so that the attention is dense."""
+    """Return whether every token sees at most ``topk`` keys, so that attention is dense."""
     return parts.attend is None and rows.most_visible(keys) <= topk

@@ -1,7 +1,7 @@
-"""DeepSeek Sparse Attention of one layer: tensors in, output and indexer loss out.
+"""DeepSeek Sparse Attention of one layer: operands in, attention output and indexer loss out.
 
-Every Megatron release calls it through an adapter: patched core attentions (:mod:`.core_attention`, 0.16 to
-0.18, and the backport to older releases) and kernel hooks (:mod:`.kernel_hooks.hooks`, 0.19).
+Adapters call it for each Megatron release: patched core attentions (:mod:`.core_attention`, 0.16 to 0.18 and
+the backport to older releases) and kernel hooks (:mod:`.kernel_hooks.hooks`, 0.19).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class Result(NamedTuple):
     out: Tensor
     """``[s, b, heads * value_dim]``."""
     loss: Tensor | None
-    """Scalar as :class:`LossOptions` says, coefficient included; None if there is no loss, or if it is
-    computed in the backward pass."""
+    """Scalar with coefficient; see :class:`LossOptions`. None without a loss, or if the attention's backward
+    computes it."""
     topk_indices: tuple[Tensor | None, ...] = (None,)
-    """``[b, s, topk]`` int32 for each run of rows; None where rows attend to all keys that they see."""
+    """``[b, s, topk]`` int32 for each run of tokens; None where tokens attend to all visible keys."""
 
 
 def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
     """Select keys for every row, attend to them, and compute the indexer loss.
 
     Args:
-        problem: the layer's.
-        index: the indexer's query, key and weights; None if the problem does not need them.
+        problem: sparse attention of the layer.
+        index: query, key and weights of the indexer; None if ``problem.needs_index`` is false.
     """
     rows, loss, parts = problem.rows, problem.loss, problem.parts
     if rows.end is not None:
-        # Operators that know documents one behind the other, and nothing else, run as well.
+        # Drop the padding, so that operators that take only consecutive documents can run as well.
         padding = problem.operands.query.shape[0] - rows.end
         index = None if index is None else index.first(rows.end)
         result = sparse_attention(problem.first(rows.end), index)
-        return result._replace(out=F.pad(result.out, (0, 0, 0, 0, 0, padding)))
+        return result._replace(out=F.pad(result.out, (0, 0, 0, 0, 0, padding)))  # [s, b, heads * value_dim]
 
     def choose() -> Selection:
         if parts.choose is not None:
@@ -70,7 +70,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
             return Result(out, None)
         if parts.loss is not None:
             return Result(out, parts.loss(problem.operands, choose()))
-        # Both forms of the loss are the dense one.
+        # With every visible key selected, the sparse and the dense loss are equal.
         return Result(out, dense_loss(problem, _present(index)))
     if problem.given is not None and not problem.needs_index:
         topk_indices = problem.given.of_all_rows
@@ -78,7 +78,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
 
     with torch.set_grad_enabled(loss is not None):
         selection = choose()
-    # Without a gradient for its scores there is no backward pass that could compute the loss.
+    # Scores without a gradient have no backward pass to compute the loss in.
     scores = selection.topk_scores
     has_backward = problem.operands.absorbed and scores is not None and scores.requires_grad
     if loss is not None and loss.in_backward is not None and loss.on_chosen_keys and has_backward:
@@ -110,7 +110,7 @@ def sparse_attention(problem: Problem, index: IndexInputs | None) -> Result:
 
 
 def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
-    """Attend to keys that are given, by whichever code."""
+    """Attend to given keys, with Megatron's attention or our operator."""
     if problem.parts.attend is not None:
         return problem.parts.attend(problem.operands, topk_indices)
     form = problem.rows.form
@@ -118,18 +118,19 @@ def _attend_to(problem: Problem, topk_indices: Tensor) -> Attended:
 
 
 def _scored(problem: Problem, given: Chosen, index: IndexInputs) -> Selection:
-    """Return given keys with the indexer's scores; rows without them get the indexer's keys."""
+    """Return the given keys with the indexer's scores. Rows without given keys get the indexer's keys."""
     rows = problem.rows
-    own = select_keys(
+    indexer_selection = select_keys(
         index, problem.topk, rows, problem.backend, True, problem.precision, problem.reads_scores
     )
     topk_indices = given.of_all_rows
     if given.missing is not None:
-        topk_indices = torch.where(given.missing[..., None], own.topk_indices, topk_indices)
-    # Scores at given entries are summed in another order than those of a selection: where these are the
-    # same keys, a run that repeats another one has its losses to the bit.
-    if torch.equal(topk_indices, own.topk_indices):
-        return own
+        # missing [b, s] -> [b, s, 1]
+        topk_indices = torch.where(given.missing[..., None], indexer_selection.topk_indices, topk_indices)
+    # Scores at given indices are summed in another order than scores of a selection. If both have the same
+    # keys, return the selection's scores, so that a replayed run repeats its losses bit for bit.
+    if torch.equal(topk_indices, indexer_selection.topk_indices):
+        return indexer_selection
     scores = _scores_at(index, topk_indices, problem.backend) if problem.reads_scores else None
     return Selection(topk_indices, scores, index, form=rows.form)
 
@@ -155,19 +156,19 @@ def select_keys(
     precision: str = "full",
     with_scores: bool = True,
 ) -> Selection:
-    """Select the keys of every row, by the operator.
+    """Select the keys of every row with the operator.
 
-    In whatever precision they are selected, their scores are those of the operands as they are: the loss, and
-    the gradients, know nothing of FP8.
+    The returned scores are always computed in full precision. Neither the loss nor the gradients depend on
+    the selection's precision.
 
     Args:
-        index: the indexer's query, key and weights.
-        topk: keys per row.
-        rows: which keys each row sees.
-        backend: of the operator.
-        in_order: whether somebody reads the order of a row's keys, which are then ascending.
-        precision: of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
-        with_scores: whether somebody reads the scores; what selects in full precision has them anyway.
+        index: query, key and weights of the indexer.
+        topk: number of keys per row.
+        rows: range of keys that each row sees.
+        backend: backend of the operator.
+        in_order: whether to return the keys of each row in ascending order.
+        precision: precision of the selection, one of :data:`mindspeed_dsa.megatron.dsa.PRECISIONS`.
+        with_scores: whether the scores are needed. The full precision selection always returns them.
     """
     if precision != "full":
         topk_indices = quantised_indexer(
@@ -201,16 +202,17 @@ def select_keys(
 
 
 def attend_to_chosen(problem: Problem, selection: Selection, with_target: bool) -> Attended:
-    """Attend to the selected keys by the operator.
+    """Attend to the selected keys with the operator.
 
     Args:
-        problem: the layer's.
-        selection: the selected keys.
-        with_target: also return the input of the sparse loss's target: the probabilities summed over heads,
-            or, where the loss computes its own, ``lse`` alone.
+        problem: sparse attention of the layer.
+        selection: selected keys.
+        with_target: whether to return the input of the sparse loss's target. This is the sum of
+            probabilities over heads, or only ``lse`` if the loss operator recomputes the probabilities.
     """
     operands, inputs = problem.operands, selection.inputs
     if with_target and operands.absorbed and problem.rows.counted is None and inputs.use_relu:
+        # [s, b, heads, dim] -> [b, s, heads, dim]
         query, topk = operands.query.transpose(0, 1), selection.topk_indices.shape[-1]
         with_target = not takes_lse(inputs.query, query, topk, backend=problem.backend)
     return attend_sparsely(
@@ -221,13 +223,14 @@ def attend_to_chosen(problem: Problem, selection: Selection, with_target: bool) 
 def _loss_in_backward(
     problem: Problem, selection: Selection, report: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return what the attention's backward calls with its probabilities summed over heads."""
+    """Return the attention's ``score_gradient`` callback: head-summed probabilities to score gradient."""
     assert selection.topk_scores is not None
     scores, indices = selection.topk_scores.detach(), selection.topk_indices
-    # The callback lives until backward, and must not hold the operands.
+    # The callback lives until backward. It must not hold the operands.
     rows, groups, loss, backend = problem.rows, problem.groups, problem.wanted, problem.backend
 
     def score_gradient(attention_sum: Tensor) -> Tensor:
+        # attention_sum [b, s, topk] fp32 -> gradient of the scores, [b, s, topk]
         reduction, factor = share_of_rank(loss, rows, groups)
         value, gradient = divergence_and_score_gradient(
             scores,
@@ -238,6 +241,7 @@ def _loss_in_backward(
             tp_group=groups.tensor,
             backend=backend,
         )
+        # report logs the loss and returns the gradient that the loss starts with.
         return gradient * (report(value * factor) * factor)
 
     return score_gradient
@@ -248,14 +252,15 @@ def _present(index: IndexInputs | None) -> IndexInputs:
     return index
 
 
-# -- runs of neighbours ------------------------------------------------------------------------
+# -- runs of contiguous tokens -------------------------------------------------------------------
 #
-# Ascend's operators know causal rows that end at the last key, which those of a context parallel rank do run
-# by run, with the keys up to the run's end, of packed documents from the document's begin.
+# Ascend's operators take causal rows that end at the last key. A context parallel rank calls them once per
+# run of contiguous tokens, with the keys up to the run's end. For packed documents the keys start with the
+# document.
 
 
 def in_runs(device: torch.device) -> bool:
-    """Return whether this device's operators want one run at a time."""
+    """Return whether this device's operators take one run of contiguous tokens per call."""
     return device.type == "npu"
 
 
@@ -265,43 +270,50 @@ def attend_by_runs(
     runs: Sequence[Run],
     all_rows: int,
 ) -> Result:
-    """Attend as :func:`sparse_attention`, with one call of the operators for each run; in absorbed form.
+    """Call :func:`sparse_attention` once per run of contiguous tokens. Absorbed form only.
 
     Args:
-        problem: of all rows, with the keys of the whole sequence.
-        index: likewise.
-        runs: neighbours in the sequence, in the order of the rows.
-        all_rows: that the loss is a mean of, on all context parallel ranks.
+        problem: sparse attention of all rows, with the keys of the whole sequence.
+        index: inputs of the indexer for all rows and keys; None if not needed.
+        runs: runs of contiguous tokens that cover all rows, in their order.
+        all_rows: divisor of the mean loss: counted tokens of all context parallel ranks.
     """
     loss, results = problem.loss, []
     inputs_of_runs = [None] * len(runs) if index is None else index.by_runs(runs)
-    of_runs = zip(problem.operands.by_runs(runs), inputs_of_runs, strict=True)
-    for number, ((first, end, low, high), (operands, inputs)) in enumerate(zip(runs, of_runs, strict=True)):
+    inputs_by_run = zip(problem.operands.by_runs(runs), inputs_of_runs, strict=True)
+    for number, ((first, end, low, high), (operands, inputs)) in enumerate(
+        zip(runs, inputs_by_run, strict=True)
+    ):
         keys = high - low
         if keys == 0:
             results.append(_nothing(operands, inputs if loss is not None else None))
             continue
         share = loss
         if loss is not None and not loss.per_token:
-            # Of the run's mean in that of all rows; sums over runs add up as they are.
+            # Weight of the run's mean in the mean over all rows. Sums need no weight. With 2 ranks, one
+            # sequence of 4096 tokens and a run of 1024: 1024 * 1 * 2 / 4096 = 0.5 of this rank's share.
             batch, ranks = problem.operands.query.shape[1], problem.groups.context_ranks
             weight = (end - first) * batch * ranks / all_rows
             share = replace(loss, coefficient=loss.coefficient * weight)
         rows = Rows.to_last_key(end - first, keys, operands.query.device)
-        given = problem.given
-        if given is not None:
-            given = given.of_run(number, RowRun(first, end, low, high))
-        part = replace(problem, operands=operands, rows=rows, loss=share, given=given)
+        given_keys = problem.given
+        if given_keys is not None:
+            given_keys = given_keys.of_run(number, RowRun(first, end, low, high))
+        part = replace(problem, operands=operands, rows=rows, loss=share, given=given_keys)
         results.append(sparse_attention(part, inputs))
     losses = [result.loss for result in results if result.loss is not None]
-    out = torch.cat([result.out for result in results])
+    out = torch.cat([result.out for result in results])  # [s, b, heads * value_dim]
     topk_indices = tuple(indices for result in results for indices in result.topk_indices)
     return Result(out, torch.stack(losses).sum() if losses else None, topk_indices)
 
 
 def _nothing(operands: Operands, index: IndexInputs | None) -> Result:
-    """Return zeros for rows that see no key, with a graph: other ranks wait for gradients of their keys."""
+    """Return zeros for rows without visible keys, connected to the graph.
+
+    Other ranks wait in backward for the gradient of their keys, so this rank's backward must run as well.
+    """
     query, key, value = operands.query, operands.key, operands.value
+    # Sums of empty slices: exact zeros that depend on every input.
     zero = query[:0].sum() + key[:0].sum() + value[:0].sum()
     if operands.key_rope is not None:
         zero = zero + operands.key_rope[:0].sum()
