@@ -1,4 +1,7 @@
-"""The patch engine. Independent of Megatron and of features; of torch it only knows torch.compile."""
+"""Patch engine: replaces attributes of third-party modules, and restores them.
+
+Independent of Megatron and of features. The only part of torch that it uses is torch.compile.
+"""
 
 from mindspeed_dsa.patches.errors import MindSpeedDSAError, PatchDeclarationError, PatchError, SettingsError
 from mindspeed_dsa.patches.manager import PatchManager

@@ -1,8 +1,8 @@
-"""Composes an original and its patches into the one plain function that replaces it.
+"""Composition of an original function and its patches into one plain function.
 
-No proxies: under ``torch.compile`` a wrapt ``FunctionWrapper`` silently runs the original, and proxies break
-``deepcopy``, pickle and ``torch.save``. A plain function has none of these problems and the overhead of a
-closure.
+A plain function is used instead of a proxy. ``torch.compile`` silently runs the original of a wrapt
+``FunctionWrapper``, and proxies break ``deepcopy``, pickle and ``torch.save``. The overhead is one closure
+call.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 _METHODS = (staticmethod, classmethod)
 _DESCRIPTORS = (*_METHODS, property)
 _codes: WeakValueDictionary[int, CodeType] = WeakValueDictionary()
-"""Of all functions that were ever put in place of another, by identity: codes of two files can be equal."""
+"""Code objects of all installed patches, by ``id``: codes of two files can be equal but not identical."""
 _homes: set[str] = set()
-"""Modules that they were defined in."""
+"""Names of the modules that define the installed patches."""
 
 
 def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
     """Mark a ``(original, context)`` decorator that reads only a part of its context.
 
-    Features that claim it on one target get it once where their parts are equal.
+    If several features claim the decorator for one target and their parts are equal, it is applied once.
 
     Args:
-        part: what the decorator reads of a context; hashable.
+        part: function from a context to the part that the decorator reads, which must be hashable.
     """
 
     def mark(decorate: _Factory) -> _Factory:
@@ -44,7 +44,7 @@ def depends_on(part: Callable[[Any], Any]) -> Callable[[_Factory], _Factory]:
 
 
 def identity(decorate: Any, context: Any) -> Any:
-    """Return the part of the context that enters a decorator, which tells one use of it from another."""
+    """Return the part of the context that the decorator reads. Equal parts mean the same wrapper."""
     if not _takes_context(decorate):
         return None
     part = getattr(decorate, "_depends_on", None)
@@ -52,7 +52,7 @@ def identity(decorate: Any, context: Any) -> Any:
 
 
 def with_context(decorate: Any, context: Any) -> Decorator:
-    """A ``wrap`` decorator of one argument, which is the decorator itself if it takes no context."""
+    """Bind ``context``; returns ``decorate`` itself if it takes no context."""
     if not _takes_context(decorate):
         plain: Decorator = decorate
         return plain
@@ -60,21 +60,22 @@ def with_context(decorate: Any, context: Any) -> Decorator:
 
 
 def is_patch(code: CodeType) -> bool:
-    """Return whether a function of this code was put in place of another package's, or around it."""
+    """Return whether ``code`` belongs to an installed patch: a replacement or a wrapper."""
     return _codes.get(id(code)) is code
 
 
 def is_made_by_patch(function: FunctionType) -> bool:
-    """Return whether a module that holds a patch's functions has made this one, in a call of one of them.
+    """Return whether a patch created this function while it ran (a nested function).
 
-    What it has of an original it calls for that patch, whose session may be over: a graph that a failed
-    backward has left behind, for example, holds the function that would have computed something again.
+    Originals in the function's closure are called on behalf of that patch, even after its session ended. A
+    failed backward pass, for example, leaves a graph that still holds its recomputation function.
     """
     return "<locals>" in function.__qualname__ and function.__globals__.get("__name__") in _homes
 
 
 def _takes_context(decorate: Any) -> bool:
-    if type(decorate) is FunctionType and not decorate.__dict__:  # what inspect would say, at once
+    # Fast path for plain functions, with the same result as inspect.signature.
+    if type(decorate) is FunctionType and not decorate.__dict__:
         return decorate.__code__.co_argcount - len(decorate.__defaults__ or ()) >= 2
     try:
         parameters = inspect.signature(decorate).parameters.values()
@@ -85,7 +86,7 @@ def _takes_context(decorate: Any) -> bool:
 
 
 def underlying(raw: Any) -> Any:
-    """The function inside a static method, class method or property; else ``raw`` itself."""
+    """Return the function inside a static method, class method or property, else ``raw`` itself."""
     if is_a(raw, _METHODS):
         return raw.__func__
     if is_a(raw, property):
@@ -99,18 +100,18 @@ def compose(
     wrappers: Sequence[tuple[str, Decorator]],
     place: tuple[str, str] | None = None,
 ) -> Any:
-    """Build the replacement of ``raw``, in the same kind of descriptor.
+    """Build the replacement of ``raw``, wrapped in the same kind of descriptor.
 
     Args:
-        raw: the object in its owner's ``__dict__`` (descriptors included).
+        raw: object in its owner's ``__dict__``, descriptors included.
         replacement: function to use instead of the original, or ``None``.
-        wrappers: ``(impl name, decorator)``, innermost first.
-        place: module and qualified name of the target if they differ from the original's (an inherited
-        target): pickle must find the patch there.
+        wrappers: ``(impl name, decorator)`` pairs, innermost first.
+        place: module and qualified name of the target, if they differ from the original's (an inherited
+            target). Pickle looks the patch up there.
 
     Raises:
         PatchDeclarationError: the target is not a function, or a replacement or a decorator's result is not a
-        plain function.
+            plain function.
     """
     original = underlying(raw)
     if is_a(original, type):
@@ -132,14 +133,14 @@ def compose(
     if replacement is not None:
         current = _sign(clone(replacement, "the replacement"), original)
     for name, decorate in wrappers:
-        # A decorator that binds arguments by the target's names finds them whatever is between it and the
-        # target.
+        # Each layer gets the target's signature, so that a decorator can bind arguments by the target's names
+        # even if another decorator is between them.
         current = _sign(clone(decorate(current), f"the result of the decorator {name}"), original)
     return _in_descriptor(raw, _dress(current, original, place))
 
 
 def clone(function: Any, what: str) -> FunctionType:
-    """Copy the function object, so that renaming it never changes the implementation's own."""
+    """Copy the function object, so that renaming the copy leaves the implementation unchanged."""
     if type(function) is not FunctionType:
         raise PatchDeclarationError(
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
@@ -154,7 +155,7 @@ def clone(function: Any, what: str) -> FunctionType:
         function.__defaults__,
         function.__closure__,
     )
-    copy.__qualname__ = function.__qualname__  # before Python 3.11 code does not know it
+    copy.__qualname__ = function.__qualname__  # Python 3.10 code objects have no co_qualname
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = function.__annotations__
     copy.__doc__ = function.__doc__
@@ -163,7 +164,7 @@ def clone(function: Any, what: str) -> FunctionType:
 
 
 def put_at(function: FunctionType, module: str, qualname: str) -> FunctionType:
-    """Name a function after a place, where pickle will look for it."""
+    """Set a function's module and names to the place where pickle will look for it."""
     function.__module__ = module
     function.__qualname__ = qualname
     function.__name__ = qualname.rpartition(".")[2]
@@ -171,7 +172,7 @@ def put_at(function: FunctionType, module: str, qualname: str) -> FunctionType:
 
 
 def _dress(function: FunctionType, original: Any, place: tuple[str, str] | None) -> FunctionType:
-    """Give ``function`` the identity that pickle, ``inspect`` and readers expect at this place."""
+    """Copy the original's names, docstring and attributes to ``function``, for pickle and ``inspect``."""
     for attribute in ("__module__", "__name__", "__qualname__"):
         value = getattr(original, attribute, None)
         if value is not None:
@@ -190,7 +191,7 @@ def _dress(function: FunctionType, original: Any, place: tuple[str, str] | None)
 
 
 def _sign(function: FunctionType, original: Any) -> FunctionType:
-    """Give ``function`` the signature of ``original``, which it takes the place of."""
+    """Give ``function`` the signature of ``original``."""
     with contextlib.suppress(TypeError, ValueError):  # builtins without a text signature
         function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return function
@@ -205,39 +206,39 @@ def _in_descriptor(raw: Any, function: FunctionType) -> Any:
 
 
 def parts(composed: Any, original: Any) -> Iterator[Any]:
-    """Everything through which a composed object holds ``original``, excluding the original itself.
+    """Yield every object through which a composed patch holds ``original``, except the original itself.
 
-    The descriptor, the closures of the decorators' functions, and in those closures containers and
-    instances of the implementation's own classes. Functions that a module owns are not traversed: they are
-    not part of the patch.
+    Yields the descriptor, the decorators' functions and their closures, and the containers and instances of
+    the implementation's own classes in those closures. Module-level functions are not traversed, because they
+    are not part of the patch.
     """
     outermost = underlying(composed)
     homes = set()
     seen = {id(original)}
     stack: list[Any] = [composed, outermost]
     while stack:
-        thing = stack.pop()
-        if id(thing) in seen:
+        item = stack.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(thing))
-        if is_a(thing, FunctionType):
-            # A decorator may have given its function the original's name, as functools.wraps does.
-            own = thing is outermost or "<locals>" in thing.__qualname__ or is_patch(thing.__code__)
-            if not own:
+        seen.add(id(item))
+        if is_a(item, FunctionType):
+            # functools.wraps gives a decorator's function the original's name, so also compare its code.
+            is_part = item is outermost or "<locals>" in item.__qualname__ or is_patch(item.__code__)
+            if not is_part:
                 continue
-            homes.add(thing.__globals__.get("__name__"))
-            stack += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
-        elif is_a(thing, CellType):
+            homes.add(item.__globals__.get("__name__"))
+            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+        elif is_a(item, CellType):
             try:
-                stack.append(thing.cell_contents)
+                stack.append(item.cell_contents)
             except ValueError:  # not filled yet
                 continue
-        elif is_a(thing, (tuple, list)):
-            stack += thing
-        elif is_a(thing, dict):
-            stack += thing.values()
-        elif type(thing).__module__ in homes and hasattr(thing, "__dict__"):
-            stack.append(vars(thing))
-        elif not is_a(thing, _DESCRIPTORS):
+        elif is_a(item, (tuple, list)):
+            stack += item
+        elif is_a(item, dict):
+            stack += item.values()
+        elif type(item).__module__ in homes and hasattr(item, "__dict__"):
+            stack.append(vars(item))
+        elif not is_a(item, _DESCRIPTORS):
             continue
-        yield thing
+        yield item

@@ -1,4 +1,4 @@
-"""Rows that concern one target: which ones combine, and which ones conflict."""
+"""Combination of the patches of one target, and detection of conflicting patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Claim
 
 
 def group(claims: Iterable[Claim]) -> list[Site]:
-    """One site per target: replacements and values first, then wrappers, innermost first."""
+    """Group claims into one site per target, with wrappers last and the innermost wrapper first."""
     sites: dict[tuple[str, Any], list[Claim]] = {}
     for claim in claims:
         sites.setdefault((claim.patch.target, claim.patch.key), []).append(claim)
@@ -21,7 +21,7 @@ def group(claims: Iterable[Claim]) -> list[Site]:
 
 
 def contradictions(site: Site) -> str:
-    """Rows of one site that exclude each other; empty if there are none."""
+    """Describe claims of one site that exclude each other, or return an empty string."""
     deciding = [claim for claim in site.claims if claim.patch.kind != "wrap"]
     if not deciding:
         return ""
@@ -42,12 +42,15 @@ def contradictions(site: Site) -> str:
 
 
 def _decision(claim: Claim) -> Any:
-    """The object that a row puts in place; a factory makes another one from another context."""
+    """Return the key of the object to install. Factories give a different object for a different context."""
     return claim.patch.kind, claim.patch.impl, id(claim.context) if claim.patch.factory else None
 
 
 def places_of(site: Site) -> list[tuple[str, int, Any]]:
-    """Identity of the target, which must not be patched under another spelling; the site keeps it alive."""
+    """Return the keys under which a target may be patched only once, even under another name.
+
+    The keys use ``id``; the site keeps the objects alive.
+    """
     claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
     moved = site.moved()
     if moved is not None and isinstance(site.owner, ModuleType):
@@ -58,7 +61,10 @@ def places_of(site: Site) -> list[tuple[str, int, Any]]:
 
 
 def clash(site: Site, places: Mapping[Any, Site]) -> str:
-    """Two targets that are the same object: the second would silently stack on the first, or miss it."""
+    """Describe the other site that already patches the same object, or return an empty string.
+
+    Otherwise the second patch would silently stack on the first, or never be reached.
+    """
     wanted = [("place", id(site.owner), site.slot)]
     if isinstance(site.owner, ModuleType) and site.moved() is not None:
         wanted.append(("object", id(site.raw), None))

@@ -1,7 +1,8 @@
-"""Checks patches against source code, before anything is imported or mutated.
+"""Patch checks against source code, before anything is imported or modified.
 
 For each patch: does the target exist, does it take the parameters that the implementation relies on, and is
-it still the code that the feature was written for?
+its
+code unchanged since the feature was written?
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from mindspeed_dsa.patches.source_tree import SourceTree
 from mindspeed_dsa.patches.spec import Patch
 
 KnownSources = Mapping[str, dict[str, str]]
-"""Label of a target, written against the original root package, to release (oldest first) to fingerprint."""
+"""Mapping from target label (with the original root package) to ``{release: fingerprint}``, oldest first."""
 
 LOST = "your change would be lost"
-"""Words of a message about a function that a fork changed and that a patch does not call."""
+"""Part of the message about a function that a fork changed and that a patch does not call."""
 _CHANGED, _UNKNOWN = "your fork changed this", "no known release has this"
 State = Literal["ok", "changed", "missing", "parameter", "out-of-range", "unknown"]
 FATAL: frozenset[State] = frozenset({"missing", "parameter"})
@@ -29,7 +30,7 @@ FATAL: frozenset[State] = frozenset({"missing", "parameter"})
 
 
 def is_change(note: str) -> bool:
-    """Return whether a note of a site is about a function that the fork changed."""
+    """Return whether a site's note reports a function that the fork changed."""
     return note.startswith((_CHANGED, _UNKNOWN))
 
 
@@ -38,16 +39,16 @@ class TargetFacts:
     """Facts that the source states about one target.
 
     Attributes:
-        exists: ``None`` where the source cannot tell (inherited from unavailable code, computed at import).
-        reason: why it does not exist, or why that is unknown.
-        params: parameter names; of a class those of its constructor; ``None`` if unknown, or if defined in
-        another package than the target.
-            Of several alternative definitions, the names that any of them takes.
+        exists: whether the target exists; ``None`` if the source cannot tell (inherited from code that is not
+            available, or computed at import).
+        reason: explanation why it does not exist, or why that is unknown.
+        params: parameter names, for a class those that its constructor takes. Several alternative definitions
+            contribute all their names. ``None`` if unknown, or if another package defines the target.
         has_var_keyword: whether it takes ``**kwargs``.
-        fingerprint: see `mindspeed_dsa.patches.drift`; over all alternatives, and empty if defined in
-        another package than the target.
-        file, line: where it is defined.
-        defined_in: ``"module:qualname"`` of the definition, behind re-exports and base classes.
+        fingerprint: hash over all alternative definitions, see :func:`fingerprint`; empty if another package
+            defines the target.
+        file, line: location of the definition.
+        defined_in: ``"module:qualname"`` of the definition, after following re-exports and base classes.
     """
 
     exists: bool | None
@@ -62,7 +63,7 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding about one patch; ``fatal`` if it prevents a required patch."""
+    """Result of one check of one patch; ``fatal`` if a required patch cannot be applied."""
 
     state: State
     message: str
@@ -74,7 +75,7 @@ class Finding:
 
 
 def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
-    """Check that a target with these facts exists and takes what the implementation relies on."""
+    """Check that the target exists and takes the parameters that the implementation relies on."""
     if facts.exists is None:
         return [Finding("unknown", f"{patch.label} cannot be judged from source: {facts.reason}")]
     if not facts.exists:
@@ -85,7 +86,7 @@ def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
     if not missing:
         return []
     text = f"{patch.label} has no parameter {', '.join(missing)}"
-    if facts.file:  # the record names only parameters that patches need
+    if facts.file:  # facts from a record lack a file; it lists only the parameters that patches need
         text += f": it takes ({', '.join(facts.params)}) at {facts.file}:{facts.line}"
     return [Finding("parameter", text)]
 
@@ -94,12 +95,11 @@ def assess(patch: Patch, facts: TargetFacts) -> list[Finding]:
 class Checker:
     """Checks patches against one source tree.
 
-    Args:
-        tree: where the sources are.
-        version: release of the target package, if known.
-        known: fingerprints of the targets in known releases.
-        root: the package that replaces ``original_root`` in this tree.
-        original_root: the package that targets and records are written against.
+    tree: source tree.
+    version: release of the target package, if known.
+    known: fingerprints of the targets in known releases.
+    root: package that replaces ``original_root`` in this tree.
+    original_root: package name in targets and records.
     """
 
     tree: SourceTree
@@ -112,17 +112,17 @@ class Checker:
         self._resolver = Resolver(self.tree)
 
     def inspect(self, patch: Patch) -> TargetFacts:
-        """Facts about the patch's target (of an entry: about the dictionary)."""
+        """Return the facts about the patch's target (for an entry: about the dictionary)."""
         path = patch.path
         in_namespace = patch.kind == "entry" and path[-1] == "__dict__"
-        if in_namespace:  # an entry of a module's own dictionary is one of its names
+        if in_namespace:  # an entry of a module's own __dict__ is a module-level name
             path = (*path[:-1], str(patch.key))
         result = self._resolver.resolve(patch.module, path)
         if not result.found:
             return TargetFacts(None if result.unknown else False, result.unknown or result.missing)
         first = result.found[0]
         defined_in = f"{first.module.name}:{first.qualname}"
-        if first.package != self._package(patch):  # inherited: another package's release changes it
+        if first.package != self._package(patch):  # defined elsewhere: another package's release changes it
             return TargetFacts(True, file=first.module.file, line=first.line, defined_in=defined_in)
         params: list[str] | None = []
         has_var_keyword = False
@@ -144,7 +144,7 @@ class Checker:
         )
 
     def check(self, patch: Patch) -> list[Finding]:
-        """All findings about the patch; an empty list if there is no problem."""
+        """Return all findings about the patch, an empty list if there are none."""
         reason = versions.outside(patch, self._version_of)
         if reason:
             return [Finding("out-of-range", reason)]
@@ -152,9 +152,9 @@ class Checker:
         return [*assess(patch, facts), *self._changed(patch, facts)]
 
     def without_target(self, patch: Patch) -> list[str]:
-        """Messages on a row that finds no target here, or other parameters, although its package is here.
+        """Return messages about a target that is missing or has other parameters in a package that exists.
 
-        Wheels up to 0.16 have no ``megatron.training``, and rows in there nothing to do.
+        Wheels up to 0.16 do not contain ``megatron.training``; patches of it are skipped there.
         """
         package = ".".join(patch.module.split(".")[:2])
         if self._package(patch) != self.root or not self.tree.holds(package):
@@ -162,9 +162,9 @@ class Checker:
         return [finding.message for finding in self.check(patch) if finding.fatal]
 
     def __call__(self, patch: Patch) -> tuple[list[str], list[str]]:
-        """The same as ``(problems, notes)``, the form that the patch manager expects.
+        """Return ``(problems, notes)``, the form that the patch manager expects.
 
-        Only the root package is judged: others (torch) fill their modules from C when imported.
+        Only the root package is checked. Others, like torch, fill their modules from C at import.
         """
         if self._package(patch) != self.root:
             return [], []
@@ -232,7 +232,7 @@ class Checker:
         return self._parameters(constructor)
 
     def _fields(self, item: Found) -> list[str]:
-        """Fields of a dataclass, inherited ones first."""
+        """Return the fields of a dataclass, inherited ones first."""
         assert isinstance(item.node, ast.ClassDef)
         names: list[str] = []
         for _, resolution in self._resolver.bases(item):
@@ -250,7 +250,7 @@ class Checker:
 
 
 def _entry(node: ast.AST, key: object) -> list[ast.AST]:
-    """The expression stored under a constant key of a dictionary display."""
+    """Return the expression stored under a constant key of a dictionary literal."""
     if not isinstance(node, ast.Dict):
         return []
     items = zip(node.keys, node.values, strict=True)
@@ -258,7 +258,7 @@ def _entry(node: ast.AST, key: object) -> list[ast.AST]:
 
 
 def _recorded(version: str | None, releases: Mapping[str, str]) -> str | None:
-    """The recorded release that a version denotes, ignoring local labels and spelling."""
+    """Return the recorded release equal to a version, ignoring local labels and spelling."""
     if version is None:
         return None
     from packaging.version import InvalidVersion, Version  # slow to import, needed for drift only
@@ -274,22 +274,21 @@ def _recorded(version: str | None, releases: Mapping[str, str]) -> str | None:
 
 LENGTH = 16
 
-# ctx follows from the position; kind and type_comment are spelling; returns and annotations do nothing.
+# ctx follows from the position, kind and type_comment are spelling, returns (annotations) have no effect.
 _SILENT = {"ctx", "kind", "type_comment", "type_ignores", "returns"}
 
 
 def fingerprint(nodes: Iterable[ast.AST], rename: tuple[str, str] | None = None) -> str:
-    """Hash the given syntax trees, in order; the hash changes when the code changes, and only then.
+    """Hash the syntax trees in order. The hash changes if and only if the code changes.
 
-    Two pieces of source have the same fingerprint when they differ only in comments, docstrings, blank lines,
-    indentation, line breaks, quotes, redundant parentheses or annotations of parameters and results. Taken
-    from the syntax tree rather than from tokens, whose shape differs between Python versions (f-strings since
-    3.12).
+    Comments, docstrings, blank lines, indentation, line breaks, quotes, redundant parentheses and annotations
+    of parameters and results do not change it. Syntax trees are used rather than tokens, because tokenization
+    differs between Python versions (f-strings since 3.12).
 
     Args:
         nodes: definitions or expressions.
-        rename: top-level package ``(name, stands_for)``: in a fork whose root package has another
-            name, code that names its own package has the fingerprint of the original.
+        rename: ``(name, stands_for)`` of a top-level package: in a fork with another root package, code that
+            names its own package gets the original's fingerprint.
     """
     parts: list[str] = []
     for node in nodes:
@@ -301,7 +300,7 @@ def _dump(value: object, parts: list[str], rename: tuple[str, str] | None) -> No
     if isinstance(value, ast.AST):
         parts.append(type(value).__name__)
         for name, item in ast.iter_fields(value):
-            # Empty fields are omitted: later Python versions add fields that are empty in older code.
+            # Omit empty fields: later Python versions add fields that are empty for older code.
             if item is None or item == [] or name in _SILENT:
                 continue
             if name == "annotation" and isinstance(value, ast.arg):
@@ -323,7 +322,7 @@ def _dump(value: object, parts: list[str], rename: tuple[str, str] | None) -> No
 
 
 def _is_bare_string(node: object) -> bool:
-    """Docstrings, and the strings that document attributes."""
+    """Return whether a node is a docstring or a string that documents an attribute."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

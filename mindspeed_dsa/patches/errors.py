@@ -1,4 +1,4 @@
-"""Errors of the engine. Every message states who, what, and what to do."""
+"""Exceptions of the package. Every message names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 
 REFUSED = 2
-"""Exit status of a program that was asked for what cannot be done."""
+"""Exit status of a program that was asked to do something impossible."""
 _PATIENCE_S = 20.0  # how far apart ranks may start on a busy machine
 _LOOK_EVERY_S = 0.1
 _STARTED = time.time()
@@ -21,8 +21,8 @@ _BUILT_WITHIN = re.compile(r"( when instantiating \w+)+$")
 class MindSpeedDSAError(Exception):
     """Base class of all errors of this library.
 
-    Megatron raises an error from within a module again, as one of the same class, with the names of all
-    modules that were being built after its text; these are left out.
+    When a module's constructor fails, Megatron raises the error again with `` when instantiating NAME``
+    appended for every enclosing module. The constructor removes these suffixes.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -30,10 +30,9 @@ class MindSpeedDSAError(Exception):
 
 
 def show_without_traceback() -> None:
-    """Let uncaught errors of this library end the program with status 2 and no traceback.
+    """Exit with status 2 and no traceback on uncaught errors of this library.
 
-    Their messages state who, what and what to do; a traceback through import machinery and Megatron would
-    bury that.
+    The messages already name cause and remedy; a traceback through imports and Megatron would bury them.
     """
     previous = sys.excepthook
 
@@ -49,12 +48,13 @@ def show_without_traceback() -> None:
 
 
 def say_once(text: str) -> None:
-    """Print on one rank of this machine why all of them are about to end: on the first, if it ends too.
+    """Print a fatal error on local rank 0 if that rank fails too, else on every failing rank.
 
-    The others wait for its word, also because launchers end all ranks as soon as one has ended. A rank that
-    hears none has come to a verdict of its own, and prints it.
+    Other ranks wait up to 20 s for rank 0's marker file. They print ``text`` themselves if none appears,
+    because then only they have failed. Waiting also keeps the launcher, which ends all ranks when one exits,
+    from ending rank 0 before it has printed.
     """
-    # Named by what the ranks of one job on one machine share.
+    # The file name is built from the values that the ranks of one job on one machine share.
     names = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
     job = re.sub(r"\W", "_", "-".join([str(os.getppid()), *names]))
     spoken = os.path.join(tempfile.gettempdir(), f"mindspeed_dsa-{job}.said")
@@ -75,15 +75,15 @@ def say_once(text: str) -> None:
 
 
 class PatchDeclarationError(MindSpeedDSAError, ValueError):
-    """A patch row is malformed; a defect of the feature that declares it."""
+    """Malformed patch declaration: a bug in the feature that declares it."""
 
 
 class PatchError(MindSpeedDSAError, RuntimeError):
-    """One or more patches cannot be applied; the message lists all of them."""
+    """Failure to apply one or more patches; the message lists all of them."""
 
     def __init__(self, problems: list[str] | str, headline: str = "patches cannot be applied") -> None:
         self.headline = headline
-        if isinstance(problems, str):  # Megatron raises it again
+        if isinstance(problems, str):  # Megatron raises the error again, with the finished text
             self.problems = [problems]
             super().__init__(problems)
             return
@@ -92,4 +92,4 @@ class PatchError(MindSpeedDSAError, RuntimeError):
 
 
 class SettingsError(MindSpeedDSAError, ValueError):
-    """A switch, or a combination of switches, that is invalid."""
+    """Invalid flag, or invalid combination of flags."""

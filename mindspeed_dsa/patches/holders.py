@@ -1,10 +1,13 @@
-"""Objects that still hold an original after it was patched, found by following references to it backwards.
+"""Search for objects that still hold an original function after it was patched.
 
-No assignment can reach them: default arguments, closures, containers, bound methods, class attributes,
-instances. Module globals, closures, class attributes, default arguments and keys of dictionaries are named
-exactly, others by their type and its module. What the garbage collector does not track is not found: local
-variables of running functions (they disappear by themselves), objects that only C code holds, and everything
-that existed before a ``gc.freeze()``.
+References to the original are followed backwards through ``gc.get_referrers``. No assignment can reach the
+holders: default arguments, closures, containers, bound methods, class attributes, instances. Module globals,
+closures, class attributes, default arguments and dictionary keys are reported by their exact name, other
+holders by type and module. The garbage collector does not track, and the search does not find:
+
+* local variables of running functions, which disappear by themselves,
+* objects that only C code holds,
+* objects that existed before a ``gc.freeze()``.
 """
 
 from __future__ import annotations
@@ -40,23 +43,23 @@ _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, deque, MappingProxyType, CellType),
     *(staticmethod, classmethod, property, functools.partial, functools.partialmethod, MethodType, _LRU),
 )
-# Running code: a local variable disappears by itself.
+# Frames of running code: their local variables disappear by themselves.
 _RUNNING = (FrameType, GeneratorType, CoroutineType, AsyncGeneratorType, TracebackType)
 _IGNORED = (*_RUNNING, GenericAlias, UnionType, weakref.ref)
-# Instances of these modules' classes do not call what they hold: iterators, annotations, caches of
-# signatures, and the engine's own bookkeeping.
+# Instances of classes in these modules do not call the objects that they hold: iterators, annotations,
+# signature caches, and the engine's own bookkeeping.
 _SILENT = ("builtins", "itertools", "typing", "inspect", "dataclasses", "abc", "_abc", "annotationlib")
 _ENGINE = __name__.rpartition(".")[0]
-_DEPTH = 6  # containers between an original and something with a name
-_WIDTH = 500  # paths followed at once
+_DEPTH = 6  # most containers between an original and a named holder
+_WIDTH = 500  # most paths followed at once
 
 _Path = tuple[Any, ...]
-"""Objects of which each holds the one before; the first is the original."""
+"""Chain of references: the first object is the original, and each object is held by the next."""
 
 
 @dataclass(frozen=True)
 class StaleReference:
-    """One holder of one original, named so that a reader can search for it."""
+    """Holder of an original, with a name that a reader can search for."""
 
     original: Any
     holder: str
@@ -67,7 +70,7 @@ def find(originals: list[Any], own: Iterable[Any]) -> list[StaleReference]:
 
     Args:
         originals: functions or classes that were replaced.
-        own: objects of the engine itself that hold originals on purpose.
+        own: engine objects that hold originals on purpose.
     """
     wanted = list({id(original): original for original in originals}.values())
     ours = list({id(thing): thing for thing in (*own, wanted, originals)}.values())
@@ -76,22 +79,24 @@ def find(originals: list[Any], own: Iterable[Any]) -> list[StaleReference]:
 
 
 def held_by_others(wanted: list[Any], ours: list[Any]) -> list[Any]:
-    """Return objects with more references than our own; counting is far cheaper than searching.
+    """Return the objects that have more references than the engine itself holds.
+
+    Counting references is far cheaper than searching for the holders.
 
     Args:
-        wanted: objects, each of them once.
-        ours: all that holds them on purpose, each once, the list ``wanted`` included; references from
-            variables of the caller count as others'.
+        wanted: objects to count references of, without duplicates.
+        ours: all objects that hold ``wanted`` on purpose, without duplicates and including the list
+            ``wanted``. References from the caller's variables count as foreign.
     """
     explained = Counter(map(id, gc.get_referents(*ours)))
     candidates = [*wanted, object()]
     excess = [sys.getrefcount(candidate) - explained[id(candidate)] for candidate in candidates]
-    nobody_else = excess.pop()  # references of an object that only this function holds
+    nobody_else = excess.pop()  # baseline: references to an object that only this function holds
     return [candidate for candidate, count in zip(wanted, excess, strict=True) if count > nobody_else]
 
 
 def function_name(function: FunctionType) -> str:
-    """Return the name of the code: functools.wraps gives a wrapper the name of the original."""
+    """Return the name in the code object; functools.wraps overwrites a wrapper's own name."""
     wraps = "__wrapped__" in function.__dict__
     here = function.__code__.co_name if wraps else function.__qualname__
     name = getattr(function.__code__, "co_qualname", here)  # since Python 3.11
@@ -99,20 +104,20 @@ def function_name(function: FunctionType) -> str:
 
 
 def _search(suspects: list[Any], ours: list[Any]) -> list[StaleReference]:
-    """Follow references backwards, all suspects at once, up to holders that have a name."""
+    """Follow references backwards from all suspects at once, until a holder has a name."""
     loaded = tuple(sys.modules.items())
     modules = {id(names): name for name, module in loaded if (names := hooks.namespace(module)) is not None}
     bookkeeping = [suspects, ours, *ours]
-    found: dict[tuple[int, str], StaleReference] = {}
+    references: dict[tuple[int, str], StaleReference] = {}
     paths: list[_Path] = [(original,) for original in suspects]
     for _ in range(_DEPTH):
-        paths = _one_level(paths[:_WIDTH], modules, bookkeeping, found)
+        paths = _one_level(paths[:_WIDTH], modules, bookkeeping, references)
         if not paths:
             break
     for path in paths:
         name = f"a {type(path[-1]).__qualname__}, deep inside other containers"
-        found.setdefault((id(path[0]), name), StaleReference(path[0], name))
-    return list(found.values())
+        references.setdefault((id(path[0]), name), StaleReference(path[0], name))
+    return list(references.values())
 
 
 def _one_level(
@@ -121,11 +126,11 @@ def _one_level(
     bookkeeping: list[Any],
     found: dict[tuple[int, str], StaleReference],
 ) -> list[_Path]:
-    """Extend all paths by one holder; those that reach a name go to ``found``."""
+    """Extend all paths by one holder, and add paths that reach a named holder to ``found``."""
     by_end: dict[int, list[_Path]] = {}
     for path in paths:
         by_end.setdefault(id(path[-1]), []).append(path)
-    # A tuple, because it is passed on as it is and can be ignored below; Python 3.13 reports the arguments.
+    # A tuple is passed on as is, so it can be ignored below. Python 3.13 reports call arguments as referrers.
     ends = tuple(group[0][-1] for group in by_end.values())
     ignored = {id(thing) for thing in (*bookkeeping, bookkeeping, found, paths, ends, *paths)}
     longer: dict[tuple[int, int], _Path] = {}
@@ -145,7 +150,7 @@ def _one_level(
 
 
 def _step(path: _Path, holder: Any, modules: Mapping[int, str]) -> str | _Path | None:
-    """Return the name of a holder, a longer path if it only contains, ``None`` if it calls nothing."""
+    """Return the holder's name, a longer path for a container, or ``None`` if it never calls the object."""
     child = path[-1]
     if is_a(holder, _IGNORED):
         return None
@@ -156,14 +161,14 @@ def _step(path: _Path, holder: Any, modules: Mapping[int, str]) -> str | _Path |
             gone = "" if module else " (of a module that is not in sys.modules)"
             name = f"{module or holder.get('__name__')}.{key}{_keys(path)}{gone}"
             return None if key is None else name
-        # A key is looked up, not called.
+        # Dictionary keys are only looked up, never called.
         return None if key in (None, "__annotations__") else (*path, holder)
     if is_a(holder, FunctionType):
         return _in_function(path, holder)
     if is_a(holder, type):
         return _in_class(path, holder)
     if is_a(holder, _CONTAINERS):
-        # A tuple in a cache is the arguments of a call.
+        # A tuple in an lru_cache holds the arguments of a cached call.
         return None if is_a(holder, _LRU) and is_a(child, tuple) else (*path, holder)
     cls = type(holder)
     if cls is child or cls.__module__ in _SILENT or cls.__module__.startswith(_ENGINE):
@@ -185,7 +190,7 @@ def _in_function(path: _Path, function: FunctionType) -> str | None:
         return f"the default argument of {name} (parameter {parameter}){_keys(path[:-1])}"
     if function.__kwdefaults__ is not None and child is function.__kwdefaults__:
         return f"the default argument of {name} (parameter {_key(child, inner)}){_keys(path[:-1])}"
-    # A wrapper calls what is in its closure; __wrapped__ is only informative, and so are annotations.
+    # A wrapper calls the objects in its closure. __wrapped__ and annotations are only informative.
     key = _key(child, inner) if child is function.__dict__ else "__wrapped__"
     return None if key == "__wrapped__" else f"{name}.{key}{_keys(path[:-1])}"
 
@@ -204,7 +209,7 @@ def _in_class(path: _Path, cls: type) -> str | None:
 
 
 def _is_part_of(function: FunctionType, original: Any) -> bool:
-    """Return whether a function is the original itself, or a method of it that knows its class."""
+    """Return whether a function is the original itself, or a method of the original class."""
     if isinstance(original, type):
         inside = function.__qualname__.startswith(f"{original.__qualname__}.")
         return inside and function.__module__ == original.__module__
@@ -212,7 +217,7 @@ def _is_part_of(function: FunctionType, original: Any) -> bool:
 
 
 def _keys(path: _Path) -> str:
-    """Return the keys of the outermost dictionaries of a path, as subscripts."""
+    """Format the keys of the outermost dictionaries of a path as subscripts."""
     text = ""
     for child, holder in zip(path[-2::-1], path[:0:-1], strict=True):
         if not is_a(holder, (dict, MappingProxyType)):

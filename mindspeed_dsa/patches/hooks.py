@@ -1,7 +1,7 @@
-"""When to patch: now, or right after a module has been executed and before its names are bound elsewhere.
+"""Import hooks and name lookup: patch now, or right after a module has been executed.
 
-wrapt is imported when it is needed: it is half of what importing this package would cost, and it is not
-needed while no feature is on.
+wrapt is imported on first use. It is half the import cost of this package, and is not needed while every
+feature is off.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _module_dict: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict_
 
 
 def namespace(module: Any) -> dict[str, Any] | None:
-    """A module's dictionary without waking lazy modules; ``None`` for objects that are not modules."""
+    """Return a module's dictionary without triggering lazy modules, or ``None`` if it is not a module."""
     return _module_dict(module) if is_a(module, ModuleType) else None
 
 
 def execution(name: str) -> Any:
-    """An object that identifies the last execution of a module; a reload makes a new one."""
+    """Return an object that identifies the module's last execution (its spec, which a reload replaces)."""
     return (namespace(sys.modules.get(name)) or {}).get("__spec__")
 
 
 def is_loaded(name: str) -> bool:
-    """Return whether the module has been executed to its end (or is lazy, and will be on first access)."""
+    """Return whether the module has finished executing, or is lazy and executes on first access."""
     module = sys.modules.get(name)
     return module is not None and not is_initializing(module)
 
 
 def is_initializing(module: Any) -> bool:
-    """Return whether the module is on the import stack (a circular import sees it half executed)."""
+    """Return whether the module is still being executed, as seen from a circular import."""
     spec = (namespace(module) or {}).get("__spec__")
     return bool(getattr(spec, "_initializing", False))
 
 
 def cannot_be_imported(name: str) -> bool:
-    """Return whether there is no such module; queries the finders, but only if that imports no parent."""
+    """Return whether no such module exists; never imports a parent package to find out."""
     parent = name.rpartition(".")[0]
     if name in sys.modules or (parent and not is_loaded(parent)):
         return False
@@ -55,15 +55,15 @@ def cannot_be_imported(name: str) -> bool:
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call ``callback(module)`` right after ``name`` has been executed.
 
-    A module that is currently being executed cannot be hooked any more; the callback is then not called.
+    If the module is already being executed, it cannot be hooked any more and the callback is never called.
 
     Args:
         name: dotted module name.
-        callback: must not raise: an import hook that raises is lost, and the next import of the
+        callback: function that must not raise. An import hook that raises is lost, and the next import of the
             module succeeds without it.
 
     Returns:
-        What lets go of the callback; the hook itself cannot be unregistered, and does nothing from then on.
+        Function that drops the callback. wrapt cannot unregister the hook, which then does nothing.
     """
     import wrapt
 
@@ -71,11 +71,11 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
     callbacks = [callback]
 
     def hook(module: ModuleType) -> None:
-        # wrapt calls at once for every module in sys.modules, including half-executed ones.
+        # wrapt calls the hook at once for a module that is in sys.modules, even if half executed.
         if registering == threading.get_ident() and is_initializing(module):
             return
-        for each in callbacks:
-            each(module)
+        for notify in callbacks:
+            notify(module)
 
     wrapt.register_post_import_hook(hook, name)
     registering = 0
@@ -83,10 +83,10 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
 
 
 def resolve(name: str, path: str) -> tuple[Any, str, Any]:
-    """Owner, attribute name and object of ``path`` in a loaded module, bypassing descriptors.
+    """Return owner, attribute name and object of ``path`` in a loaded module, bypassing descriptors.
 
     Raises:
-        Exception: there is no such attribute; a module's own ``__getattr__`` may raise anything.
+        Exception: no such attribute exists, or the module's own ``__getattr__`` raised.
     """
     import wrapt
 
@@ -95,11 +95,11 @@ def resolve(name: str, path: str) -> tuple[Any, str, Any]:
 
 
 def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
-    """Dictionaries of the loaded modules.
+    """Yield the dictionaries of loaded modules.
 
     Args:
-        since: a module that has just been executed. Modules that were complete when its execution
-            began (they precede it in ``sys.modules``) cannot have imported its names, so they are skipped.
+        since: name of a module that has just been executed. Modules that were complete before its execution
+            began precede it in ``sys.modules`` and cannot have imported its names, so they are skipped.
     """
     started = since is None
     for name, module in sys.modules.copy().items():
@@ -111,12 +111,12 @@ def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
 def bound_names(
     wanted: Mapping[int, Any], since: str | None = None
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Every module-level name bound to one of the ``wanted`` objects: ``(namespace, name, value)``.
+    """Yield every module-level name bound to one of the ``wanted`` objects, as ``(namespace, name, value)``.
 
     Args:
-        wanted: objects to look for, by ``id``; identity finds aliases and cannot be fooled by
-            equal names.
-        since: as for :func:`namespaces`.
+        wanted: objects to look for, by ``id``. Identity finds aliases, and ignores unrelated objects of the
+            same name.
+        since: module that has just been executed, see :func:`namespaces`.
     """
     ids = frozenset(wanted)
     for names in namespaces(since):
@@ -129,7 +129,7 @@ def bound_names(
 
 
 def bound_as(wanted: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The same for pairs of a name and what may be bound to it, ``None`` excepted."""
+    """Yield ``(namespace, name, value)`` for pairs of a name and the object bound to it, except ``None``."""
     wanted = [(name, thing) for name, thing in wanted if thing is not None]
     for names in namespaces() if wanted else ():
         for name, thing in wanted:
@@ -138,9 +138,9 @@ def bound_as(wanted: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[str, Any]
 
 
 def _without(ids: frozenset[int], names: dict[str, Any]) -> bool:
-    """Return whether no value of a dictionary is one of the objects with these ids."""
+    """Return whether none of a dictionary's values has one of these ids."""
     try:
         return ids.isdisjoint(map(id, names.values()))
     except RuntimeError:
-        # It grew: another thread imports a module, or a callback of the garbage collector does.
+        # The dictionary grew: another thread, or a garbage collector callback, is importing a module.
         return ids.isdisjoint(map(id, names.copy().values()))

@@ -1,7 +1,7 @@
-"""The patch manager: plan, check, arm, apply, finalize, undo.
+"""Patch manager: plan, check, arm, apply, finalize, undo.
 
-The only place that sets attributes on foreign objects. Nothing is mutated before every check has
-passed; on failure everything is undone.
+No other module of the package sets attributes on foreign objects. Nothing is modified before every check has
+passed, and a failure undoes everything.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from mindspeed_dsa.patches.spec import Claim, Patch
 _log = log.get()
 
 StaticCheck = Callable[[Patch], tuple[list[str], list[str]]]
-"""``patch -> (problems, notes)`` from the source of the target, without importing it."""
+"""``patch -> (problems, notes)`` from the target's source, without importing the target."""
 
 _HELD = (
     "the original is still held by {holders}; import mindspeed_dsa.megatron_adaptor before the module "
     "that holds it, or have that holder look the name up when it calls"
 )
-_NAMED_HOLDERS = 5  # an error message names so many
+_NAMED_HOLDERS = 5  # most holders that one error message names
 
 
 class PatchManager:
-    """Owns the patch sites of one set of features.
+    """Plans, applies and undoes the patches of one set of features.
 
     Args:
         root: top-level package in place of ``megatron`` (``corp_megatron`` in a fork).
-        version_of: distribution version of a top-level package, ``None`` if unknown.
-        static_check: looks at the source of a target that is not imported yet, and compares it with the
-        record of the release.
+        version_of: function from a top-level package to its distribution version, ``None`` if unknown.
+        static_check: function that compares the source of a target that is not imported yet with the
+            release's record.
     """
 
     def __init__(
@@ -57,25 +57,26 @@ class PatchManager:
         # lock of the module that this code wants, and wait for ours in its import hook.
         self._lock = threading.RLock()
         self._sites: list[Site] = []
-        self._outlived: list[Site] = []  # module was executed again; consumers hold its objects
+        self._outlived: list[Site] = []  # sites of reloaded modules: the old objects still have users
         self._busy: set[int] = set()  # ids of sites that a thread is preparing
-        self._places: dict[Any, Site] = {}  # what is patched, see conflicts.places_of()
+        self._places: dict[Any, Site] = {}  # key of a patched target, see conflicts.places_of(), to its site
         self._armed = False
-        self._unhook: list[Callable[[], None]] = []  # lets import hooks forget this manager
+        self._unhook: list[Callable[[], None]] = []  # functions that disable the import hooks
 
     # -- plan and check ------------------------------------------------------------------------
 
     def plan(self, claims: Iterable[Claim]) -> None:
-        """Take the claims of all features, without changing anything.
+        """Store the claims of all features, without changing anything.
 
         Raises:
-            PatchDeclarationError: a row's version range cannot be read.
+            PatchDeclarationError: a patch's version range cannot be parsed.
             MindSpeedDSAError: the patches of the last plan are armed.
         """
         with self._lock:
             if self._armed:
                 raise MindSpeedDSAError("patches are armed already; undo() them before planning again")
-            self._restore(self._touched())  # sites re-patched by other code that no longer are
+            # Other code had patched over these sites before undo(), and may have restored them since.
+            self._restore(self._touched())
             inside, outside = [], []
             for claim in claims:
                 patch = claim.patch.under_root(self._root)
@@ -88,21 +89,21 @@ class PatchManager:
             self._sites, self._outlived = [*group(inside), *outside], []
 
     def check(self) -> None:
-        """Run every check that is possible before the first mutation.
+        """Run every check that is possible before the first modification.
 
         Raises:
-            PatchError: lists every contradiction, missing target and missing parameter at once.
+            PatchError: one or more checks failed: lists every conflict, missing target and missing parameter.
         """
         problems = [text for text in map(contradictions, self._sites) if text]
         places: dict[Any, Site] = {}
         for site in self._in_state("planned"):
-            found = self._check_site(site, places)
-            if found and site.required:
-                problems += [f"{site.who}: {text}" for text in found]
-            elif found and hooks.is_loaded(site.patch.module):
-                site.state, site.reason = "skipped", "; ".join(found)
-            elif found:  # may still appear: sys.path can grow; the hook checks again
-                site.notes += found
+            site_problems = self._check_site(site, places)
+            if site_problems and site.required:
+                problems += [f"{site.who}: {text}" for text in site_problems]
+            elif site_problems and hooks.is_loaded(site.patch.module):
+                site.state, site.reason = "skipped", "; ".join(site_problems)
+            elif site_problems:  # the module may still appear if sys.path grows; the import hook checks again
+                site.notes += site_problems
         if problems:
             raise PatchError(problems, "these patches cannot be applied, nothing was changed")
 
@@ -111,10 +112,10 @@ class PatchManager:
         look = self._static_check or _know_nothing
         for claim in site.claims:
             try:
-                found, notes = look(claim.patch)
+                claim_problems, notes = look(claim.patch)
             except Exception as error:  # unreadable sources must not prevent the start
-                found, notes = [], [f"its source could not be checked: {error!r}"]
-            problems += found
+                claim_problems, notes = [], [f"its source could not be checked: {error!r}"]
+            problems += claim_problems
             site.notes += notes
         if hooks.is_loaded(site.patch.module):
             # The live object takes precedence over its source: other code may have changed it already.
@@ -133,7 +134,7 @@ class PatchManager:
         """Patch imported modules, and hook the imports of all others.
 
         Raises:
-            PatchError: a required site of an imported module failed; everything is undone.
+            PatchError: a required patch of an imported module failed; everything is undone.
         """
         later: dict[str, list[Site]] = {}
         with self._lock:
@@ -142,7 +143,7 @@ class PatchManager:
                 site.state = "pending"
                 if not hooks.is_loaded(site.patch.module):
                     later.setdefault(site.patch.module, []).append(site)
-        # First the hooks: implementations import modules that have sites of their own.
+        # Register the hooks first, because implementations import modules that have patches of their own.
         for module, sites in later.items():
             self._unhook.append(hooks.when_imported(module, partial(self._on_import, sites)))
         if self._apply_loaded():
@@ -150,7 +151,7 @@ class PatchManager:
         self._undo_if_failed()
 
     def _on_import(self, sites: list[Site], module: ModuleType) -> None:
-        """Import hook; records failures, never raises."""
+        """Patch a module from its import hook. Records failures; never raises."""
         try:
             self._apply(sites, since=sites[0].patch.module)
             self._apply_loaded()
@@ -163,14 +164,14 @@ class PatchManager:
                 _log.error("%s; the next finalize() raises this", _words(site), ranks="all")
 
     def _apply_loaded(self) -> bool:
-        """Sites of modules that are complete by now; some were half executed when we armed."""
+        """Patch modules that are complete by now. Some were still half executed in arm()."""
         return self._apply([s for s in self._in_state("pending") if hooks.is_loaded(s.patch.module)])
 
     def _apply(self, sites: Iterable[Site], since: str | None = None) -> bool:
         """Prepare all sites, then install them and rebind names bound to the originals.
 
         Returns:
-            Whether there was anything to do.
+            Whether any site was pending.
         """
         with self._lock:
             mine = [site for site in sites if site.state == "pending" and id(site) not in self._busy]
@@ -187,14 +188,14 @@ class PatchManager:
         return bool(mine)
 
     def _prepare(self, sites: list[Site]) -> list[Site]:
-        """Compose the objects to install; foreign code runs here, and nothing is changed."""
+        """Compose the objects to install. Foreign code runs here; nothing is modified."""
         implementations: dict[int, list[Any]] = {}
         for site in sites:
             try:
                 implementations[id(site)] = site.implementations()
             except Exception as error:
-                # An implementation that is currently importing our target completes later, see
-                # _apply_loaded(); all others are broken.
+                # The implementation may be importing the target's module right now; _apply_loaded() completes
+                # it later. Any other import error is final.
                 if not site.awaits_implementation():
                     self._fail(site, f"its implementation cannot be imported: {error!r}")
         located = []
@@ -205,7 +206,7 @@ class PatchManager:
                     self._fail(site, problem)
                 else:
                     located.append(site)
-        # Base classes first: a patch of an inherited method goes around the patch of the base's own.
+        # Base classes first: the patch of an inherited method wraps the patch of the base class's method.
         located.sort(key=lambda site: len(site.owner.__mro__) if isinstance(site.owner, type) else 0)
         composed: dict[Any, Site] = {}
         for site in located:
@@ -221,7 +222,7 @@ class PatchManager:
         applied = []
         for site in sites:
             if site.state != "pending":
-                continue  # undone while it was prepared
+                continue  # another thread undid it while it was prepared
             problem = clash(site, self._places)
             try:
                 if not problem:
@@ -250,15 +251,15 @@ class PatchManager:
     # -- finalize ------------------------------------------------------------------------------
 
     def finalize(self, thorough: bool = False) -> None:
-        """Verify every site; call it right before the model is built.
+        """Verify every site. Call it right before the model is built.
 
         Args:
-            thorough: also find holders of originals for sites where that is declared harmless. The search
-            traverses the whole heap, and a run does not need it.
+            thorough: whether to also find holders of originals at sites that declare them harmless. The
+                search traverses the whole heap, and a training run does not need it.
 
         Raises:
-            PatchError: one message for all failed required sites and all stale references to
-                required ones; everything is undone before it is raised.
+            PatchError: a required site failed, or its original is still held elsewhere. One message lists
+                all; everything is undone before it is raised.
         """
         self._renew()
         if self._apply_loaded():
@@ -271,11 +272,11 @@ class PatchManager:
             refused = [(site, site.reason) for site in self._in_state("foreign") if site.lost]
             applied = self._in_state("applied")
             self._rebind(applied)
-            own = [*self._sites, *self._outlived, *stale.holding_on_purpose(self._touched())]
-            stale.note_holders([site for site in applied if thorough or not site.stale_is_harmless], own)
+            holding = [*self._sites, *self._outlived, *stale.holding_on_purpose(self._touched())]
+            stale.note_holders([site for site in applied if thorough or not site.stale_is_harmless], holding)
             held = [site for site in applied if site.stale and site.stale_is_error]
-            if held and gc.collect():  # garbage must not cause an error
-                stale.note_holders(held, own)
+            if held and gc.collect():  # collect first: a holder that is garbage is not an error
+                stale.note_holders(held, holding)
             refused += [(site, _HELD.format(holders=_listed(site.stale))) for site in held if site.stale]
         refused = [(site, reason) for site, reason in refused if site.required]
         if refused:
@@ -285,10 +286,11 @@ class PatchManager:
         self._undo_if_failed()
 
     def _renew(self) -> None:
-        """Return sites whose patch is no longer what callers find to the pending state.
+        """Reset sites to pending if callers no longer reach their patch.
 
-        A reloaded module gets a separate site; holders of the old module's objects keep them, patched,
-        until undo. A patch of an inherited method is composed again when the base has changed.
+        A reloaded module gets a new site. The old site stays patched until undo, because the old module's
+        objects may still be in use. The patch of an inherited method is composed again if its base class has
+        changed.
         """
         with self._lock:
             self._refresh()
@@ -315,9 +317,9 @@ class PatchManager:
     # -- undo and report -----------------------------------------------------------------------
 
     def undo(self) -> None:
-        """Restore the identical objects everywhere; foreign re-patches are kept.
+        """Restore the identical original objects everywhere, and keep patches that other code put on top.
 
-        Calling it again restores sites that other code had patched over and has restored since.
+        A second call restores sites that other code had patched over and has since given back.
         """
         with self._lock:
             self._armed = False
@@ -347,17 +349,17 @@ class PatchManager:
                 site.release()
 
     def covered(self) -> list[Covered]:
-        """Return what applied patches have found in their places, and what other code has put in its own."""
+        """Return the objects that patches replaced, and the objects that other code put over patches."""
         with self._lock:
             self._refresh()
-            found = [
+            replaced = [
                 Covered(site.label, site.raw, all(claim.patch.kind == "wrap" for claim in site.claims))
                 for site in self._in_state("applied", "foreign")
             ]
-            return found + [Covered(site.label, site.live(), True) for site in self._in_state("foreign")]
+            return replaced + [Covered(site.label, site.live(), True) for site in self._in_state("foreign")]
 
     def report(self) -> list[SiteReport]:
-        """The state of every site, including foreign re-patches."""
+        """Return the state of every site, including sites that other code patched over."""
         with self._lock:
             self._refresh()
             stale.note_left(self._sites)

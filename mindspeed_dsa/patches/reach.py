@@ -1,7 +1,7 @@
-"""Search for our function below a callable that other code has installed.
+"""Search for our patch below a callable that other code has installed over it.
 
-A decorator holds what it wraps: in a closure, a default argument, an attribute, an argument of a partial, or
-under a name of its module that its code uses. All of these are followed.
+A decorator holds the wrapped function in a closure, a default argument, an attribute, an argument of a
+partial, or under a global name that its code uses. The search follows all of these.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from mindspeed_dsa.patches import compose
 from mindspeed_dsa.patches.signatures import is_a
 
-_MOST = 5000  # objects looked at
-_DEPTH = 8
+_MOST = 5000  # most objects visited
+_DEPTH = 8  # most references between the callable and our patch
 
 
 def reaches(live: Any, ours: Any) -> bool:
-    """Return whether ``ours`` is found among what ``live`` holds.
+    """Return whether ``live`` holds ``ours``, directly or indirectly.
 
     Args:
-        live: what a lookup of the target finds.
-        ours: what the engine installed.
+        live: object that a lookup of the target returns.
+        ours: object that the engine installed.
     """
     wanted = {id(ours), id(compose.underlying(ours))}
     home = getattr(compose.underlying(live), "__globals__", None)
     queue, seen = deque([(live, 0)]), set[int]()
-    kept = []  # alive, so that no id comes twice
+    kept = []  # keeps visited objects alive, so that no id is reused
     while queue and len(seen) < _MOST:
         thing, depth = queue.popleft()
         if id(thing) in wanted:
@@ -66,24 +66,24 @@ def _of_function(function: FunctionType, home: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # empty
+        except ValueError:  # empty cell
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
     if function.__globals__ is not home:
-        return  # names of other modules lead everywhere
+        return  # globals of other modules would lead to everything that is loaded
     names, everything = _names(function.__code__), function.__globals__
     for name in names & everything.keys():
         yield everything[name]
         if is_a(everything[name], (type, ModuleType)):
-            # An attribute that the code may take of it.
+            # The code may call an attribute of this class or module.
             held: Mapping[str, Any] = vars(everything[name])
             yield from (held[attribute] for attribute in names & held.keys())
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that code uses, that of functions inside of it included."""
+    """Return the names that code uses, including its nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 

@@ -1,4 +1,4 @@
-"""Follows a target through source code: re-exports, aliases, classes and their bases."""
+"""Static name resolution: follows a target through re-exports, aliases, classes and their bases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_dsa.patches.source_tree import (
 
 @dataclass(frozen=True)
 class Found:
-    """One object that a name may denote: a definition, an assigned value, or a whole module."""
+    """Candidate for a name: a definition, an assigned value, or a whole module."""
 
     module: ModuleSource
     qualname: str
@@ -30,37 +30,37 @@ class Found:
 
     @property
     def package(self) -> str:
-        """Top-level package that defines it."""
+        """Top-level package that contains the definition."""
         return self.module.package
 
     @property
     def is_definition(self) -> bool:
-        """Return whether it is a function or a class rather than a value or a module."""
+        """Return whether the candidate is a function or a class rather than a value or a module."""
         return isinstance(self.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
 
 
 @dataclass
 class Resolution:
-    """All alternatives for a target; without any, ``missing`` or ``unknown`` says why."""
+    """All candidates for a target. If there are none, ``missing`` or ``unknown`` gives the reason."""
 
     found: list[Found] = field(default_factory=list)
     missing: str = ""
     unknown: str = ""
 
     def merge(self, other: Resolution) -> None:
-        """Add another alternative's outcome."""
+        """Add the result of another alternative."""
         self.found += [item for item in other.found if item not in self.found]
         self.missing = self.missing or other.missing
         self.unknown = self.unknown or other.unknown
 
     def settled(self) -> Resolution:
-        """Prefer definitions over placeholders such as ``X = None`` in an ``except ImportError``."""
+        """Prefer definitions over placeholders, as in ``except ImportError: X = None``."""
         definitions = [item for item in self.found if item.is_definition]
         return Resolution(definitions or self.found) if self.found else self
 
 
 class Resolver:
-    """Resolves dotted paths below modules of one tree."""
+    """Resolves dotted paths in the modules of one source tree."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
@@ -96,7 +96,7 @@ class Resolver:
     def _module_attribute(self, module: ModuleSource, name: str, seen: set[tuple[str, str]]) -> Resolution:
         submodule = self._tree.module(f"{module.name}.{name}") if module.is_package else None
         inner = Resolution([Found(submodule, "", None)]) if submodule is not None else None
-        if (module.name, name) in seen:  # `from package import submodule`, written in that package
+        if (module.name, name) in seen:  # `from package import submodule` inside that package
             return inner or Resolution(missing=f"{module.name} imports {name} in a circle")
         seen = seen | {(module.name, name)}
         scope = module.scope
@@ -134,8 +134,8 @@ class Resolver:
             return self._import(module, binding, seen)
         if isinstance(binding.node, (ast.Name, ast.Attribute)):
             alias = self._expression(module, binding.node, seen)
-            # `fuse = torch.compile` is the package's own choice: another package's release must not change
-            # its record.
+            # `fuse = torch.compile` is this package's own choice. Following the alias would let another
+            # package's release change this record.
             if alias.found and alias.found[0].package == module.package:
                 return alias
         return Resolution([Found(module, qualname, binding.node, binding.line)])
@@ -149,7 +149,7 @@ class Resolver:
         return self._module_attribute(source, imported.name, seen)
 
     def _expression(self, module: ModuleSource, node: ast.expr, seen: set[tuple[str, str]]) -> Resolution:
-        """A dotted name as the module's top level sees it."""
+        """Resolve a dotted name as it is visible at the module's top level."""
         if isinstance(node, ast.Subscript):  # Generic[T]
             return self._expression(module, node.value, seen)
         names: list[str] = []
@@ -159,7 +159,7 @@ class Resolver:
         if not isinstance(node, ast.Name):
             return Resolution(unknown=f"{ast.unparse(node)} is computed when {module.name} is imported")
         start = self._module_attribute(module, node.id, seen)
-        # `torch.nn.Module`: step over submodules without reading the packages on the way.
+        # For `torch.nn.Module`, step through submodules without reading the packages' __init__ files.
         while names and start.found and start.found[0].node is None:
             submodule = self._tree.module(f"{start.found[0].module.name}.{names[0]}")
             if submodule is None:
@@ -171,13 +171,13 @@ class Resolver:
     # -- classes -------------------------------------------------------------------------------
 
     def class_scope(self, node: ast.ClassDef) -> Scope:
-        """Names that the class body binds."""
+        """Return the names that the class body binds."""
         if id(node) not in self._class_scopes:
             self._class_scopes[id(node)] = scope_of(node.body)
         return self._class_scopes[id(node)]
 
     def bases(self, item: Found) -> list[tuple[ast.expr, Resolution]]:
-        """The class's base expressions, and what each resolves to."""
+        """Return each base expression of a class with its resolution."""
         assert isinstance(item.node, ast.ClassDef)
         return [(base, self._expression(item.module, base, set())) for base in item.node.bases]
 
@@ -212,7 +212,7 @@ class Resolver:
         self, item: Found, name: str, binding: Definition | Value | Imported, seen: set[tuple[str, str]]
     ) -> Resolution:
         if isinstance(binding, Value) and isinstance(binding.node, ast.Name) and binding.node.id != name:
-            # `forward = other_method`, else a name of the module
+            # `forward = other_method`; if the class has no such name, it is a name of the module
             assert isinstance(item.node, ast.ClassDef)
             if binding.node.id in self.class_scope(item.node).names:
                 return self._class_attribute(item, binding.node.id, seen)
@@ -228,7 +228,7 @@ def _absolute(module: ModuleSource, imported: Imported) -> str:
 
 
 def _adds_nothing(base: ast.expr, name: str) -> bool:
-    """A base without such an attribute whose source is compiled: builtins, and typing's markers."""
+    """Return whether a base class is known to lack the attribute (builtins, typing markers)."""
     marker = base.value if isinstance(base, ast.Subscript) else base
     if ast.unparse(marker).rpartition(".")[2] in ("Generic", "Protocol"):
         return True

@@ -1,4 +1,4 @@
-"""Callables: their actual class, their parameters, and whether one can be called wherever another is."""
+"""Callable inspection: actual type, parameters, and call compatibility of a replacement."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def is_a(thing: Any, types: type | tuple[type, ...]) -> bool:
-    """Return ``isinstance``, by the actual type only.
+    """Return ``isinstance(thing, types)`` judged by the actual type only.
 
-    ``isinstance`` also reads the object's ``__class__``: a wrapt proxy of a function, or a mock, then counts
-    as a function, and a lazy object is loaded.
+    ``isinstance`` also reads the object's ``__class__``. A wrapt proxy of a function, or a mock, would then
+    count as a function, and a lazy object would be loaded.
     """
     return issubclass(type(thing), types)
 
 
 def parameters(function: Any) -> list[Parameter] | None:
-    """Parameters of a callable; ``None`` where they are unknown (many builtins)."""
+    """Return a callable's parameters, or ``None`` if they are unknown (many builtins)."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -32,24 +32,25 @@ def parameters(function: Any) -> list[Parameter] | None:
 
 def missing(function: Any, names: set[str]) -> list[str]:
     """Return the ``names`` that ``function`` does not take, sorted."""
-    if is_a(function, FunctionType) and not function.__dict__:  # what inspect would say, at once
+    # Fast path for plain functions, with the same result as inspect.signature.
+    if is_a(function, FunctionType) and not function.__dict__:
         code = function.__code__
         if code.co_flags & inspect.CO_VARKEYWORDS:
             return []
         return sorted(names.difference(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]))
-    known = parameters(function)
-    if known is None or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known):
+    accepted = parameters(function)
+    if accepted is None or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted):
         return []
-    return sorted(names - {parameter.name for parameter in known})
+    return sorted(names - {parameter.name for parameter in accepted})
 
 
 def misfits(original: Callable[..., Any], replacement: Callable[..., Any], method: bool) -> list[str]:
     """Describe the calls of ``original`` that would fail with ``replacement``; empty if none.
 
     Args:
-        original: the function that callers expect.
-        replacement: the function that they will call.
-        method: whether the first parameter is the instance or class, whose name is never used.
+        original: function that callers expect.
+        replacement: function that they will call instead.
+        method: whether the first parameter is the instance or class, which callers never pass by name.
     """
     old, new = parameters(original), parameters(replacement)
     if old is None or new is None:
@@ -86,14 +87,14 @@ def _not_accepted(old: list[Parameter], new: list[Parameter]) -> list[str]:
 
 
 def _newly_demanded(old: list[Parameter], new: list[Parameter]) -> list[str]:
-    given = {parameter.name for parameter in old if parameter.default is Parameter.empty}
+    required = {parameter.name for parameter in old if parameter.default is Parameter.empty}
     positional_only = sum(parameter.kind is Parameter.POSITIONAL_ONLY for parameter in old)
     if {parameter.kind for parameter in old} & set(_VARIADIC):
-        return []  # the arguments of its callers are unknown
+        return []  # the original takes *args or **kwargs, so its callers' arguments are unknown
     return [
         f"it requires {parameter.name}, which callers need not pass"
         for parameter in new[positional_only:]
         if parameter.kind not in _VARIADIC
         and parameter.default is Parameter.empty
-        and parameter.name not in given
+        and parameter.name not in required
     ]

@@ -1,4 +1,4 @@
-"""One patched attribute of a third-party package: planning, applying and undoing."""
+"""State of one patched attribute of a third-party package: plan, apply and undo."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from mindspeed_dsa.patches.spec import Claim, Patch
 
 State = Literal["planned", "pending", "applied", "skipped", "failed", "foreign", "undone"]
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
+"""Marker for an attribute that the owner's own dictionary does not have."""
 
 
 def load(dotted: str) -> Any:
     """Import the object that ``"package.module:name"`` names."""
     module, _, path = dotted.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target
 
 
 @dataclass(eq=False, slots=True)
@@ -34,14 +35,14 @@ class Site:
 
     Attributes:
         owner: module, class or dictionary that holds the target.
-        original: the value in the owner's dictionary; ``ABSENT`` if it was inherited or new.
-        raw: the value found there or along the MRO.
-        installed: what the engine installed, or is about to install.
-        execution: identifies the execution of the target's module that was patched.
-        rebound: other modules' names that were bound to the original and now are bound to the patch.
+        original: value in the owner's own dictionary; ``ABSENT`` if inherited or new.
+        raw: value in the owner's dictionary or along the MRO, descriptors included.
+        installed: object that the engine installed, or will install.
+        execution: identity of the module execution that was patched, see ``hooks.execution``.
+        rebound: names in other modules that were bound to the original and now are bound to the patch.
         stale: holders of the original (after undo: of the patch) that no assignment can reach.
-        stack: implementations that were composed, innermost first.
-        left: after undo, the patch, as long as other code keeps it alive.
+        stack: names of the composed implementations, innermost first.
+        left: weak reference to the patch after undo, alive while other code still holds it.
     """
 
     claims: list[Claim]
@@ -60,7 +61,7 @@ class Site:
 
     @property
     def patch(self) -> Patch:
-        """Any of the rows; all share target and key."""
+        """First patch of the site; all patches of a site have the same target and key."""
         return self.claims[0].patch
 
     @property
@@ -70,7 +71,7 @@ class Site:
 
     @property
     def slot(self) -> Any:
-        """Attribute name, or key, of the target in its owner."""
+        """Attribute name or dictionary key of the target in its owner."""
         return self.patch.path[-1] if self.patch.kind != "entry" else self.patch.key
 
     @property
@@ -80,27 +81,27 @@ class Site:
 
     @property
     def who(self) -> str:
-        """The features as messages name them."""
+        """Features of the site, as messages name them."""
         return ", ".join(dict.fromkeys(claim.who for claim in self.claims))
 
     @property
     def required(self) -> bool:
-        """Return whether any feature requires it."""
+        """Return whether any feature requires the patch."""
         return any(claim.patch.required for claim in self.claims)
 
     @property
     def stale_is_error(self) -> bool:
-        """Return whether a reference that cannot be rebound fails the run."""
+        """Return whether a remaining reference to the original fails the run."""
         return any(claim.patch.required and claim.patch.stale == "error" for claim in self.claims)
 
     @property
     def stale_is_harmless(self) -> bool:
-        """Return whether every patch of the site declares such a reference harmless."""
+        """Return whether every patch of the site declares remaining references to the original harmless."""
         return all(claim.patch.stale == "report" for claim in self.claims)
 
     @property
     def composed(self) -> bool:
-        """Return whether a function is composed for this site, from replacements and decorators."""
+        """Return whether the site installs a function composed of replacements and decorators."""
         return self.patch.kind in ("replace", "wrap")
 
     @property
@@ -111,13 +112,16 @@ class Site:
     # -- before --------------------------------------------------------------------------------
 
     def locate(self) -> str:
-        """Find owner and object in the imported module; return a problem, or an empty string.
+        """Find the owner and object in the imported module.
 
-        Looks into dictionaries along the MRO, never through descriptors.
+        Looks into the dictionaries along the MRO, never through descriptors.
+
+        Returns:
+            Description of the problem, or an empty string.
         """
         try:
             return self._find()
-        except Exception as error:  # a module's own __getattr__ may raise anything
+        except Exception as error:  # a module's own __getattr__ may raise any exception
             return f"{self.label} does not exist ({error})"
 
     def _find(self) -> str:
@@ -143,19 +147,19 @@ class Site:
         return hooks.resolve(self.patch.module, ".".join(self.patch.path))
 
     def implementations(self) -> list[Any]:
-        """Import the implementations that the rows name. Runs foreign code, so no lock may be held."""
+        """Import the implementations of all claims. Runs foreign code, so the caller must hold no lock."""
         return [load(claim.patch.impl) for claim in self.claims]
 
     def awaits_implementation(self) -> bool:
-        """Return whether an implementation's module is only half executed: it is importing the target's."""
+        """Return whether an implementation's module is still executing (it imports the target's module)."""
         modules = (claim.patch.impl.partition(":")[0] for claim in self.claims)
         return any(hooks.is_initializing(sys.modules.get(module)) for module in modules)
 
     def inherit(self, composed: Mapping[Any, Site]) -> None:
-        """Wrap a patch that a base class is about to get.
+        """Use the base class's patch as the object to wrap, if the target is an inherited method.
 
         Args:
-            composed: sites to be installed before this one, by ``(id(owner), slot)``.
+            composed: map from ``(id(owner), slot)`` to the sites that are installed before this one.
         """
         if not isinstance(self.owner, type) or self.original is not ABSENT:
             return
@@ -166,7 +170,7 @@ class Site:
                 return
 
     def prepare(self, implementations: Iterable[Any]) -> None:
-        """Compose the object to install; the site must have been located.
+        """Compose the object to install. Call :meth:`locate` first.
 
         Raises:
             PatchDeclarationError: the implementations do not fit the target.
@@ -175,11 +179,11 @@ class Site:
         wrappers: dict[Any, tuple[str, compose.Decorator]] = {}
         for claim, implementation in zip(self.claims, implementations, strict=True):
             if claim.patch.kind == "wrap":
-                # A decorator that several features claim is applied once.
+                # A decorator that several features claim with equal contexts is applied once.
                 once = (claim.patch.impl, compose.identity(implementation, claim.context))
                 decorate = compose.with_context(implementation, claim.context)
                 wrappers.setdefault(once, (claim.patch.impl, decorate))
-            elif not decided:  # other replacements name the same object, or check() refused them
+            elif not decided:  # further replacements name the same object, else check() has refused them
                 replacement = implementation(claim.context) if claim.patch.factory else implementation
                 decided = True
         deciding = [claim.patch.impl for claim in self.claims if claim.patch.kind != "wrap"][:1]
@@ -206,14 +210,14 @@ class Site:
         if isinstance(self.owner, type) and self.original is ABSENT:
             return self.owner.__module__, f"{self.owner.__qualname__}.{self.slot}"
         if isinstance(self.owner, ModuleType) and not is_a(compose.underlying(self.raw), FunctionType):
-            # A builtin carries the name of its C type, under which pickle would find the original.
+            # A builtin's __module__ and __qualname__ name its C type; pickle would find the original there.
             return self.patch.module, ".".join(self.patch.path)
         return None
 
     def linked(self) -> tuple[Any, Any] | None:
-        """The original and the patch, if other modules may have bound them to names."""
+        """Return the original and the patch, if other modules may have bound them to names."""
         if self.patch.kind == "entry" or not callable(compose.underlying(self.raw)):
-            return None  # constants are shared by unrelated code
+            return None  # unrelated code shares constants, so their identity says nothing
         if isinstance(self.owner, ModuleType):
             return self.raw, self.installed
         if isinstance(self.owner, type) and self.composed:
@@ -221,10 +225,10 @@ class Site:
         return None
 
     def moved(self) -> tuple[Any, Any] | None:
-        """:meth:`linked`, if the names of the original are to follow.
+        """Return :meth:`linked`, if names bound to the original should be rebound to the patch.
 
-        They do not for an inherited method, which belongs to the base class, nor for a function of another
-        package that the target's module merely imports.
+        They are not rebound for an inherited method, which belongs to the base class, or for a function of
+        another package that the target's module merely imports.
         """
         linked = self.linked()
         if linked is None:
@@ -259,18 +263,18 @@ class Site:
             setattr(self.owner, self.slot, thing)
 
     def present(self) -> Any:
-        """The current value at the patched target."""
+        """Return the current value at the patched target."""
         if self.patch.kind == "entry":
             return self.owner.get(self.slot, ABSENT)
         return vars(self.owner).get(self.slot, ABSENT)
 
     def executed_again(self) -> bool:
-        """Return whether the module has been reloaded, or imported again, since it was patched."""
+        """Return whether the module has been reloaded or imported again since it was patched."""
         now = hooks.execution(self.patch.module)
         return now is not None and now is not self.execution
 
     def base_has_changed(self) -> bool:
-        """Return whether a patched inherited method is no longer the one of the base classes."""
+        """Return whether the inherited method that was patched is no longer the base classes' method."""
         if not isinstance(self.owner, type) or self.original is not ABSENT:
             return False
         bases = (vars(base) for base in self.owner.__mro__[1:])
@@ -278,9 +282,10 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Return whether other code restored the original, or put a function there that does not reach ours.
+        """Return whether calls no longer reach the patch.
 
-        The latter is harmless where every patch of the site says so of callers that go past it.
+        Other code either restored the original, or installed a function that does not call the patch. The
+        latter is accepted if every patch of the site sets ``stale="report"``.
         """
         if self.state != "foreign":
             return False
@@ -293,7 +298,7 @@ class Site:
         return not reach.reaches(live, self.installed)
 
     def refresh(self) -> None:
-        """Detect that other code has patched over us, or has undone that."""
+        """Update the state if other code has patched over the target, or has removed its own patch."""
         if self.state not in ("applied", "foreign"):
             return
         live = self.live()
@@ -336,16 +341,16 @@ class Site:
         self.state, self.reason = "undone", ""
 
     def can_be_told_by(self, name: str) -> bool:
-        """Return whether a name bound to what is installed can only have come from this site's target.
+        """Return whether a name bound to the installed object must have been copied from this site's target.
 
-        An object that ``value`` put in place may be bound elsewhere independently; under the
-        target's name, which is not its own, it came from the target.
+        An object installed by kind ``value`` may also be bound elsewhere independently. If it is bound under
+        the target's name, which differs from its own, it was copied from the target.
         """
         own_name = getattr(self.installed, "__name__", None)
         return self.traceable or name == self.slot != own_name
 
     def release(self) -> None:
-        """Forget the objects of an undone site, and keep the patch only while other code holds it."""
+        """Drop the references of an undone site; the patch is referenced only weakly from then on."""
         if self.traceable and is_a(compose.underlying(self.installed), FunctionType):
             self.left = weakref.ref(compose.underlying(self.installed))
         self.owner = self.execution = None
@@ -354,17 +359,17 @@ class Site:
 
 
 def _named(thing: Any) -> str:
-    """Return where a function was written, which its name and module need not say; else its ``repr``."""
+    """Return the place where a function was written, or the ``repr`` of another object."""
     function = compose.underlying(thing)
     return holders.function_name(function) if is_a(function, FunctionType) else repr(thing)
 
 
 def _at_home(thing: Any, package: str) -> bool:
-    """Return whether a callable was made in ``package``, or does not record where it was made."""
+    """Return whether a callable was defined in ``package``, or does not record where it was defined."""
     says = is_a(thing, (type, FunctionType, BuiltinFunctionType, MethodType))
     if not says and "__module__" not in getattr(thing, "__dict__", ()):
-        return True  # an instance names the module of its class, not its own
-    owner = getattr(thing, "__self__", None)  # of a builtin: its module or class
+        return True  # an instance's __module__ is the module of its class
+    owner = getattr(thing, "__self__", None)  # for a builtin: its module or class
     candidates = (getattr(thing, "__module__", None), getattr(owner, "__module__", None))
     home = next((name for name in candidates if isinstance(name, str)), None)
     return home is None or home.partition(".")[0] == package.partition(".")[0]
@@ -372,12 +377,12 @@ def _at_home(thing: Any, package: str) -> bool:
 
 @dataclass(frozen=True)
 class Covered:
-    """Object of other code in a patch's place.
+    """Object of other code at a patched target.
 
     Attributes:
         name: name of the target.
-        found: the object that was there before the patch, or is there after it.
-        is_called: whether the patch calls it, as a wrapper does and a replacement does not.
+        found: object that was there before the patch, or is there after it.
+        is_called: whether the object is still called. A wrapper calls it, a replacement does not.
     """
 
     name: str
@@ -387,7 +392,7 @@ class Covered:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One patch site, in words."""
+    """State of one patch site, as text for reports."""
 
     target: str
     kind: str
@@ -398,20 +403,20 @@ class SiteReport:
     reason: str
     required: bool
     rebound: int
-    """Names in other modules that were bound to the original and now are bound to the patch."""
+    """Number of names in other modules that were rebound from the original to the patch."""
     stale: list[str]
     """Holders of the original that cannot be rebound; of an undone site, holders of the patch."""
     notes: list[str]
-    """Drift that does not stop the site: a function that the fork changed."""
+    """Differences that do not stop the site, such as a function that the fork changed."""
     why: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as plain data for JSON."""
         return asdict(self)
 
 
 def describe(site: Site) -> SiteReport:
-    """The report of one site."""
+    """Build the report of one site."""
     return SiteReport(
         target=site.label,
         kind="+".join(dict.fromkeys(claim.patch.kind for claim in site.claims)),

@@ -1,4 +1,4 @@
-"""Sources of packages, found and read as Python would and never imported, and the names that they bind."""
+"""Package sources, located and parsed without importing them, and the names that they bind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import IO, Any
 
 @dataclass(frozen=True)
 class Definition:
-    """``def`` or ``class``."""
+    """``def`` or ``class`` statement."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class Value:
-    """An assignment; ``node`` is its right-hand side, or the statement when several names share it."""
+    """Assignment. ``node`` is the right-hand side, or the whole statement when it unpacks."""
 
     node: ast.AST
     line: int
@@ -32,9 +32,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Imported:
-    """``from module import name``, or ``import module`` where ``name`` is empty.
+    """``from module import name``, or ``import module`` if ``name`` is empty.
 
-    ``level`` counts the leading dots of a relative import.
+    ``level`` is the number of leading dots of a relative import.
     """
 
     module: str
@@ -47,20 +47,20 @@ Binding = Definition | Value | Imported
 
 @dataclass
 class Scope:
-    """Names of one module or class body, in the order of their bindings.
+    """Names bound in one module or class body, in order.
 
-    Several bindings of a name are alternatives (``if``/``else``, ``try``/``except``): which one is
-    live cannot be known without running the module.
+    Several bindings of a name are alternatives (``if``/``else``, ``try``/``except``). Which of them is live
+    cannot be known without running the module.
     """
 
     names: dict[str, list[Binding]] = field(default_factory=dict)
     stars: list[Imported] = field(default_factory=list)
 
     def bind(self, name: str, binding: Binding, conditional: bool) -> None:
-        """Add one alternative, or, where the binding is sure to happen, drop the earlier ones."""
+        """Add an alternative. An unconditional binding drops the earlier ones."""
         earlier = self.names.get(name, [])
         if earlier and isinstance(binding, Value) and _mentions(binding.node, name):
-            return  # ``f = decorate(f)``: the definition is what matters
+            return  # ``f = decorate(f)``: keep the definition of f
         if isinstance(binding, Definition):
             earlier = [b for b in earlier if not (isinstance(b, Definition) and _is_overload(b.node))]
             conditional = conditional or any(_mentions(d, name) for d in binding.node.decorator_list)
@@ -119,7 +119,7 @@ def _import_from(node: ast.ImportFrom, scope: Scope, conditional: bool) -> None:
 
 
 def _branches(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """Blocks of a compound statement that may or may not run."""
+    """Yield the blocks of a compound statement that may or may not run."""
     if isinstance(node, ast.If) and _is_type_checking(node.test):
         yield node.orelse
         return
@@ -147,10 +147,10 @@ def _is_overload(node: ast.AST) -> bool:
 
 
 def scope_of_text(text: str) -> Scope | None:
-    """Return the names that a source binds at its top level; ``None`` if this Python cannot parse it."""
+    """Return the names that a source text binds at top level, or ``None`` if this Python cannot parse it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escape sequences in that code are not our concern
+            warnings.simplefilter("ignore")  # the code is foreign: ignore its invalid escape sequences
             return scope_of(ast.parse(text).body)
     except (SyntaxError, ValueError):
         return None
@@ -158,9 +158,9 @@ def scope_of_text(text: str) -> Scope | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """One module's source text; parsed once, on first access.
+    """Source text of one module, parsed once on first access.
 
-    ``text`` is ``None`` for a module without readable source (compiled, or another kind of loader).
+    ``text`` is ``None`` for a module without readable source (compiled, or loaded in another way).
     """
 
     name: str
@@ -175,12 +175,12 @@ class ModuleSource:
 
     @cached_property
     def scope(self) -> Scope | None:
-        """Return the names that the module's top level binds; ``None`` when ``unreadable`` says why."""
+        """Return the names that the module's top level binds, or ``None`` (see :attr:`unreadable`)."""
         return None if self.text is None else scope_of_text(self.text)
 
     @property
     def unreadable(self) -> str:
-        """Why there is no source; empty if there is."""
+        """Reason why the source cannot be read, empty if it can."""
         if self.text is None:
             return f"{self.name} has no Python source ({self.file})"
         if self.scope is None:
@@ -190,15 +190,15 @@ class ModuleSource:
 
 
 class SourceTree:
-    """Finds modules by name below some folders, or among installed packages.
+    """Finds modules by name in some folders, or among the installed packages.
 
-    Packages are resolved with Python's own finders (regular packages, namespace packages spread over
-    several folders, editable installs), but no module, not even a parent package, is executed.
+    Python's own finders resolve packages (regular packages, namespace packages spread over several folders,
+    editable installs). No module, not even a parent package, is executed.
 
     Args:
-        folders: like ``sys.path``; ``None`` means the interpreter's own path.
-        fallback: another tree for top-level packages that are not below ``folders``.
-        label: how a message names this tree.
+        folders: search path like ``sys.path``; ``None`` means the interpreter's own path.
+        fallback: tree for top-level packages that are not in ``folders``.
+        label: name of this tree in messages.
     """
 
     def __init__(
@@ -210,29 +210,30 @@ class SourceTree:
         self._fallback = fallback
         self._specs: dict[str, ModuleSpec | None] = {}
         self._modules: dict[str, ModuleSource | None] = {}
-        self._unpacked: object = None  # keeps the folder alive
+        self._unpacked: object = None  # temporary folder, deleted with this object
         self._display = ("", "")
 
     @classmethod
     def installed(cls) -> SourceTree:
-        """Return the tree in which ``import`` searches in this interpreter."""
+        """Return a tree over the interpreter's own search path."""
         return cls()
 
     @classmethod
     def folder(cls, path: str | Path) -> SourceTree:
-        """A checkout, or a ``site-packages`` folder: the one that holds the top-level package."""
+        """Return a tree over a checkout or ``site-packages`` folder that contains the top-level package."""
         return cls([str(path)], fallback=cls())
 
     @classmethod
     def archive(cls, file: str | Path | IO[bytes], label: str = "") -> SourceTree:
-        """A wheel, or another zip file with packages at its top.
+        """Return a tree over a wheel, or another zip file with packages at its top level.
 
-        Its Python files are unpacked into a temporary folder that lives as long as the tree.
+        Its Python files are unpacked into a temporary folder, which is deleted with the tree.
 
         Raises:
             zipfile.BadZipFile: the file is not a zip file.
         """
-        import tempfile  # both are slow to import, and the engine itself reads installed sources only
+        # Imported here because both are slow to import, and the engine itself reads only installed sources.
+        import tempfile
         import zipfile
 
         unpacked = tempfile.TemporaryDirectory(prefix="mindspeed_dsa-sources-")
@@ -244,11 +245,11 @@ class SourceTree:
         return tree
 
     def holds(self, name: str) -> bool:
-        """Return whether the module is in this tree itself, ignoring its fallback."""
+        """Return whether the module is in this tree itself, ignoring the fallback."""
         return self._spec(name) is not None
 
     def module(self, name: str) -> ModuleSource | None:
-        """The module's source, or ``None`` if there is no such module."""
+        """Return the module's source, or ``None`` if there is no such module."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
@@ -284,19 +285,20 @@ class SourceTree:
             try:
                 spec = finder.find_spec(name, path)
             except (ImportError, KeyError, ValueError):
-                # A namespace package inside another one asks sys.modules for its parent, which is not
-                # there; found below.
+                # For a namespace package inside another one, the finder looks its parent up in sys.modules,
+                # where it is not. _namespace() below finds it.
                 continue
             if spec is not None:
                 if spec.submodule_search_locations is not None:
-                    # That of a namespace package is made again, of sys.path, when another tree is built.
+                    # Copy: a namespace package's list recomputes itself from sys.path when another tree is
+                    # built.
                     spec.submodule_search_locations = list(spec.submodule_search_locations)
                 return _with_file(spec)
         return _namespace(name, [os.path.join(folder, tail) for folder in path or ()])
 
 
 def _finders() -> list[Any]:
-    """The interpreter's finders, without wrapt's, which imports parents on lookup."""
+    """Return the interpreter's finders without wrapt's, which imports parent packages on lookup."""
     return [
         finder
         for finder in sys.meta_path
@@ -305,7 +307,7 @@ def _finders() -> list[Any]:
 
 
 def _with_file(spec: ModuleSpec) -> ModuleSpec:
-    """Since Python 3.11 some of the standard library is frozen into the interpreter, beside its files."""
+    """Return a spec with a file for modules that Python 3.11+ has frozen into the interpreter."""
     file = getattr(spec.loader_state, "filename", None) if spec.origin == "frozen" else None
     found = importlib.util.spec_from_file_location(spec.name, file) if file else None
     return found or spec

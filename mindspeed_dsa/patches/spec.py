@@ -1,4 +1,4 @@
-"""Patch: one frozen row with target, kind, implementation and reason."""
+"""Patch declaration: target, kind, implementation and reason."""
 
 from __future__ import annotations
 
@@ -18,36 +18,33 @@ class Patch:
     """One change to one attribute of a third-party module.
 
     Attributes:
-        target: ``"package.module:name"``, ``"package.module:Class.method"``; for ``entry`` the
-            dictionary, with the key in :attr:`key`. Name a function where it is defined: a name that a
-            module imported from another package is patched in that module alone.
-        kind: ``replace``: the function named by ``impl`` replaces the target.
-            ``wrap``: ``impl`` is a decorator, called once with the function it wraps and
-            returning a plain function. ``value``: the object that ``impl`` names is assigned
-            (a constant, a class, a descriptor as it is; a plain function as a copy, so that undo can
-            tell apart the sites that share it). ``entry``: that object becomes the dictionary's item
-            under :attr:`key`.
-        impl: lazy ``"package.module:name"``; imported when the target's module has been imported.
-        why: one line for doctor, the docs and the table of patched symbols.
-        params: parameter names of the target that ``impl`` relies on; checked before anything is
-            mutated.
-        versions: PEP 440 range of the target package's distribution (Megatron-core for
-            ``megatron``); outside of it the site is skipped with the reason.
-        required: a target that is missing, drifted or still reachable through a stale reference
-            fails the run when true, and is only reported when false: its package may not be installed. In a
-            recorded release inside of ``versions`` a missing target is an error of the record all the same.
-        priority: wrappers of one target nest by it, the highest outermost; at equal priority the
-            feature that comes later in the order is the outer one.
-        key: the dictionary key of an ``entry``.
-        stale: what a reference to the original that cannot be rebound (a default argument, a
-            closure, a container) means for a required site: ``error``, or ``report`` where the
-            target's own package keeps such tables and they do no harm; likewise what other code that replaces
-            the patch means.
-        factory: for kinds other than ``wrap``: ``impl`` is a function that is called once with the
-            claim's context and returns the object to assign. (A ``wrap`` decorator gets the context if
-            it takes a second positional parameter.)
-        in_place_of: calls for which a ``wrap`` computes the result itself and does not call the
-            original, in words, as "layers with DSA"; a fork's change of the function is lost there.
+        target: ``"package.module:name"`` or ``"package.module:Class.method"``; for ``entry`` the dictionary,
+            with the key in :attr:`key`. Name a function in the module that defines it: a name that a module
+            imported from another package is patched only in that module.
+        kind: one of four kinds. ``replace``: the function ``impl`` replaces the target.
+            ``wrap``: ``impl`` is a decorator; it is called once with the wrapped function and returns a plain
+            function. ``value``: the object ``impl`` is assigned. Constants, classes and descriptors are
+            assigned as is, and a plain function as a copy, so that undo can distinguish sites that share it.
+            ``entry``: the object ``impl`` becomes the dictionary's item under :attr:`key`.
+        impl: ``"package.module:name"``, imported after the target's module.
+        why: one-line reason for doctor, the docs and the table of patched symbols.
+        params: parameter names of the target that ``impl`` relies on, checked before anything is modified.
+        versions: PEP 440 range of the target package's distribution (Megatron-core for ``megatron``). Outside
+            of the range the site is skipped and the reason is reported.
+        required: whether a missing or changed target, or a remaining reference to the original, fails the
+            run. If false it is only reported, because the package may not be installed. A missing target in a
+            recorded release inside ``versions`` is an error of the record either way.
+        priority: nesting order of the wrappers of one target, the highest outermost. At equal priority the
+            later feature is outside.
+        key: dictionary key of an ``entry``.
+        stale: consequence for a required site of a reference to the original that cannot be rebound (a
+            default argument, a closure, a container): ``error``, or ``report`` if the target's own package
+            keeps such references and they do no harm. Also applies if other code replaces the patch.
+        factory: whether ``impl`` is a function that is called once with the claim's context and returns the
+            object to assign. Not for ``wrap``: a decorator gets the context if it takes a second positional
+            parameter.
+        in_place_of: calls for which a ``wrap`` computes the result without calling the original, in words,
+            for example "layers with DSA". A fork's change to the function is lost for these calls.
     """
 
     target: str
@@ -89,12 +86,12 @@ class Patch:
 
     @cached_property
     def module(self) -> str:
-        """Dotted module part of the target."""
+        """Module part of the target."""
         return self.target.partition(":")[0]
 
     @cached_property
     def path(self) -> tuple[str, ...]:
-        """Attribute path below the module: ``("Class", "method")``."""
+        """Attribute path in the module: ``("Class", "method")``."""
         return tuple(self.target.partition(":")[2].split("."))
 
     @property
@@ -103,7 +100,7 @@ class Patch:
         return self.target if self.key is None else f"{self.target}[{self.key!r}]"
 
     def under_root(self, root: str) -> Patch:
-        """The same row for a fork whose top-level package is ``root`` instead of ``megatron``."""
+        """Return the same patch for a fork whose top-level package is ``root`` instead of ``megatron``."""
         if root == "megatron":
             return self
         return replace(self, target=_rooted(self.target, root), impl=_rooted(self.impl, root))
@@ -117,10 +114,10 @@ def _rooted(dotted: str, root: str) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A patch together with the feature that claims it and that feature's place in the order.
+    """Patch, the feature that claims it, and the feature's position in the order.
 
-    ``context`` is opaque to the engine: implementations that take one are composed with it. ``label`` is the
-    feature as messages name it, by default its name.
+    ``context`` is opaque to the engine and is passed to implementations that take one. ``label`` is the
+    feature's name in messages and defaults to ``feature``.
     """
 
     feature: str
@@ -131,5 +128,5 @@ class Claim:
 
     @property
     def who(self) -> str:
-        """For messages."""
+        """Feature as messages name it."""
         return self.label or self.feature

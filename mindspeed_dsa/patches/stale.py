@@ -1,9 +1,9 @@
-"""Leftovers of patching and undoing: holders of originals and of patches, names, and compiled code.
+"""Leftovers of patching and undoing: remaining holders, bound names, and compiled code.
 
-An original that a container or a closure holds cannot be replaced, only named. Names in any module that are
-bound to a patch get their originals again. ``torch.compile`` guards the globals that a compiled caller uses,
-but not the methods of classes: measured on torch 2.13, a compiled module keeps running the original of a
-method that was patched afterwards.
+If a container or a closure holds an original, it can only be reported, not replaced. Module-level names that
+are bound to a patch are bound to the original again on undo. ``torch.compile`` guards the globals that
+compiled code uses, but not the methods of classes. Measured on torch 2.13: a compiled module keeps running
+the original of a method that was patched afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def note_holders(applied: Sequence[Site], own: Sequence[Any]) -> None:
 
     Args:
         applied: sites to search for.
-        own: objects of the engine that hold originals on purpose.
+        own: engine objects that hold originals on purpose.
     """
     sites: dict[int, list[Site]] = {}
     for site in applied:
@@ -45,14 +45,14 @@ def note_left(sites: Sequence[Site]) -> None:
 
 
 def holding_on_purpose(sites: Sequence[Site]) -> list[Any]:
-    """List objects of the patches themselves that hold originals, in order to call or restore them."""
-    found: list[Any] = []
+    """List the objects of the patches themselves that hold originals, to call or restore them."""
+    holding: list[Any] = []
     for site in sites:
         function = compose.underlying(site.raw)
-        found += compose.parts(site.installed, function)
+        holding += compose.parts(site.installed, function)
         if function is not site.raw:
-            found.append(site.raw)
-    return found
+            holding.append(site.raw)
+    return holding
 
 
 def _id_of_moved(site: Site) -> int:
@@ -61,16 +61,16 @@ def _id_of_moved(site: Site) -> int:
 
 
 def rebind_back(sites: Sequence[Site]) -> None:
-    """Give names that are bound to the patches of undone sites their originals again."""
+    """Rebind names that are bound to the patches of undone sites to the originals."""
     behind = _recorded(sites)
-    # An object that does not name its site came from there only if it is bound to the target's name.
+    # An object that is not unique to its site came from there only if it is bound to the target's name.
     bound = [*hooks.bound_as([(site.slot, _patch(site)) for site in sites if not site.traceable])]
     if since := {id(patch): patch for patch in _held_elsewhere(sites)}:
         bound += hooks.bound_names(since)
     for names, name, value in bound:
-        while known := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
-            names[name] = value = known[0]
-            if id(value) not in behind:  # else a patch on top of the patch of a base class
+        while originals := [original for site, original in behind[id(value)] if site.can_be_told_by(name)]:
+            names[name] = value = originals[0]
+            if id(value) not in behind:  # else the original is itself the patch of a base class
                 break
 
 
@@ -78,7 +78,7 @@ def _recorded(sites: Sequence[Site]) -> dict[int, list[tuple[Site, Any]]]:
     """Rebind the names that were recorded when the patches were installed.
 
     Returns:
-        By ``id`` of a patch, the sites that have installed it and what was there.
+        Mapping from the ``id`` of a patch to the sites that installed it, with their originals.
     """
     behind: dict[int, list[tuple[Site, Any]]] = {}
     for site in sites:
@@ -93,10 +93,10 @@ def _recorded(sites: Sequence[Site]) -> dict[int, list[tuple[Site, Any]]]:
 
 
 def _held_elsewhere(sites: Sequence[Site]) -> list[Any]:
-    """List the patches that something beside their sites holds: no other is bound to a name."""
+    """List the patches that objects other than their sites hold. Only these can be bound to a name."""
     traceable = list({id(patch): patch for patch in (_patch(s) for s in sites if s.traceable)}.values())
     patches = [patch for patch in traceable if patch is not None]
-    traceable.clear()  # what a variable holds would count
+    traceable.clear()  # references from this list would count as foreign
     functions = {*map(id, patches)}
     methods = {id(site.installed): site.installed for site in sites if id(site.installed) not in functions}
     return holders.held_by_others(patches, [*sites, *methods.values(), patches])
@@ -108,12 +108,12 @@ def _patch(site: Site) -> Any:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code, if there is any; it is compiled again at the next call.
+    """Drop compiled code, if any. It is compiled again at the next call.
 
-    Waits for a compilation in progress, so no lock may be held.
+    Waits for a compilation in progress, so the caller must hold no lock.
     """
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
-    # Where the count of compiled frames cannot be read, there may have been some.
+    # If the count of compiled frames cannot be read, assume that there are some.
     if convert_frame is not None and getattr(convert_frame, "FRAME_COUNTER", True):
         reset = getattr(sys.modules.get("torch._dynamo"), "reset", None)
         if reset is not None:

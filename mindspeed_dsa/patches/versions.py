@@ -1,4 +1,4 @@
-"""Releases that are installed, found without importing them, and whether a patch is declared for one."""
+"""Installed releases, found without importing them, and the version range of a patch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mindspeed_dsa.patches.spec import Patch
 
 MEGATRON_DISTRIBUTION = "megatron-core"
 TORCH_TRIED = ">=2.7,<2.15"
-"""Releases of torch, oldest to newest, that the tests were run on (docs/design/compatibility.md)."""
+"""Range of torch releases that the tests were run on (docs/design/compatibility.md)."""
 
 
 def untried_torch() -> str | None:
-    """Return the installed torch, if the tests were run on neither it nor on an older and a newer one."""
+    """Return the installed torch version if it is outside the tested range :data:`TORCH_TRIED`."""
     version = of_package("torch")
     tried = version is None or SpecifierSet(TORCH_TRIED).contains(version, prereleases=True)
     return None if tried else version
@@ -40,15 +40,15 @@ def of_package(package: str, root: str = "megatron") -> str | None:
 
 
 def of_distribution(distribution: str, root: str = "megatron") -> str | None:
-    """Return the version of a distribution; Megatron-core's from the package that ``root`` names."""
+    """Return the version of a distribution; Megatron-core's from the package ``root``."""
     return of_megatron(root) if distribution == MEGATRON_DISTRIBUTION else of_package(distribution)
 
 
 def of_megatron(root: str = "megatron") -> str | None:
-    """Return the release of Megatron-core that decides what is patched.
+    """Return the Megatron-core release that selects the patches.
 
-    A pre-release counts as the release that it leads to: branches call themselves 0.16.0rc0 for months, while
-    their code is that of 0.16, and PEP 440 puts them outside of ``>=0.16`` and of ``<0.16`` alike.
+    A pre-release counts as the release that it leads to. Branches call themselves 0.16.0rc0 for months while
+    they contain the code of 0.16, and PEP 440 puts 0.16.0rc0 outside both ``>=0.16`` and ``<0.16``.
     """
     written = _written(root)
     try:
@@ -59,18 +59,18 @@ def of_megatron(root: str = "megatron") -> str | None:
 
 
 def _written(root: str) -> str | None:
-    """Read Megatron-core's version from ``core/package_info.py``, as it stands there.
+    """Read Megatron-core's version string from ``core/package_info.py``.
 
-    A checkout on the path hides an installed wheel, and a fork has no metadata at all, so the sources take
-    precedence.
+    The sources take precedence, because a checkout on the path hides an installed wheel, and a fork has no
+    metadata.
     """
     spec = find_spec(root)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(folder) / "core" / "package_info.py"
         if file.is_file():
-            found = version_in_source(file.read_text(encoding="utf-8"))
-            if found:
-                return found
+            version = version_in_source(file.read_text(encoding="utf-8"))
+            if version:
+                return version
     try:
         return metadata.version(MEGATRON_DISTRIBUTION) if root == "megatron" else None
     except metadata.PackageNotFoundError:
@@ -78,13 +78,13 @@ def _written(root: str) -> str | None:
 
 
 def private(path: str, who: str) -> Any:
-    """A private name of torch, looked for where a module that needs it is imported, before anything trains.
+    """Import a private name of torch, so that a missing one is reported before training starts.
 
-    All of them are listed in docs/design/torch-privates.md.
+    All of these names are listed in docs/design/torch-privates.md.
 
     Args:
         path: ``"package.module:name"``.
-        who: what needs it, to say in the message.
+        who: user of the name, for the message.
 
     Raises:
         ImportError: this torch has no such name.
@@ -100,7 +100,7 @@ def private(path: str, who: str) -> Any:
 
 
 def version_in_source(text: str) -> str | None:
-    """The version that a ``package_info.py`` declares with MAJOR, MINOR, PATCH and PRE_RELEASE."""
+    """Return the version that a ``package_info.py`` declares with MAJOR, MINOR, PATCH and PRE_RELEASE."""
     values: dict[str, object] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -115,20 +115,20 @@ def version_in_source(text: str) -> str | None:
 
 
 def installed(root: str = "megatron") -> dict[str, str | None]:
-    """Return the versions to include in a bug report."""
+    """Return the versions to include in a bug report, ``None`` for packages that are not installed."""
     names = ("mindspeed_dsa", "torch", "torch_npu", "triton", "transformer_engine", "wrapt")
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    found[MEGATRON_DISTRIBUTION] = _written(root)
-    return found | {name: of_package(name) for name in names}
+    releases: dict[str, str | None] = {"python": platform.python_version()}
+    releases[MEGATRON_DISTRIBUTION] = _written(root)
+    return releases | {name: of_package(name) for name in names}
 
 
 def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
-    """Say why the patch does not apply to this release; empty if it does, or if that is unknown.
+    """Return the reason why the patch does not apply to the installed release.
 
-    An unknown version, or one that PEP 440 does not allow (a fork's commit id), is never outside.
+    Empty if it applies, or if the version is unknown or not allowed by PEP 440 (a fork's commit id).
 
     Raises:
-        PatchDeclarationError: the row's range cannot be parsed.
+        PatchDeclarationError: the patch's version range cannot be parsed.
     """
     if not patch.versions:
         return ""
@@ -143,7 +143,7 @@ def outside(patch: Patch, version_of: Callable[[str], str | None]) -> str:
 
 @cache
 def _covers(versions: str, version: str | None) -> bool:
-    """Return whether a range has the version, or could have it.
+    """Return whether a range contains the version, or may contain it.
 
     Raises:
         ValueError: the range cannot be parsed.
