@@ -1,6 +1,6 @@
-"""Non-invasive acceleration of Megatron, DeepSeek Sparse Attention first.
+"""Non-invasive acceleration of Megatron, in particular of DeepSeek Sparse Attention.
 
-Importing this package imports neither torch nor Megatron; names below are loaded when first used.
+Importing this package imports neither torch nor Megatron; the names below are loaded on first use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOME = {
 }
 
 _MODULES = ("rl", "transformers", "weights")
-"""Modules that need torch, as attributes without an import of their own: ``mindspeed_dsa.rl.decode``."""
+"""Modules that need torch, loaded on first attribute access: ``mindspeed_dsa.rl.decode``."""
 
 __all__ = [
     "Conflict",
@@ -71,7 +71,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"{__name__}.{name}")  # which sets the attribute
+        return import_module(f"{__name__}.{name}")  # the import also sets the attribute
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""``python -m mindspeed_dsa COMMAND``: what can be asked outside of a training run."""
+"""Command line ``python -m mindspeed_dsa COMMAND``: commands to use outside of a training run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mindspeed_dsa.settings import way_out
 from mindspeed_dsa.tools.cli.overview import COMMANDS
 
 _ELSEWHERE = {"features": "explain:list_features", "try": "trial:run"}
-"""Commands that are no module's ``run``."""
+"""Commands that are not the function ``run`` of a module of their own name."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command, and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except MindSpeedDSAError as error:
         say_once(str(error))
         return 2
-    except BrokenPipeError:  # as in `... | head`: what is not read is not written
+    except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`: drop the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status

@@ -1,7 +1,7 @@
-"""Declaration of a check of a job's surroundings: variables, limits and room that it will need.
+"""Declaration of environment checks: variables, limits, and disk or memory space that a job needs.
 
-A check says nothing where it does not apply, and nothing that no source states: a wrong warning costs more
-trust than a missing one.
+A check reports nothing if it does not apply, and nothing without a source that states it. A wrong warning
+costs more trust than a missing one.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 Level = Literal["error", "warning", "note"]
-"""An error fails or gives wrong results, a warning is slower or risky, a note is worth knowing."""
+"""``error`` fails the job or gives wrong results, ``warning`` is slower or risky, ``note`` is informative."""
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to be changed in a job's surroundings.
+    """Problem of a job's environment.
 
     Attributes:
-        level: how bad it is.
-        who: the variable, flag or limit, with its value.
-        what: the effect, with the reason.
-        do: what to do, as a command where there is one.
+        level: severity.
+        who: variable, flag or limit, with its value.
+        what: effect, with the reason.
+        do: remedy, as a command if there is one.
     """
 
     level: Level
@@ -38,12 +38,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Installation:
-    """A copy of Megatron-core that the search path has.
+    """Copy of Megatron-core on the search path.
 
     Attributes:
-        folder: on the path, the one that holds the package.
-        version: that it declares, if it does.
-        has_training: it has Megatron-LM's ``training`` beside ``core``, as a checkout does.
+        folder: entry of the search path that contains the package.
+        version: version that the package declares, if any.
+        has_training: whether it contains Megatron-LM's ``training`` next to ``core``, as a checkout does.
     """
 
     folder: Path
@@ -56,26 +56,27 @@ class Installation:
 
 @dataclass(frozen=True)
 class Machine:
-    """The node that a job runs on, and the job's processes there; ``None`` and 0 where that is not known.
+    """Node that a job runs on, and the job's processes there. Unknown values are ``None`` or 0.
 
     Attributes:
-        processors: that this process may run on.
-        local_ranks: processes of the job on this node.
-        world: processes of the job.
+        processors: number of CPUs that this process may run on.
+        local_ranks: number of the job's processes on this node.
+        world: number of the job's processes.
         architecture: major compute capability of the GPU: 9 is Hopper, 10 Blackwell.
         product: family of the NPU.
-        open_files: soft limit; None: there is none. Likewise ``locked_memory``, in bytes.
-        shared_memory: bytes free in ``/dev/shm``.
-        memory: bytes of host memory that are available.
-        infiniband: the node has devices that NCCL's RDMA transport uses.
-        megatrons: copies on the search path, the one that is used first.
-        release: of Megatron-core, the one that is used.
-        torch: its release, and that of torch_npu.
-        cann: release of the CANN whose ``set_env.sh`` was sourced.
-        lacking: reasons why operators of torch_npu cannot be called, by operator.
-        devices: number of accelerators that this process sees.
+        open_files: soft limit of open files; ``None`` means no limit.
+        locked_memory: soft limit of locked memory in bytes; ``None`` means no limit.
+        shared_memory: free bytes in ``/dev/shm``.
+        memory: available bytes of host memory.
+        infiniband: whether the node has devices that NCCL's RDMA transport uses.
+        megatrons: copies of Megatron-core on the search path, in its order; the first one is used.
+        release: release of the Megatron-core that is used.
+        torch, torch_npu: releases of torch and torch_npu.
+        cann: release of the CANN toolkit that was activated by ``set_env.sh``.
+        lacking: dict from torch_npu operator to the reason why it cannot be called.
+        devices: number of accelerators visible to this process.
         absent: packages that Megatron-LM imports and that are not installed.
-        free: bytes free where a folder is, or will be.
+        free: function from a folder, which may not exist yet, to the free bytes there.
     """
 
     processors: int = 1
@@ -100,23 +101,23 @@ class Machine:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes, 1 where it is not known."""
+        """Number of nodes, 1 if unknown."""
         return max(1, self.world // self.local_ranks) if self.local_ranks else 1
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything that checks may ask.
+    """Input of the environment checks.
 
     Attributes:
-        platform: of the job.
-        args: its arguments, under Megatron's names; may lack any.
-        features: names of those that are on.
-        overlaps: what is sent while something is computed, in words, with the flag that asks for it.
-        variables: the environment.
+        platform: platform of the job.
+        args: job's arguments under Megatron's names; any may be missing.
+        features: names of the features that are on.
+        overlaps: communication that is hidden behind computation, in words, with the flag that enables it.
+        variables: environment variables.
         machine: this node.
-        checkpoint: bytes of a checkpoint, where the model's sizes are known.
-        iteration: of the newest checkpoint in the folder that the job saves to and loads from.
+        checkpoint: size of a checkpoint in bytes, if the model's sizes are known.
+        iteration: iteration of the newest checkpoint in the folder that the job saves to and loads from.
     """
 
     platform: str
@@ -129,24 +130,24 @@ class Surroundings:
     iteration: int = 0
 
     def argument(self, name: str) -> Any:
-        """Return one of the job's arguments; None where it is not known."""
+        """Return one of the job's arguments, or ``None`` if unknown."""
         return getattr(self.args, name, None)
 
     def size(self, name: str) -> int:
-        """Return a size of the layout or of a tensor; 1 where it is not known."""
+        """Return a size of the layout or of a tensor, 1 if unknown."""
         return int(self.argument(name) or 1)
 
     def variable(self, name: str) -> str:
-        """Return the value of a variable; empty where it is not set."""
+        """Return the value of a variable, empty if not set."""
         return self.variables.get(name, "")
 
     def is_set(self, name: str) -> bool:
-        """Return whether a switch of the environment is on, however that is spelt."""
+        """Return whether a variable is set to a true value, in any spelling."""
         return self.variable(name).strip().lower() in ("1", "true", "yes", "on", "y")
 
     @property
     def hidden(self) -> str:
-        """Return what is sent behind computation, as the object of a sentence."""
+        """Communication that is hidden behind computation, as the object of a sentence."""
         shown = ", ".join(self.overlaps[:3])
         more = len(self.overlaps) - 3
         return f"{shown} and {more} more" if more > 0 else shown
@@ -154,19 +155,20 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class EnvironmentCheck:
-    """Check of a job's surroundings, before it trains.
+    """Check of a job's environment, before training starts.
 
     Attributes:
         name: kebab-case identity, as reports print it.
-        subject: variables, limits or files that it looks at.
-        when: it speaks, in words, with what follows.
-        source: where that is stated.
-        levels: of what it finds.
-        find: its findings.
-        platforms: it applies to.
-        per_node: it is about a node, not about the job, and asked on each.
-        early: it is about what is installed, and asked before process groups start, and without a job.
-        stops: an error that it finds ends the job before process groups start.
+        subject: variables, limits or files that it reads.
+        when: condition that it reports and the consequence, in words.
+        source: document or code that states the consequence.
+        levels: levels that its findings may have.
+        find: function that yields the findings.
+        platforms: platforms that it applies to.
+        per_node: whether it is about a node rather than the job, and runs on every node.
+        early: whether it is about installed software. It then also runs before process groups are created,
+            and without a job.
+        stops: whether an error that it finds ends the job before process groups are created.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Declaration of a feature: everything about one switch that needs no torch."""
+"""Feature declaration: everything about one switch that needs no torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from mindspeed_dsa.patches.spec import Patch
 ENV_PREFIX = "MINDSPEED_DSA_"
 AUTO = "auto"
 WORDS = (AUTO, "on", "off")
-"""What a tri-state switch with these choices may be followed by."""
+"""Words that may follow a tri-state switch which has these as its choices."""
 Platform = Literal["cpu", "cuda", "npu"]
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One command line flag; rows drive argparse, environment names, API keywords and ``--help``.
+    """One command line flag. argparse, environment names, API keywords and ``--help`` are derived from it.
 
-    ``kind`` ``bool`` is a ``store_true`` switch; ``auto`` is a tri-state switch
-    (``--name`` / ``--no-name``, default ``None``: the feature decides); with :data:`WORDS` as its
-    ``choices`` it may also be followed by ``on``, ``off`` or ``auto``, whose value is the word itself.
-    ``value`` takes an argument of ``type``. ``megatron`` marks a flag that belongs to Megatron: it is read
-    (argv, environment, API) to decide what to switch on, and never added to a parser. ``field`` marks one
-    whose value is a field of the model's configuration, Megatron's own in some releases: parsers get what
-    they lack of it, and where the settings leave it open, a job's arguments decide. ``negations`` are
-    spellings of ``--no-name`` besides that.
+    Attributes:
+        kind: ``bool`` is a ``store_true`` switch. ``auto`` is a tri-state switch (``--name`` / ``--no-name``,
+            default ``None``: the feature decides); with ``choices=WORDS`` it also takes ``on``, ``off`` or
+            ``auto`` as an argument. ``value`` takes an argument of ``type``.
+        megatron: whether the flag belongs to Megatron. It is read from argv, environment and API to decide
+            which features are on, and is never added to a parser.
+        field: whether the value is a field of the model's configuration, for which some Megatron releases
+            have their own flag. Parsers get only the spellings that they lack, and the job's arguments decide
+            if the settings leave it open.
+        negations: further spellings of ``--no-name``.
     """
 
     name: str
@@ -58,11 +60,11 @@ class Flag:
 
     @property
     def unset(self) -> Any:
-        """The value when nobody sets the flag."""
+        """Value of a flag that is not set."""
         return False if self.kind == "bool" and self.default is None else self.default
 
     def same_as(self, other: Flag) -> bool:
-        """Return whether two declarations are of one flag; the help of Megatron's own may differ."""
+        """Return whether two declarations describe one flag. Megatron's own flags may differ in ``help``."""
         if self.megatron and other.megatron:
             return replace(self, help="") == replace(other, help="")
         return self == other
@@ -70,25 +72,25 @@ class Flag:
 
 @dataclass(frozen=True)
 class Requires:
-    """Requirements on the machine, to be met before a feature may be switched on."""
+    """Requirements that the machine must meet before a feature can be switched on."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     """Distribution name to PEP 440 range, e.g. ``{"megatron-core": ">=0.16,<0.19"}``."""
     platforms: tuple[Platform, ...] = ("cpu", "cuda", "npu")
     features: tuple[str, ...] = ()
-    """Names of features that must be on as well."""
+    """Names of other features that must be on."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Importable top-level package to the command that installs it."""
+    """Top-level package that must be importable, to the command that installs it."""
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Another feature that cannot be on at the same time, with the reason and the way out.
+    """Feature that cannot be on at the same time, with the reason and the remedy.
 
     Attributes:
-        feature: its name.
-        why: a sentence.
-        switch: name of the setting that they conflict with, if it is not the whole feature that declares it.
+        feature: name of the other feature.
+        why: reason and remedy, as a sentence.
+        switch: dest of the flag that conflicts, if only one option of the declaring feature does.
     """
 
     feature: str
@@ -97,7 +99,7 @@ class Conflict:
 
 
 Check = Callable[[Any, Any], Iterable[str]]
-"""Problems of a job's arguments, or of Megatron's configuration, with a feature's options."""
+"""Function of a job's arguments (or Megatron's configuration) and a feature's options; yields problems."""
 
 
 def _no_problems(args: Any, options: Any) -> Iterable[str]:
@@ -117,35 +119,37 @@ def _switch_is_on(name: str) -> Callable[[Any], bool]:
 class Feature:
     """One switchable change to Megatron.
 
+    Callables get the settings, with attribute access by ``dest`` and ``platform``.
+
     Attributes:
         name: kebab-case identity, as doctor and the documentation print it.
-        summary: one line.
-        flags: the first one is the switch, unless ``active`` says otherwise; Megatron's flags that
-            ``active`` or ``check`` read are listed too.
-        patches: rows for the engine.
-        rows: selects from ``patches`` for given settings; by default all of them apply.
-        requires, conflicts: declared, checked before anything is mutated.
-        active: decides from the settings (attribute access by ``dest``, ``platform``) whether the
-            feature is on; by default: the first flag is true.
-        options: makes of the settings (attribute access by ``dest``, ``platform``, ``features_on``) the
-            frozen options that the feature's implementations find in their context.
-        rewrite: changes a job's arguments in place before Megatron derives others from them, and returns a
-            sentence for each change. Called again it finds nothing left to do; what it cannot change it
-            leaves to ``check``.
-        check: gets Megatron's full argument namespace, in which our own switches read as the settings say,
-            and the options of that namespace (``None`` without ``options``); yields every problem, each
-            naming who, what, and what to do.
-        doc: page under ``docs/features/``.
-        platform_support: true for redirections without which Megatron does not run on the platform at
-            all; doctor and the benchmarks count them apart from features that a user switched on.
-        on_finalize: lazy ``"module:function"``; called with the feature's context right before the model
-            is built, after all sites are verified.
-        when: of a feature without a switch of its own: what it is on for, in words.
-        supplies: names of features whose effect a backport, or hooks into newer releases, have in the
-            releases that they serve; doctor and the compatibility table say so.
-        overlaps: what the feature sends while something is computed, in words, as "the gather of weights";
-            checks of the environment look for what takes such transfers their cover.
-        environment: checks of a job's surroundings that are the feature's own.
+        summary: one-line description.
+        flags: flags of the feature, the first one being its switch unless ``active`` decides. Megatron's
+            flags that ``active`` or ``check`` read are listed too.
+        patches: patches for the engine.
+        rows: function that selects from ``patches`` for the settings; by default all apply.
+        requires, conflicts: requirements and conflicts, checked before anything is modified.
+        active: function that decides from the settings whether the feature is on; by default: the first flag
+            is true.
+        options: function from the settings (and ``features_on``) to the frozen options that the feature's
+            implementations read from their context.
+        rewrite: function that changes a job's arguments in place before Megatron derives others from them,
+            and returns a sentence per change. A second call must change nothing. Arguments that it cannot
+            change are left to ``check``.
+        check: function of Megatron's full argument namespace, with our flags set to the resolved settings,
+            and the options made from it (``None`` without ``options``). Yields every problem with cause and
+            remedy.
+        doc: page in ``docs/features/``.
+        platform_support: whether Megatron cannot run on the platform at all without the feature. Doctor and
+            the benchmarks list these apart from features that a user switched on.
+        on_finalize: lazy ``"module:function"``, called with the feature's context right before the model is
+            built, after all patches are verified.
+        when: condition under which a feature without its own switch is on, in words.
+        supplies: names of features that this backport, or hook into newer releases, provides in the releases
+            that it serves. Doctor and the compatibility table show them.
+        overlaps: communication that the feature hides behind computation, in words, for example "the gather
+            of weights". Environment checks look for settings that prevent the overlap.
+        environment: environment checks of this feature.
         distribution: name and version of the plug-in that ships the feature; set when it is loaded.
     """
 
@@ -171,27 +175,27 @@ class Feature:
 
     @property
     def label(self) -> str:
-        """The name as messages print it, with the plug-in that a user may have to report to."""
+        """Name for messages, including the plug-in that a user may have to report to."""
         return f"{self.name} (plug-in {self.distribution})" if self.distribution else self.name
 
     def problems(self, args: Any) -> list[str]:
-        """Return what ``check`` finds in a job's arguments."""
+        """Return the problems that ``check`` reports for a job's arguments."""
         return list(self.check(args, self.options(args) if self.options else None))
 
     def patches_for(self, settings: Any) -> Sequence[Patch]:
-        """Return the patches that these settings switch on, in order."""
+        """Return the patches for these settings, in order."""
         return self.patches if self.rows is None else self.rows(settings)
 
     def conflicting(self, names: Container[str], settings: Any) -> Iterator[Conflict]:
         """Yield the conflicts with features that are on.
 
         Args:
-            names: of them.
-            settings: by which they are.
+            names: names of the features that are on.
+            settings: resolved settings.
         """
         for conflict in self.conflicts:
-            chosen = conflict.switch is None or _switch_is_on(conflict.switch)(settings)
-            if chosen and conflict.feature in names:
+            applies = conflict.switch is None or _switch_is_on(conflict.switch)(settings)
+            if applies and conflict.feature in names:
                 yield conflict
 
     def is_active(self, settings: Any) -> bool:
@@ -210,7 +214,7 @@ EXPERIMENTAL_ATTENTION_VARIANT = Flag(
 
 
 def on_platform(*platforms: Platform) -> Callable[[Any], bool]:
-    """Activation rule of a redirection: on wherever the job runs on one of ``platforms``."""
+    """Return an ``active`` function: the feature is on whenever the job runs on one of ``platforms``."""
 
     def active(settings: Any) -> bool:
         return settings.platform in platforms
@@ -224,13 +228,13 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Megatron:
-    """Megatron's modules, below the package that replaces ``megatron`` in this session.
+    """Accessor of Megatron's modules in the package that replaces ``megatron`` in this session.
 
-    Implementations must not write ``import megatron``: in a fork with another root that would load a
-    second Megatron, or none.
+    Implementations must use it instead of ``import megatron``, which would load a second Megatron, or none,
+    in a fork with another root package.
 
     Attributes:
-        root: the top-level package, ``corp_megatron`` in a fork.
+        root: top-level package, ``corp_megatron`` in a fork.
     """
 
     root: str = "megatron"
@@ -242,17 +246,17 @@ class Megatron:
 
 @dataclass(frozen=True)
 class Context(Generic[Options]):
-    """Everything that a feature's implementations know of their session; made when it arms its patches.
+    """Session data for a feature's implementations, built when the session arms its patches.
 
-    A ``wrap`` factory that takes ``(original, context)``, and every ``factory`` row, gets the context of
-    the feature that claims the site. Implementations read settings nowhere else. What they have to remember
-    between calls lies in :meth:`state`; the other attributes never change.
+    A ``wrap`` decorator that takes ``(original, context)``, and every ``factory``, gets the context of the
+    feature that declares the patch. Implementations read settings only from here, and keep mutable state in
+    :meth:`state`; all other attributes are constant.
 
     Attributes:
-        feature: the feature's name.
-        options: the result of ``Feature.options``.
+        feature: feature's name.
+        options: result of ``Feature.options``.
         megatron: this session's Megatron.
-        log: the feature's logger, of this session alone: contexts of two sessions are never equal.
+        log: feature's logger, unique to the session, so contexts of two sessions are never equal.
     """
 
     feature: str
@@ -262,20 +266,20 @@ class Context(Generic[Options]):
     _states: list[tuple[Any, Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def state(self, factory: Callable[[Context[Options]], State]) -> State:
-        """Return the object in which the feature remembers things in this session, made on first use.
+        """Return the feature's mutable state in this session, created on first use.
 
-        All implementations of the feature that ask get the same object. It lives as long as the context,
-        which ends with its session; a copy made with ``dataclasses.replace`` has a state of its own.
+        All implementations of the feature share the object. It lives as long as the context, that is, as long
+        as the session. A copy made with ``dataclasses.replace`` has its own state.
 
         Args:
-            factory: a class, or function of a module, that makes the object from the context.
+            factory: class or module-level function that creates the state from the context.
 
         Raises:
-            TypeError: the object has been made by another factory.
+            TypeError: another factory has created the state.
         """
         if not self._states:
             self._states.append((factory, factory(self)))
-        known, state = self._states[0]
-        if known is not factory:
-            raise TypeError(f"{self.feature}: its state is made by {known!r}, not by {factory!r}")
+        creator, state = self._states[0]
+        if creator is not factory:
+            raise TypeError(f"{self.feature}: its state is made by {creator!r}, not by {factory!r}")
         return cast(State, state)

@@ -1,6 +1,6 @@
-"""The package's logger: standard ``logging`` with a filter by rank.
+"""Logger of the package: standard ``logging`` with a filter by rank.
 
-All records go to ``logging.getLogger("mindspeed_dsa")`` or a child named after a feature. Levels, handlers
+All records go to ``logging.getLogger("mindspeed_dsa")`` or to a child named after a feature. Levels, handlers
 and formats are set there, as with any library; by default records of level INFO and above go to stderr.
 
 Two additional keywords select the ranks that log, and how often::
@@ -25,18 +25,18 @@ Ranks = Literal["first", "stage", "all"]
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
     _Handler = logging.StreamHandler[TextIO]
-else:  # Python 3.10 cannot subscript them
+else:  # in Python 3.10 these classes are not subscriptable at run time
     _Adapter, _Handler = logging.LoggerAdapter, logging.StreamHandler
 
 _already: set[Hashable] = set()
-"""What ``once`` has seen."""
+"""Keys of ``once`` records that have been logged."""
 
 
 class Log(_Adapter):
-    """A logger whose calls take ``ranks`` and ``once``.
+    """Logger adapter with the keywords ``ranks`` and ``once``.
 
     Attributes:
-        megatron_root: package whose ``core.parallel_state`` knows the pipeline stages.
+        megatron_root: package whose ``core.parallel_state`` defines the pipeline stages.
     """
 
     def __init__(self, logger: logging.Logger, megatron_root: str = "megatron") -> None:
@@ -54,7 +54,7 @@ class Log(_Adapter):
 
 
 class RankFilter(logging.Filter):
-    """Passes a record where its ``ranks`` include this process, and a ``once`` record the first time."""
+    """Passes a record if its ``ranks`` include this process, and a ``once`` record only the first time."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ranks: Ranks = getattr(record, "ranks", "first")
@@ -73,31 +73,32 @@ class RankFilter(logging.Filter):
 
 
 def get(feature: str = "", megatron_root: str = "megatron") -> Log:
-    """The package's logger, or the child of one feature."""
+    """Return the package's logger, or the child logger of one feature."""
     logger = logging.getLogger(f"{NAME}.{feature}" if feature else NAME)
-    # A logger's own filters see its own records only, handlers' filters would not see users' handlers.
+    # Handlers' filters would miss handlers that users add, and a parent's filters do not see a child's
+    # records. So every logger gets the filter.
     if not any(isinstance(known, RankFilter) for known in logger.filters):
         logger.addFilter(RankFilter())
     return Log(logger, megatron_root)
 
 
 def forget() -> None:
-    """Reset: every ``once`` record passes again."""
+    """Forget which ``once`` records have been logged."""
     _already.clear()
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the job's first rank, as the launcher or else the process group says."""
+    """Return whether this is the job's first rank, by ``RANK`` or else the process group."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
-    distributed = sys.modules.get("torch.distributed")  # imported already if there is a group
+    distributed = sys.modules.get("torch.distributed")  # if a process group exists, it is already imported
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True
     return bool(distributed.get_rank() == 0)
 
 
 def _is_first_of_stage(megatron_root: str) -> bool:
-    """Return whether this rank logs for its pipeline stage: stages hold different layers."""
+    """Return whether this rank logs for its pipeline stage. Stages hold different layers."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True
@@ -109,7 +110,7 @@ def _is_first_of_stage(megatron_root: str) -> bool:
 
 
 class _Stderr(_Handler):
-    """Writes to the current ``sys.stderr``, as ``logging.lastResort`` does."""
+    """Handler that writes to the current ``sys.stderr``, as ``logging.lastResort`` does."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

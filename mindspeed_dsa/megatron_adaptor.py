@@ -1,7 +1,7 @@
-"""The one-liner: ``import mindspeed_dsa.megatron_adaptor`` at the top of a training script.
+"""One-line entry point: ``import mindspeed_dsa.megatron_adaptor`` at the top of a training script.
 
-Reads environment and command line, and arms the patches of every feature they switch on, before or
-after Megatron is imported. With nothing switched on it changes nothing.
+Reads environment and command line, and arms the patches of every feature that they switch on. It works before
+or after Megatron is imported, and changes nothing if no feature is on.
 """
 
 import os
@@ -16,16 +16,16 @@ from mindspeed_dsa.settings import ACCEPT_MINDSPEED
 
 
 def _checkpoint_size(command: list[str], args: Any) -> float | None:
-    """Plan the size of a checkpoint, when the report at the start asks for it."""
+    """Return the planned size of a checkpoint in bytes, for the start report."""
     from mindspeed_dsa.tools.planner.checkpoint import size_of
 
     return size_of(command, getattr(args, "padded_vocab_size", None))
 
 
 def _accept(command: list[str]) -> bool:
-    """Translate flags of MindSpeed in place, if the job asks for it; return whether it does."""
+    """Translate MindSpeed's flags in place if the job asks for it, and return whether it does."""
     translator = "mindspeed_dsa.tools.migrate.accept"
-    # Imported again, the one-liner finds a command line that has been translated.
+    # A second import of this module finds the flag already removed from the translated command line.
     known = translator in sys.modules
     if not known and ACCEPT_MINDSPEED.name not in command and ACCEPT_MINDSPEED.env not in os.environ:
         return False
@@ -39,7 +39,7 @@ try:
     session.enable_from_argv([*accepted, *arguments])
     if (running := session.current()) is not None:
         running.checkpoint_size = partial(_checkpoint_size, [sys.argv[0], *arguments])
-        # Without the packages that it imports, Megatron ends before any check of its arguments.
+        # Report missing packages now: Megatron's own import would fail before any check of the arguments.
         running.look_at_installation()
 except MindSpeedDSAError:
     show_without_traceback()

@@ -1,7 +1,8 @@
-"""Selections of a rollout in training, under names that stay.
+"""Stable public names for replaying a rollout's key selections in training.
 
-``decode`` reads an engine's record, ``hand_over_requests`` gives it to the job with each microbatch; the page
-is docs/hosts/dsa-in-rl.md. Recordings in files are on docs/features/dsa-recorded-selections.md.
+``decode`` reads an inference engine's record, and ``hand_over_requests`` passes it to the job with each
+microbatch; see docs/hosts/dsa-in-rl.md. Recordings in files are described in
+docs/features/dsa-recorded-selections.md.
 """
 
 from mindspeed_dsa.features.dsa.selections.format import Recording

@@ -1,4 +1,4 @@
-"""Where a switch comes from: API call, environment, command line or default, and which one won."""
+"""Resolution of flags from API call, environment, command line or default, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _KINDS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
-"""What an API keyword may be whose flag is a number."""
+"""Types that an API keyword accepts for a flag of a number type."""
 
 MEGATRON_ROOT = Flag(
     "--megatron-root",
@@ -57,7 +57,7 @@ _REPAIRS = (
     "indexer-tp-grads",
     "rotary-key-tp-grads",
 )
-"""Repairs of Megatron's DSA that had switches of their own."""
+"""Repairs of Megatron's DSA that used to have their own switches."""
 REMOVED = {
     "--dsa-cpu-bf16": "CPUs widen bf16 to fp32 for every product; omit it",
     "--host-profile": "torch.profiler shows what the host does (docs/tuning.md); omit it",
@@ -68,30 +68,31 @@ REMOVED = {
     },
     **{f"--no-dsa-{name}": f"use --no-dsa-repairs {name}" for name in _REPAIRS},
 }
-"""Flags of the release before, which this one refuses; each with what to do."""
+"""Flags that this release no longer accepts, with the replacement."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One switch: its value and its origin."""
+    """Value of one switch, with its origin."""
 
     value: Any
     source: str
-    """``API``, ``environment``, ``argv``, ``default``, or ``imports`` for what the job has imported."""
+    """``API``, ``environment``, ``argv``, ``default``, or ``imports`` (from the imported Megatron)."""
     detail: str = ""
-    """The variable or the flag as it was written."""
+    """Variable or flag, as the user wrote it."""
 
     @property
     def who(self) -> str:
-        """For doctor: ``environment (MINDSPEED_DSA_X=1)``."""
+        """Origin for doctor: ``environment (MINDSPEED_DSA_X=1)``."""
         return f"{self.source} ({self.detail})" if self.detail else self.source
 
 
 class Settings:
-    """Resolved switches, read as attributes by their ``dest`` names.
+    """Resolved switches, read as attributes by their ``dest``.
 
-    Two attributes are not switches: ``platform`` (``cpu``, ``cuda`` or ``npu``) and ``features_on``,
-    the names of the features found active so far.
+    Two attributes are not switches: ``platform`` (``cpu``, ``cuda`` or ``npu``), and ``features_on``, the
+    names of
+    the features found active so far.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class Settings:
     ) -> None:
         self._values = dict(values)
         self.overruled = dict(overruled or {})
-        """Flags on the command line that have another value, each with the variable that sets it."""
+        """Command line flags overridden by another value, with the environment variable that sets it."""
         self.mentioned = tuple(mentioned)
-        """Our own flags, near misses of them, and requests for help on the command line."""
+        """Our own flags, misspelt versions of them, and help requests on the command line."""
         self.platform = ""
         self.features_on: tuple[str, ...] = ()
 
@@ -117,11 +118,11 @@ class Settings:
             raise AttributeError(f"there is no switch {dest!r}") from None
 
     def setting(self, dest: str) -> Setting:
-        """Value and origin of one switch."""
+        """Return value and origin of one switch."""
         return self._values[dest]
 
     def chosen(self) -> dict[str, Setting]:
-        """Only switches that were set explicitly."""
+        """Return only the switches that were set explicitly."""
         return {dest: s for dest, s in self._values.items() if s.source != "default"}
 
 
@@ -134,20 +135,20 @@ def read(
     unavailable: Sequence[str] = (),
     fork: str | None = None,
 ) -> Settings:
-    """Resolve every flag: API over environment over command line over default.
+    """Resolve every flag: API before environment before command line before default.
 
     Args:
         flags: all known flags, including Megatron's own flags that features read.
         api: values by ``dest``.
-        environ: default: the process's environment.
-        argv: the command line, including unrelated arguments.
-        unavailable: messages about plug-ins that could not be loaded: an unknown switch may belong to one of
-        them.
-        fork: Megatron's root as the job has imported it, unless a setting names another one.
+        environ: environment variables; the process's own by default.
+        argv: command line, including unrelated arguments.
+        unavailable: messages about plug-ins that could not be loaded, added to other problems because an
+            unknown switch may belong to one of them.
+        fork: Megatron's root package as the job has imported it, unless a setting names another one.
 
     Raises:
-        SettingsError: an API keyword or an unknown variable with our prefix, or an invalid value; all of them
-        in one message.
+        SettingsError: an API keyword or a variable with our prefix is unknown, or a value is invalid; one
+            message lists all.
     """
     flags = unique(flags)
     api = dict(api or {})
@@ -182,31 +183,31 @@ def read(
 
 
 def unique(flags: Iterable[Flag]) -> list[Flag]:
-    """Each flag once, in order; two features may read the same one.
+    """Return the flags without duplicates, in order; two features may read the same flag.
 
     Raises:
-        SettingsError: two different flags share a name, or one's name is the other's alias.
+        SettingsError: two different flags share a name or an alias.
     """
-    found: dict[str, Flag] = {}
+    by_dest: dict[str, Flag] = {}
     for flag in flags:
-        if not found.setdefault(flag.dest, flag).same_as(flag):
+        if not by_dest.setdefault(flag.dest, flag).same_as(flag):
             raise SettingsError(f"flag {flag.name} is declared twice with different meanings; rename one")
     owners: dict[str, Flag] = {}
-    for flag in found.values():
+    for flag in by_dest.values():
         for name in (flag.name, *flag.aliases):
             if (owner := owners.setdefault(name, flag)) is not flag:
                 raise SettingsError(f"{name} is declared by {owner.name} and by {flag.name}; rename one")
-    return list(found.values())
+    return list(by_dest.values())
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
-    """Add our own flags to a parser; Megatron's flags, and names that the parser already has, are skipped.
+    """Add our own flags to a parser, except Megatron's flags and flags that the parser already has.
 
-    A parser that has made some spellings of a field from Megatron's configuration gets the others.
+    If the parser has only some spellings of a configuration field, the missing ones are added.
     """
     taken = set(parser._option_string_actions)
-    own = [flag for flag in flags if not flag.megatron]
-    missing = [f for f in own if f.name not in taken or (f.field and not _spellings(f) <= taken)]
+    ours = [flag for flag in flags if not flag.megatron]
+    missing = [f for f in ours if f.name not in taken or (f.field and not _spellings(f) <= taken)]
     if not missing:
         return
     group = parser.add_argument_group(title)
@@ -218,7 +219,7 @@ def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]
 
 
 def _spellings(flag: Flag) -> set[str]:
-    """Return what may stand for a flag on a command line."""
+    """Return all spellings of a flag on a command line."""
     names = {flag.name, *flag.aliases}
     return names | {*_negations(flag)} if flag.kind == "auto" else names
 
@@ -228,7 +229,7 @@ def _negations(flag: Flag) -> list[str]:
 
 
 def _add_spellings(group: argparse._ActionsContainer, flag: Flag, taken: set[str]) -> None:
-    """Add those spellings of a flag that a parser lacks; its default remains the parser's."""
+    """Add the missing spellings of a flag, and keep the parser's default."""
     names = [name for name in (flag.name, *flag.aliases) if name not in taken]
     common: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS}
     if flag.kind == "value" and names:
@@ -242,14 +243,14 @@ def _add_spellings(group: argparse._ActionsContainer, flag: Flag, taken: set[str
 
 
 def mentions(argv: Iterable[str], flags: Iterable[Flag], known: Iterable[Flag] = ()) -> list[str]:
-    """Our own flags on a command line, as they are written there; not those of ``known``."""
+    """Return our own flags on a command line as written there, without the flags in ``known``."""
     names = _own_names(flags) - _own_names(known)
     tokens = itertools.takewhile(lambda token: token != "--", argv)
     return [token for token in tokens if token.partition("=")[0] in names]
 
 
 def all_names(flags: Iterable[Flag]) -> set[str]:
-    """All spellings of flags on a command line, negations included."""
+    """Return all spellings of flags on a command line, negations included."""
     flags = list(flags)
     names = {name for flag in flags for name in (flag.name, *flag.aliases)}
     return names | {name for flag in flags for name in _negations(flag)}
@@ -260,22 +261,23 @@ def _own_names(flags: Iterable[Flag]) -> set[str]:
 
 
 def near_misses(tokens: Iterable[str], flags: Iterable[Flag]) -> dict[str, str]:
-    """Misspelt flags of ours among the tokens of a command line, each with what was meant."""
+    """Return misspelt flags of ours among command line tokens, with the flag that was meant."""
     names = frozenset(_own_names(flags))
-    found = {}
+    misspelt = {}
     for token in tokens:
         name = token.partition("=")[0]
         if name.startswith("--") and name not in names:
             close = _closest(name, names)
-            # One whose every word is right is another flag, as Megatron's --recompute-num-layers is.
+            # If every word of the name is correct it is another flag, such as Megatron's
+            # --recompute-num-layers.
             if close and set(name.split("-")) - set(close.split("-")):
-                found[name] = close
-    return found
+                misspelt[name] = close
+    return misspelt
 
 
-@functools.lru_cache(maxsize=1024)  # each step of a job's start looks at the same command line
+@functools.lru_cache(maxsize=1024)  # every step of a job's start looks at the same command line
 def _closest(name: str, names: frozenset[str]) -> str:
-    """Return the name that a misspelling may stand for; empty if it resembles none."""
+    """Return the name that resembles a misspelling, or an empty string."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.85)), "")
 
 
@@ -332,7 +334,7 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
 
 
 class _SilentParser(argparse.ArgumentParser):
-    """Reads our flags from a job's command line, without exiting on unknown arguments."""
+    """Parser of our flags on a job's command line; raises instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -343,17 +345,17 @@ class _SilentParser(argparse.ArgumentParser):
 
 
 def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """``(values given, our flags that were mentioned, problems)``."""
+    """Return ``(values set, our flags that were mentioned, problems)``."""
     if not argv:
-        return {}, [], []  # a parser of a hundred flags takes longer than the rest
+        return {}, [], []  # adding a hundred flags to a parser takes longer than all the rest
     parser = _SilentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag in flags:
         _add_flag(parser, flag)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     tokens = [token for token in itertools.takewhile(lambda t: t != "--", argv) if token.startswith("-")]
-    own = _own_names(flags)
-    mentioned = [token for token in tokens if token.partition("=")[0] in own or token in ("-h", "--help")]
+    ours = _own_names(flags)
+    mentioned = [token for token in tokens if token.partition("=")[0] in ours or token in ("-h", "--help")]
     mentioned += near_misses(tokens, flags)
     try:
         namespace, _ = parser.parse_known_args(list(argv))
@@ -363,18 +365,18 @@ def _read_argv(flags: list[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def _removed(api: Mapping[str, Any], environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
-    """Report flags of the release before that this one lacks, wherever they are set."""
-    given = {token.partition("=")[0] for token in itertools.takewhile(lambda t: t != "--", argv)}
+    """Return messages about flags that were removed in this release, set by API, environment or argv."""
+    tokens = {token.partition("=")[0] for token in itertools.takewhile(lambda t: t != "--", argv)}
     removed = [
         name
         for name in REMOVED
-        if name in given or (flag := Flag(name, "")).dest in api or flag.env in environ
+        if name in tokens or (flag := Flag(name, "")).dest in api or flag.env in environ
     ]
     return way_out(removed)
 
 
 def way_out(names: Iterable[str]) -> list[str]:
-    """Say of removed flags, with or without their dashes, what to do; of others nothing."""
+    """Return the replacement of each removed flag among ``names``, given with or without dashes."""
     flags = [name if name.startswith("--") else f"--{name}" for name in names]
     return [f"{flag} was removed: {REMOVED[flag]}" for flag in flags if flag in REMOVED]
 
@@ -382,19 +384,19 @@ def way_out(names: Iterable[str]) -> list[str]:
 def _unknown(flags: list[Flag], api: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
     problems = []
     removed = [Flag(name, "") for name in REMOVED]
-    known = {flag.dest for flag in (*flags, *removed)}
+    accepted = {flag.dest for flag in (*flags, *removed)}
     for dest in api:
-        if dest not in known:
-            problems.append(f"there is no switch {dest!r}{_suggest(dest, known)}")
-    known = {flag.env for flag in (*flags, *removed)}
+        if dest not in accepted:
+            problems.append(f"there is no switch {dest!r}{_suggest(dest, accepted)}")
+    accepted = {flag.env for flag in (*flags, *removed)}
     for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in known:
-            problems.append(f"environment variable {name} is unknown{_suggest(name, known)}")
+        if name.startswith(ENV_PREFIX) and name not in accepted:
+            problems.append(f"environment variable {name} is unknown{_suggest(name, accepted)}")
     return problems
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``; did you mean --seed?`` for a misspelt name; empty if it resembles none that is known."""
+    """Return ``; did you mean --seed?`` for a misspelt name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -407,7 +409,7 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _from_api(flag: Flag, value: Any) -> Any:
-    """A keyword's value; launchers such as Hydra pass strings."""
+    """Convert a keyword's value; launchers such as Hydra pass strings."""
     who = f"API keyword {flag.dest}"
     if flag is ACCEPT_MINDSPEED:
         raise ValueError(
@@ -428,8 +430,8 @@ def _from_api(flag: Flag, value: Any) -> Any:
     several = isinstance(value, (list, tuple))
     if several != _takes_several(flag):
         raise ValueError(f"{who}={value!r}: use {'one value' if several else 'a list'}")
-    for each in value if several else [value]:
-        if isinstance(each, bool) or not isinstance(each, _KINDS.get(flag.type, object)):
+    for item in value if several else [value]:
+        if isinstance(item, bool) or not isinstance(item, _KINDS.get(flag.type, object)):
             raise ValueError(f"{who}={value!r}: not a valid {flag.type.__name__}")
     _check_choice(flag, value, who)
     return value
@@ -450,10 +452,10 @@ def _switched(flag: Flag, text: str, who: str) -> bool | str:
 
 
 def truth(text: str, who: str) -> bool:
-    """Return the meaning of a text such as ``yes`` or ``0`` says.
+    """Return the truth value of a text such as ``yes`` or ``0``.
 
     Raises:
-        ValueError: it is none of the words for either.
+        ValueError: the text is neither a true nor a false word.
     """
     if text.lower() in _TRUE:
         return True
@@ -469,7 +471,7 @@ def _from_text(flag: Flag, text: str) -> Any:
 
 
 def _words(flag: Flag, text: str, who: str) -> Any:
-    """One value, or several where the flag takes several, as on a command line."""
+    """Convert a text to one value, or to a list if the flag takes several values."""
     words = text.split() if _takes_several(flag) else [text]
     try:
         converted = [flag.type(word) for word in words]
@@ -484,9 +486,9 @@ def _words(flag: Flag, text: str, who: str) -> Any:
 
 def _check_choice(flag: Flag, value: Any, who: str) -> None:
     values = value if isinstance(value, (list, tuple)) else [value]
-    for each in values:
-        if flag.choices is not None and each not in flag.choices:
-            raise ValueError(f"{who}={value!r}: {_not_a_choice(each, flag.choices)}")
+    for item in values:
+        if flag.choices is not None and item not in flag.choices:
+            raise ValueError(f"{who}={value!r}: {_not_a_choice(item, flag.choices)}")
 
 
 def _not_a_choice(value: Any, choices: Iterable[Any]) -> str:

@@ -1,7 +1,7 @@
-"""DeepSeek Sparse Attention in Hugging Face's transformers, under a name that stays.
+"""Stable public names of DeepSeek Sparse Attention for Hugging Face's transformers.
 
-``apply_dsa(model)`` serves a model; the page is docs/hosts/transformers.md. Importing this module imports
-torch, and not yet transformers.
+``apply_dsa(model)`` converts a model; see docs/hosts/transformers.md. Importing this module imports torch but
+not transformers.
 """
 
 from mindspeed_dsa.integrations.transformers import InUse, Stage, apply_dsa

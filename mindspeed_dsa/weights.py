@@ -1,6 +1,6 @@
-"""Released weights in a training loop of one's own, under names that stay.
+"""Stable public names for loading released weights in a custom training loop.
 
-The page is docs/features/load-hf.md; the command ``python -m mindspeed_dsa weights`` is on docs/weights.md.
+See docs/features/load-hf.md, and docs/weights.md for the command ``python -m mindspeed_dsa weights``.
 """
 
 from mindspeed_dsa.features.checkpoints.hugging_face.loading import load

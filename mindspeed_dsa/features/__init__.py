@@ -1,7 +1,7 @@
-"""The registry: every feature there is, in the order in which their wrappers stack.
+"""Feature registry: every feature, in the order in which their wrappers nest.
 
-Built-in ones first, then those of plug-ins (entry points of the group ``mindspeed_dsa.features``, by the name
-of their distribution), then those that were registered from code.
+Built-in features come first, then plug-ins (entry points of the group ``mindspeed_dsa.features``,
+sorted by distribution name), then those registered from code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.settings import GENERAL_FLAGS
 
 ENTRY_POINTS = "mindspeed_dsa.features"
-"""Group in which plug-ins declare their features."""
+"""Entry point group in which plug-ins declare their features."""
 
 KINDS = {
     "platform": "Redirections that Megatron needs to run on a platform",
@@ -35,17 +35,17 @@ KINDS = {
     "data": "Samples of a job, and which of their tokens count in the loss",
     "diagnostics": "Records of a job, which change nothing in its training",
 }
-"""Folders of features, with what they hold. Wrappers of one target nest in this order, and within a kind by
-folder name; where another nesting is meant, the rows say it with ``priority``."""
+"""Folders of features, with a description. Wrappers of one target nest in this order, and within a kind by
+folder name. Patches that need another order set ``priority``."""
 
 _registered: list[Feature] = []
 
 
 def register(feature: Feature) -> Feature:
-    """Add a feature of your own; it gets flags, checks, doctor and undo like the built-in ones.
+    """Add a feature; it gets flags, checks, doctor and undo like the built-in ones.
 
     Raises:
-        SettingsError: the name is taken.
+        SettingsError: a feature of this name exists.
     """
     if any(known.name == feature.name for known in all_features()):
         raise SettingsError(f"a feature named {feature.name!r} exists already; give yours another name")
@@ -59,14 +59,14 @@ def unregister(name: str) -> None:
 
 
 def all_features() -> tuple[Feature, ...]:
-    """Built-in features, those of plug-ins, and registered ones; imports neither torch nor Megatron."""
+    """Return built-in, plug-in and registered features; imports neither torch nor Megatron."""
     from_plugins = (feature for plugin in plugins() if not plugin.problem for feature in plugin.features)
     return (*built_in(), *from_plugins, *_registered)
 
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """Return the plug-ins that are installed, broken ones included; read once per process."""
+    """Return the installed plug-ins, including broken ones; read once per process."""
     return read(ENTRY_POINTS, (*built_in(), *SERVICES, *_registered), GENERAL_FLAGS)
 
 
@@ -77,7 +77,7 @@ def broken_plugins() -> list[Plugin]:
 
 @cache
 def by_kind() -> dict[str, tuple[Feature, ...]]:
-    """Return the features that each ``feature.py`` below a folder of :data:`KINDS` defines."""
+    """Return the features by kind, collected from every ``feature.py`` in the kind's folder."""
     here = Path(__file__).parent
     kinds: dict[str, tuple[Feature, ...]] = {}
     for kind in KINDS:
@@ -89,23 +89,24 @@ def by_kind() -> dict[str, tuple[Feature, ...]]:
 
 @cache
 def built_in() -> tuple[Feature, ...]:
-    """Return the features of all kinds, in the order in which their wrappers stack."""
+    """Return the features of all kinds, in the order in which their wrappers nest."""
     return tuple(feature for features in by_kind().values() for feature in features)
 
 
 def declared_in(name: str) -> tuple[Feature, ...]:
-    """Return the features of a module, in the order in which it defines them."""
+    """Return the features that a module defines, in order."""
     return tuple(value for value in vars(import_module(name)).values() if isinstance(value, Feature))
 
 
 def switch_of(feature: Feature) -> str:
-    """Name what switches a feature on: its first flag, or ``automatic`` where the job asks for it."""
+    """Return the flag that switches a feature on, or ``automatic`` if the job's other settings do."""
     if not feature.flags or feature.when:
         return "automatic"
     switch = feature.flags[0]
     if switch.megatron:
         return f"{switch.name} (Megatron's)"
     if switch.kind == "bool":
+        # A feature that its own flag cannot switch on depends on other settings.
         alone = {flag.dest: flag.unset for flag in feature.flags} | {switch.dest: True}
         if not feature.is_active(SimpleNamespace(**alone, platform="cuda", features_on=())):
             return "automatic"
@@ -113,19 +114,19 @@ def switch_of(feature: Feature) -> str:
 
 
 def all_flags() -> list[Flag]:
-    """Flags of all features, Megatron's own that they read included, each once."""
-    found: dict[str, Flag] = {}
+    """Return the flags of all features without duplicates, including Megatron's flags that they read."""
+    by_dest: dict[str, Flag] = {}
     for feature in all_features():
         for flag in feature.flags:
-            found.setdefault(flag.dest, flag)
-    return list(found.values())
+            by_dest.setdefault(flag.dest, flag)
+    return list(by_dest.values())
 
 
 def everything() -> tuple[Feature, ...]:
-    """For commands that cover each patched symbol: plug-ins included."""
+    """Return all features and services, for commands that cover every patched symbol."""
     return (*all_features(), *SERVICES)
 
 
 def shipped() -> tuple[Feature, ...]:
-    """Features that this library ships, without plug-ins; for its pages and records."""
+    """Return the features and services of this library without plug-ins, for its pages and records."""
     return (*built_in(), *SERVICES)
