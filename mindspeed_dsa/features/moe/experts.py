@@ -1,4 +1,4 @@
-"""Local experts one by one, for features that compute with one expert's weights, its own or another's."""
+"""Access to single local experts, for features that compute with the weights of one expert."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A weight of one expert: a parameter, or one entry of a parameter in which several are stacked."""
+    """A weight of one expert: a whole parameter, or one entry of a stacked parameter."""
 
     parameter: Tensor
     index: int | None = None
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part of ``whole``, a tensor of the parameter's shape, that belongs to this weight."""
+        """Return this weight's part of ``whole``, a tensor shaped like the parameter."""
         return whole if self.index is None else whole[self.index]
 
 
 @runtime_checkable
 class SingleExperts(Protocol):
-    """Experts that can be had one by one; a module of stacked weights may have these methods itself."""
+    """Interface to one expert at a time; a module with stacked weights may implement it itself."""
 
     def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
-        """Return the weights of a local expert, each contiguous; of the same shapes for all experts."""
+        """Return a local expert's weights, each contiguous. All experts have the same shapes."""
 
     def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
-        """Return one expert's output for rows that all go to it.
+        """Return one expert's output for rows that are all routed to it.
 
         Args:
-            weights: of any expert of the layer, in the order of :meth:`expert_weights`. They are no
-                parameters: their gradients go through autograd, whatever the layer's own do.
-            rows: ``[rows, hidden]``.
-            probs: ``[rows]``, by which the output is scaled.
+            weights: weights of any expert of the layer, in the order of :meth:`expert_weights`. They need
+                not be parameters: autograd returns their gradients, even if the layer fuses gradient
+                accumulation.
+            rows: hidden states, ``[rows, hidden]``.
+            probs: scales of the output, ``[rows]``.
 
         Returns:
-            ``[rows, hidden]``.
+            Output ``[rows, hidden]``.
         """
 
     def wait_for_weights(self) -> None:
-        """Return when the weights are those of this step, under overlapped parameter gathering."""
+        """Wait until overlapped parameter gathering has delivered this step's weights."""
 
 
 def single_experts(experts: Any) -> SingleExperts:
-    """Return the experts of a MoE layer, one by one.
+    """Return access to the single experts of an MoE layer.
 
     Args:
-        experts: Megatron's ``SequentialMLP``, or a module with the methods itself.
+        experts: Megatron's ``SequentialMLP``, or a module that implements :class:`SingleExperts`.
 
     Raises:
-        SettingsError: any other module.
+        SettingsError: ``experts`` is another module, or uses Transformer Engine's layers.
     """
     if isinstance(experts, SingleExperts):
         return experts
@@ -74,7 +75,7 @@ def _is_transformer_engines(module: Any) -> bool:
 
 
 class _Sequential:
-    """Megatron's ``SequentialMLP``: one MLP for each expert."""
+    """Megatron's ``SequentialMLP``: one MLP per expert."""
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
@@ -83,7 +84,7 @@ class _Sequential:
         return tuple(WeightSlice(weight) for weight in self._experts.local_experts[expert].parameters())
 
     def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
-        # The call goes through a local expert, so that whatever is patched or hooked there stays in force.
+        # Call through a local expert's module, so that its patches and hooks stay in force.
         expert = self._experts.local_experts[0]
         names = [name for name, _ in expert.named_parameters()]
         with _gradients_through_autograd(expert):
@@ -102,7 +103,7 @@ class _Sequential:
 
 @contextmanager
 def _gradients_through_autograd(expert: Any) -> Iterator[None]:
-    """Switch off gradient accumulation fusion, which looks for a buffer that such weights do not have."""
+    """Disable gradient accumulation fusion inside the block: substituted weights have no ``main_grad``."""
     with ExitStack() as undo:
         for module in expert.modules():
             if getattr(module, "gradient_accumulation_fusion", False):

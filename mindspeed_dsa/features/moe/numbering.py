@@ -1,8 +1,9 @@
-"""MoE layers by their number in the whole model, and which of its experts a rank holds.
+"""Numbers of MoE layers in the whole model, and of the experts that a rank holds.
 
-Layers of multi-token prediction count on after the decoder's, whatever number Megatron's release gives
-their routers. An expert's number is the one that the router and checkpoints know it by; it is held in a slot,
-of which each expert parallel rank has the same number. Imports neither torch nor Megatron.
+Multi-token prediction (MTP) layers are numbered after the decoder's layers, regardless of the number that a
+Megatron release gives their routers. An expert's number is its index in the router and in checkpoints. The
+expert is held in a slot; every expert parallel rank has the same number of slots. Imports neither torch nor
+Megatron.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _MTP_BLOCK = "megatron.core.transformer.multi_token_prediction:MultiTokenPredict
 
 
 class Numbered(NamedTuple):
-    """An MoE layer.
+    """An MoE layer and its number.
 
     Attributes:
-        number: from 1, through all pipeline stages, and on through the layers of multi-token prediction.
+        number: number from 1, counted through all pipeline stages and then through the MTP layers.
         layer: Megatron's ``MoELayer``.
     """
 
@@ -30,16 +31,16 @@ class Numbered(NamedTuple):
 
 
 Visit = Callable[[Any, Sequence[Numbered]], None]
-"""Gets Megatron's configuration and the MoE layers that were built: none on a stage of dense layers."""
+"""Callback for a new chunk: takes Megatron's configuration and the chunk's MoE layers, possibly none."""
 
 
 def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
     """Return the patches that find MoE layers when they are built.
 
     Args:
-        module: has ``in_block`` and ``in_mtp_block``, made of the functions below.
-        why: one sentence for the patches.
-        versions: of Megatron-core.
+        module: path of a module that defines ``in_block`` and ``in_mtp_block`` with the functions below.
+        why: reason for the patches, one sentence.
+        versions: range of Megatron-core versions.
     """
     return (
         Patch(_BLOCK, "wrap", f"{module}:in_block", why, ("config",), versions),
@@ -48,7 +49,7 @@ def rows(module: str, why: str, versions: str = "") -> tuple[Patch, ...]:
 
 
 def after_block(original: Callable[..., None], context: Context[Any], visit: Visit) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``: ``visit`` is called on every stage, for every chunk."""
+    """Wrap ``TransformerBlock.__init__``: call ``visit`` on every stage, for every chunk."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -60,7 +61,7 @@ def after_block(original: Callable[..., None], context: Context[Any], visit: Vis
 def after_mtp_block(
     original: Callable[..., None], context: Context[Any], visit: Visit
 ) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__`` in the same way."""
+    """Wrap ``MultiTokenPredictionBlock.__init__``: call ``visit`` with the MTP layers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -80,28 +81,28 @@ def _below(layers: Sequence[Any], context: Context[Any], before: int) -> list[Nu
 
 
 def order_of(router: Any) -> tuple[int, ...] | None:
-    """Return which expert each slot of a router's layer holds; ``None``: every expert is in its own slot."""
+    """Return the expert held by each slot of a router's layer, or ``None`` for the default placement."""
     order: tuple[int, ...] | None = vars(router).get("_order_of_experts")
     return order
 
 
 def set_order(layer: Any, order: Sequence[int]) -> None:
-    """Say which expert each slot of an MoE layer holds."""
+    """Set the expert held by each slot of an MoE layer."""
     vars(layer.router)["_order_of_experts"] = tuple(order)
     vars(layer.experts)["_numbers_of_experts"] = tuple(order[slot] for slot in layer.local_expert_indices)
 
 
 def is_placed(experts: Any) -> bool:
-    """Return whether a module of experts holds other experts than those of its own slots."""
+    """Return whether a module of experts has a placement other than the default."""
     return "_numbers_of_experts" in vars(experts)
 
 
 def tensors_by_position(experts: Any) -> list[list[Any]] | None:
-    """Return the parameters of each expert that a module of experts holds; ``None`` where it cannot say.
+    """Return the parameters of each local expert, or ``None`` if the module has no way to list them.
 
-    Megatron's ``SequentialMLP`` has a module for each expert. Others say that their checkpoints go by
-    :func:`experts_of` with a method ``tensors_of(position)``, which returns the parameters of one expert, or
-    views into stacked ones.
+    Megatron's ``SequentialMLP`` has one module per expert. Other modules may have a method
+    ``tensors_of(position)``, which returns one expert's parameters or views into stacked ones. With it they
+    declare that their checkpoints are numbered by :func:`experts_of`.
     """
     if hasattr(experts, "tensors_of"):
         return [list(experts.tensors_of(position)) for position in range(experts.num_local_experts)]
@@ -111,17 +112,17 @@ def tensors_by_position(experts: Any) -> list[list[Any]] | None:
 
 
 def experts_of(experts: Any, ep_rank: int) -> tuple[int, ...]:
-    """Return the numbers of the experts that a module of experts holds, in the order of its own slots.
+    """Return the numbers of the local experts, in the order of their slots.
 
-    Modules that write checkpoints give every expert its number, so that these do not depend on where the
-    expert was.
+    Modules write these numbers to checkpoints, so that a checkpoint does not depend on the placement.
 
     Args:
-        experts: a layer's ``experts``; has ``num_local_experts``.
-        ep_rank: this rank in its expert parallel group.
+        experts: a layer's ``experts`` module, with ``num_local_experts``.
+        ep_rank: this rank's index in its expert parallel group.
     """
     numbers: tuple[int, ...] | None = vars(experts).get("_numbers_of_experts")
     if numbers is not None:
         return numbers
+    # 4 local experts on rank 2: 8, 9, 10, 11.
     first = ep_rank * experts.num_local_experts
     return tuple(range(first, first + experts.num_local_experts))

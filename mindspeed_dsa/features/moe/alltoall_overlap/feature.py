@@ -1,4 +1,4 @@
-"""The all-to-alls of a MoE layer under the shared expert and the experts' weight gradients."""
+"""Overlap of an MoE layer's all-to-alls with the shared expert and the experts' weight gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAG = "--moe-alltoall-overlap-comm"
 
 
 def check_overlap(args: Any, options: Any = None) -> Iterator[str]:
-    """Refuse arguments, or a model's configuration, that leave nothing to overlap or overlap it already."""
+    """Yield a problem for each setting that leaves nothing to overlap, or overlaps it already."""
     if not number_of_experts(args):
         yield from check_experts(args, FLAG)
         return

@@ -1,13 +1,14 @@
-"""One forward of a MoE layer whose all-to-alls are on their way while other work is done.
+"""One forward of an MoE layer, arranged so that other work hides its all-to-alls.
 
-The order of creation decides the order of backward (``parallel/all_to_all.py``), so forward creates
+Autograd runs nodes in reverse order of their creation (see ``parallel/all_to_all.py``), so forward creates
 
     start dispatch, deferred gradients of the experts, shared fc1 and activation, wait for dispatch,
     experts, start combine, shared fc2 and gate, wait for combine
 
-and backward runs the weight gradients under the reversed dispatch and fc2 under the reversed combine. There
-the whole shared expert is ready, and the weight gradients are enough for the other transfer, so the combine
-gives way to fc1 too; unless the experts' weights take no part, as those of Transformer Engine.
+and in backward the weight gradients hide the reversed dispatch, and fc2 hides the reversed combine. The
+shared expert's whole backward is ready at that time, and the weight gradients suffice for the dispatch. So
+the combine also waits for fc1's backward (:meth:`InFlight.give_way`). Without deferred weight gradients, as
+with Transformer Engine's experts, fc1's backward stays under the dispatch.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Routed = Callable[[], "tuple[Any, ...]"]
 
 
 class Call:
-    """One forward of one layer.
+    """State of one forward of one layer.
 
     Attributes:
-        shared: the shared expert, if there is one that has not run.
-        dispatch, combine: transfers on their way.
+        shared: shared expert that has yet to run, or ``None``.
+        dispatch, combine: transfers in flight.
     """
 
     def __init__(self, shared: SharedOutput | None = None) -> None:
@@ -43,16 +44,16 @@ class Call:
         self.combine: list[InFlight] = []
 
     def arrived(self) -> Iterator[Tensor]:
-        """Wait for tokens and probabilities at their experts."""
+        """Wait for the dispatched tokens and probabilities."""
         return (flight.wait() for flight in self.dispatch)
 
 
 _calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
-"""By dispatcher, which Megatron gives one forward at a time too; a call ends with its last wait."""
+"""Current call per dispatcher, which serves one forward at a time in Megatron too. The last wait ends it."""
 
 
 def postpone_shared_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.shared_experts_compute``, the first step."""
+    """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: postpone the shared expert."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         if not is_served(self, context):
@@ -65,7 +66,7 @@ def postpone_shared_experts(original: Callable[..., Any], context: Context[None]
 
 
 def expect_transfers(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.dispatch``."""
+    """Wrap ``MoELayer.dispatch``: begin a call, in releases without a step for the shared expert."""
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
         if is_served(self, context):
@@ -76,7 +77,7 @@ def expect_transfers(original: Callable[..., Any], context: Context[None]) -> Ca
 
 
 def is_served(layer: Any, context: Context[None]) -> bool:
-    """Return whether the layer's transfers can be overlapped; say once why not."""
+    """Return whether the layer's transfers can be overlapped; log the reason once if not."""
     dispatcher = layer.token_dispatcher
     ours = context.megatron("core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
     if isinstance(dispatcher, ours) and dispatcher.ep_size > 1:
@@ -89,7 +90,7 @@ def is_served(layer: Any, context: Context[None]) -> bool:
 
 
 def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: start the transfers without waiting."""
 
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = _calls.get(self)
@@ -102,7 +103,7 @@ def launch_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def overlap_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.routed_experts_compute``."""
+    """Wrap ``MoELayer.routed_experts_compute``: run the routed experts under the transfers."""
 
     def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
         call = _calls.get(self.token_dispatcher)
@@ -114,7 +115,7 @@ def overlap_experts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def overlap_all_experts(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.experts_compute``, with ``use_shared_expert`` off while the routed experts run."""
+    """Wrap ``MoELayer.experts_compute``: run the shared expert separately from the routed experts."""
 
     def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
         call = _calls.get(self.token_dispatcher)
@@ -137,13 +138,13 @@ def _routed_alone(original: Callable[..., Any], layer: Any, call: Call, residual
 
 
 def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
-    """Run the routed experts and launch the combine, between the shared expert's two halves.
+    """Run the routed experts and launch the combine between the shared expert's two halves.
 
-    The second half begins where the shared expert calls fc2. What it does before and after, a gate or a
-    recomputed activation function, stays its own.
+    The second half begins where the shared expert calls fc2. Its gate and a recomputed activation function
+    are unaffected.
 
     Returns:
-        What ``routed`` returns, with the combine's buffer in place of the experts' output.
+        Result of ``routed``, with the combine's buffer in place of the experts' output.
     """
     done: list[tuple[Any, ...]] = []
 
@@ -152,6 +153,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
             output, *others = routed()
             with named("combine", layer.layer_number), launching(call.combine):
                 done.append((layer.token_dispatcher.token_combine(output), *others))
+            # Only if weight gradients were deferred: they must be enough to hide the reversed dispatch.
             if any(gradient.taken for gradient in deferred):
                 call.combine[0].give_way(call.dispatch[0])
 
@@ -164,7 +166,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
 
 
 def wait_for_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``, called twice: to launch, and to wait."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``, called twice: to launch and to wait."""
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call = _calls.get(self)

@@ -1,4 +1,4 @@
-"""Hot experts' weights travel to the tokens, where tokens would overload the experts' ranks."""
+"""Feature that sends overloaded experts' weights to the ranks with their tokens, instead of the tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Options:
     """The requested settings.
 
     Attributes:
-        switched_on: whether the switch itself is on.
-        hot_experts: most experts of a layer to move, ``None`` if not given.
-        matmul_rate: TFLOP/s of a rank, ``None``: measured.
-        link_rate: GB/s of a rank's link in one direction, ``None``: measured.
-        follows_pieces: our own schedule runs layers in pieces, and has companions cross their borders.
+        switched_on: whether ``--balanced-moe-experts`` is set.
+        hot_experts: largest number of experts moved per layer, or ``None`` if not given.
+        matmul_rate: TFLOP/s of one rank, or ``None`` to measure it.
+        link_rate: GB/s of a rank's link in one direction, or ``None`` to measure it.
+        follows_pieces: whether ``--moe-fb-overlap`` runs layers in pieces. Companions then carry this
+            feature's tensors from piece to piece.
     """
 
     switched_on: bool
@@ -51,12 +52,12 @@ class Options:
 
     @property
     def limit(self) -> int:
-        """Most experts of a layer to move."""
+        """Largest number of experts moved per layer."""
         return HOT_EXPERTS if self.hot_experts is None else self.hot_experts
 
 
 def wanted(settings: Any) -> bool:
-    """Activation rule: on with the switch, or with an option alone, which validation then refuses."""
+    """Return whether the flag or any of its options is set; validation refuses options without the flag."""
     options = Options.of(settings)
     return options.switched_on or options != Options(False, None, None, None)
 
@@ -78,19 +79,19 @@ _REFUSED = {
     "use_custom_fsdp": "shards the weights that would travel",
     "use_torch_fsdp2": "shards the weights that would travel",
 }
-"""Arguments of Megatron that are refused when they are set, and why."""
+"""Megatron arguments that are refused when set, with the reason."""
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in a job's arguments does not combine with the feature."""
+    """Yield a problem for each job argument that does not combine with the feature."""
     yield from check_balanced(args, options)
-    # In a configuration this may be a default that says nothing of the layers, which are looked at instead.
+    # A model configuration may hold only the default here; the layer itself is checked when it is built.
     if options.switched_on and argument(args, "transformer_impl") not in (None, "local"):
         yield f"{_FLAG} moves the weights of Megatron's own layers; add --transformer-impl local"
 
 
 def check_balanced(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in arguments, or in a model's configuration, does not combine with the feature."""
+    """Yield a problem for each argument or configuration field that does not combine with the feature."""
     if not options.switched_on:
         yield (
             "--balanced-moe-hot-expert-num, --balanced-moe-matmul-rate and --balanced-moe-link-rate have no "
@@ -154,7 +155,7 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDi
 _IMPL = "mindspeed_dsa.features.moe.balanced_experts.layer"
 _RANGE = ">=0.14,<0.21"
 _OUTERMOST = 10
-"""Tokens are kept out before, and weights travel after, whatever other features do with the transfers."""
+"""Patch priority: the outermost wrappers remove the moved tokens first and send weights last."""
 
 FEATURE = Feature(
     name="balanced-moe-experts",

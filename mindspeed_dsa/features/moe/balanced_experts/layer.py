@@ -1,13 +1,13 @@
-"""The steps of Megatron's dispatcher with some experts' weights sent to the tokens.
+"""Wrappers around the steps of Megatron's dispatcher that send some experts' weights to the tokens.
 
-Tokens of moved experts are cut from the routing map before the dispatcher sees it, so everything that it
-does is done for the rest. Between its steps a forward is carried as Megatron carries its own, by the
-dispatcher, and taken from there in the last step; what backward needs is in that forward's graph. Where a
-schedule runs the layer in pieces, each with a graph of its own, what it carries crosses their borders, as
-:class:`~mindspeed_dsa.megatron.split_layers.Companion` says.
+The routing map loses the tokens of moved experts before the dispatcher sees it, so the dispatcher handles
+only the remaining tokens. The dispatcher carries the state of a forward from step to step, as it carries
+Megatron's own state; the last step removes it. Autograd's graph keeps the tensors for backward. When a
+schedule runs the layer in pieces with separate graphs, the state crosses them as a
+:class:`~mindspeed_dsa.megatron.split_layers.Companion`.
 
-Every rank builds the same nodes in every forward, whatever the plan, also for an empty one: a weight's
-gradient is complete after the same number of events each time, which overlapped gradient reduction relies on.
+Every rank builds the same autograd nodes in every forward, even for an empty plan. Overlapped gradient
+reduction needs this: a weight's gradient must be complete after the same number of events in each step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Call = Callable[..., Any]
 
 
 class _Layer:
-    """State that one MoE layer's forwards share: no tensors but its weights."""
+    """State shared by all forwards of one MoE layer; holds no tensors except the layer's weights."""
 
     def __init__(self, experts: SingleExperts, dispatcher: Any) -> None:
         self.experts = experts
@@ -47,7 +47,7 @@ class _Layer:
 
     @cached_property
     def parameters(self) -> list[Tensor]:
-        """Every parameter that may be sent, once."""
+        """All parameters that may be sent, without duplicates."""
         weights = (weight for expert in range(self.count) for weight in self.experts.expert_weights(expert))
         return list({id(weight.parameter): weight.parameter for weight in weights}.values())
 
@@ -57,16 +57,20 @@ class _Layer:
         return [weight.of(weight.parameter).shape for weight in self.experts.expert_weights(0)]
 
     def gathered(self, counts: Tensor) -> tuple[Any, list[bool]]:
-        """Gather counts of all ranks, ``[ranks, experts]``, and which experts learn; the host waits for it.
+        """Gather the row counts of all ranks, and the experts' ``requires_grad``. Waits for the device.
 
         Args:
-            counts: ``[experts]``, this rank's rows for each expert.
+            counts: rows of this rank per expert, ``[experts]``.
+
+        Returns:
+            Counts ``[ranks, experts]`` on the host, and one flag per expert: whether it is trained.
         """
         learning = torch.tensor([self._learns(expert) for expert in range(self.count)], dtype=counts.dtype)
         mine = torch.cat((counts, upload(learning, counts.device)))
         all_ranks = mine.new_empty(self.ranks * mine.numel())
         with named("tokens of experts"):
             dist.all_gather_into_tensor(all_ranks, mine, group=self.group)
+        # [ranks, experts + local experts]: counts, then flags of the rank's own experts.
         table = all_ranks.cpu().numpy().reshape(self.ranks, -1)
         experts = counts.numel()
         return table[:, :experts], [bool(flag) for flag in table[:, experts:].ravel()]
@@ -83,15 +87,15 @@ class _Layer:
 
 @dataclass
 class _Forward(Companion):
-    """One forward of one layer, between the dispatcher's steps.
+    """State of one forward of one layer between the dispatcher's steps.
 
     Attributes:
-        transfer: of the moved experts' weights.
+        transfer: transfer of the moved experts' weights.
         counts: rows of this rank for each expert that it receives.
-        cold: number of rows to dispatch.
-        indices: ``[rows]``, the tokens that stay, by expert.
-        rows: ``[rows, hidden]``, these tokens; when they are computed, the outputs.
-        probs: ``[rows]``.
+        cold: number of rows left to the dispatcher.
+        indices: tokens of the received experts, sorted by expert, ``[rows]``.
+        rows: hidden states of these tokens, later the experts' outputs, ``[rows, hidden]``.
+        probs: routing probabilities of these tokens, ``[rows]``.
     """
 
     transfer: WeightTransfer
@@ -102,18 +106,18 @@ class _Forward(Companion):
     probs: Tensor
 
     def leave_router(self, cut: Cut) -> None:
-        """Hand on tokens, and send the weights, while other pieces compute."""
+        """Cut the graph of the tokens, and send the weights while other pieces compute."""
         self.rows = cut(self.rows)
-        if self.counts:  # else nothing gives them a gradient
+        if self.counts:  # without rows the probabilities get no gradient
             self.probs = cut(self.probs)
         self.transfer.launch()
 
     def enter_experts(self) -> None:
-        """Stand before the experts' own weights, whose gradients end with those that return."""
+        """Add the node that waits for the moved experts' gradients, before the local experts' weights."""
         self.transfer.announce()
 
     def leave_experts(self, cut: Cut) -> None:
-        """Hand on outputs."""
+        """Cut the graph of the outputs."""
         self.rows = cut(self.rows)
 
 
@@ -121,13 +125,13 @@ _LAYER = "_mindspeed_dsa_experts"
 
 
 def layer_of(dispatcher: Any) -> _Layer | None:
-    """Return the layer of a dispatcher, or of a copy of it, which serves a part of a microbatch."""
+    """Return the layer of a dispatcher, or of a copy that serves part of a microbatch; ``None`` if absent."""
     layer: _Layer | None = getattr(dispatcher, _LAYER, None)
     return layer
 
 
 def know_experts(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MoELayer.__init__``."""
+    """Wrap ``MoELayer.__init__``: attach the layer's experts to its dispatcher."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         require(context, check_balanced, config)
@@ -139,7 +143,7 @@ def know_experts(original: Callable[..., None], context: Context[Options]) -> Ca
 
 
 def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
-    """Decorate ``dispatch_preprocess``: tokens of moved experts are kept from the dispatcher."""
+    """Wrap ``dispatch_preprocess``: plan the moves and hide moved experts' tokens from the dispatcher."""
 
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
@@ -165,7 +169,8 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
             )
         forward, cold_map = _split(layer, plan, counts, learning, hidden_states, routing_map, probs)
         if not in_pieces():
-            forward.transfer.announce()  # in backward the last of all, which has had most time
+            # Created first, so it runs last in backward: the gradients have the most time to arrive.
+            forward.transfer.announce()
         accompany(self, forward)
         return original(self, hidden_states, cold_map, probs, *args, **kwargs)
 
@@ -173,14 +178,14 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
 
 
 def count_cold_tokens(original: Call) -> Call:
-    """Decorate ``preprocess``: fused kernels size their output by the number of rows."""
+    """Wrap ``preprocess``: set ``num_out_tokens``, since fused kernels size their output by it."""
 
     def preprocess(self: Any, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, routing_map, *args, **kwargs)
         forward = companion_of(self)
         if isinstance(forward, _Forward):
-            # A tensor, as Megatron has it where experts have a capacity: a number would say that every token
-            # goes to equally many experts, and kernels choose by that.
+            # A tensor, as Megatron uses with an expert capacity. From an int, kernels would conclude that
+            # every token goes to the same number of experts.
             self.num_out_tokens = torch.tensor(forward.cold)
         return result
 
@@ -188,7 +193,7 @@ def count_cold_tokens(original: Call) -> Call:
 
 
 def send_weights(original: Call) -> Call:
-    """Decorate ``dispatch_postprocess``: weights travel from here, while the cold experts compute."""
+    """Wrap ``dispatch_postprocess``: start sending weights, hidden by the dispatched tokens' experts."""
 
     def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -201,10 +206,10 @@ def send_weights(original: Call) -> Call:
 
 
 def run_hot_experts(original: Call) -> Call:
-    """Decorate ``combine_preprocess``: the tokens that stayed are computed with the weights that came.
+    """Wrap ``combine_preprocess``: run the received experts on the tokens that stayed on this rank.
 
-    In backward this comes after the transfer of the combined rows' gradients and before the cold experts,
-    which hide the transfer of the weights' gradients.
+    In backward this step comes after the combine's transfer and before the dispatched tokens' experts.
+    These hide the transfer of the weight gradients.
     """
 
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +222,7 @@ def run_hot_experts(original: Call) -> Call:
 
 
 def add_hot_outputs(original: Call) -> Call:
-    """Decorate ``combine_postprocess``."""
+    """Wrap ``combine_postprocess``: add the outputs of the received experts."""
 
     def combine_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
@@ -225,8 +230,9 @@ def add_hot_outputs(original: Call) -> Call:
         if not isinstance(forward, _Forward):
             return output
         accompany(self, None)
-        # [tokens, hidden]; without rows, too: their node is what calls the gradients' transfer. Not in place:
-        # the dispatcher's output may be a view of what another function made, on whose gradient others hook.
+        # [tokens, hidden]. Also with 0 rows: backward through this node starts the gradients' transfer.
+        # Not in place: the dispatcher's output may be a view made by a custom function, and others may
+        # have hooks on its gradient.
         total = output.view(-1, output.size(-1)).index_add(0, forward.indices, forward.rows.to(output.dtype))
         return total.view_as(output)
 
@@ -242,12 +248,13 @@ def _split(
     routing_map: Tensor,
     probs: Tensor,
 ) -> tuple[_Forward, Tensor]:
-    """Split tokens by a plan: those that stay here for moved experts, and the routing map of the others."""
+    """Return the forward state for the experts received here, and the routing map of the other tokens."""
     moved = []
     received = []
     for expert in plan.experts:
         owner = expert // layer.count
         receivers = tuple(int(rank) for rank in np.flatnonzero(counts[:, expert]) if rank != owner)
+        # Only the owner has the weights; all ranks need owner and receivers to match their messages.
         weights = layer.experts.expert_weights(expert % layer.count) if owner == layer.rank else ()
         moved.append(MovedExpert(owner, receivers, learning[expert], weights))
         if layer.rank in receivers:
@@ -259,10 +266,11 @@ def _split(
     if received:
         columns = upload(torch.tensor(received), routing_map.device)
         cold_map = routing_map.index_fill(1, columns, False)
-        # Expert by expert, tokens in their order; how many there are is known, so that nothing waits.
-        found = of_routing(routing_map.index_select(1, columns), sum(rows))
-        indices = found.tokens
-        places = indices * routing_map.size(1) + columns.index_select(0, found.experts)
+        # Sorted by expert, then by token. The size is known on the host, so nothing waits for the device.
+        row_map = of_routing(routing_map.index_select(1, columns), sum(rows))
+        indices = row_map.tokens
+        # Flat index into probs [tokens, experts]: with 64 experts, token 3 of expert 5 is 3 * 64 + 5 = 197.
+        places = indices * routing_map.size(1) + columns.index_select(0, row_map.experts)
     forward = _Forward(
         transfer=WeightTransfer(moved, layer.parameters, layer.shapes, layer.group),
         counts=rows,
@@ -275,7 +283,7 @@ def _split(
 
 
 def _run(experts: SingleExperts, forward: _Forward) -> None:
-    """Replace rows by outputs."""
+    """Replace ``forward.rows`` by the received experts' outputs."""
     rows, weights = forward.transfer.wait(forward.rows)
     outputs = [
         experts.run_expert(expert, part, probs)

@@ -1,9 +1,9 @@
-"""Choice of the experts whose weights travel to tokens, so that the busiest rank is done first.
+"""Planner: selects the experts whose weights are sent to the tokens, to relieve the busiest rank.
 
-Moving an expert means that its weights go to every rank that has tokens for it, and those tokens stay where
-they are; tokens of the expert's own rank are computed there as before. All ranks plan from the same counts
-and come to the same plan: counts are added exactly, whatever the order (integers in float64), and the rest
-is done element by element. Costs follow from rates, which are given or measured once for a group.
+Moving an expert sends its weights to every rank that has tokens for it, and those tokens stay there. Tokens
+on the expert's own rank are computed there as before. All ranks plan from the same counts and reach the same
+plan: sums of integers in float64 are exact in any order, and the rest is elementwise. Costs follow from
+rates, which are given as options or measured once per process group.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mindspeed_dsa.megatron.measured import slowest, timed
 Floats = npt.NDArray[np.float64]
 
 _CANDIDATES = 16
-"""Experts that may be moved; up to 16 experts in all every one of them may."""
+"""Largest number of experts considered for a move. With up to 16 experts all are considered."""
 _WIDTH = 128
-"""Subsets of each size that are extended by one more expert; three out of 16 are searched completely."""
+"""Beam width: subsets of each size kept for extension. 560 subsets of 3 out of 16 come from 120 pairs."""
 _GAIN = 0.97
-"""Experts are moved only if that takes less than this fraction of the time: the prediction is no better."""
+"""Move experts only if the predicted time falls below this fraction; smaller gains are prediction error."""
 _TRANSFERS = 4
-"""Transfers of a row that leaves its rank: dispatch and combine, forward and backward."""
+"""Transfers of a row that leaves its rank: dispatch and combine, in forward and in backward."""
 _BACKWARD = 2.0
-"""A row's backward, gradients of input and weights, for each forward."""
+"""Cost of a row's backward (input and weight gradients) relative to its forward."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Costs:
     """Costs in seconds.
 
     Attributes:
-        row: one row through one expert, forward.
-        token: one row on a rank's link, once.
-        weights: one expert's weights on a rank's link.
-        gradients: one expert's gradients on a rank's link.
-        call: one more expert that a rank runs, forward, beside the rows.
+        row: forward of one row through one expert.
+        token: transfer of one row over a rank's link, one way.
+        weights: transfer of one expert's weights over a rank's link.
+        gradients: transfer of one expert's gradients over a rank's link.
+        call: fixed forward cost of running one more expert, excluding its rows.
     """
 
     row: float
@@ -58,13 +58,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Experts to move, and the effect.
+    """Experts to move, and the predicted effect.
 
     Attributes:
-        experts: that travel, ascending by number among all experts.
-        before: predicted seconds of routed experts without moving any, forward and backward.
-        after: with this plan.
-        rows: ``[ranks]``, what each rank computes with this plan.
+        experts: numbers of the moved experts among all experts, ascending.
+        before: predicted seconds of the routed experts without any move, forward plus backward.
+        after: predicted seconds with this plan.
+        rows: rows that each rank computes with this plan, ``[ranks]``.
     """
 
     experts: tuple[int, ...]
@@ -74,21 +74,22 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Rows of the most loaded rank over the mean."""
+        """Largest number of rows on a rank, divided by the mean."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 1.0
 
 
 class _Problem:
-    """Effect of moving each candidate; everything is a sum over the moved experts.
+    """Effect of moving each candidate, expressed as sums over the moved experts.
 
-    ``sums`` are, one after another and each ``[ranks]``: rows computed for all ranks, rows computed at home
-    for others' experts, rows that leave, rows that arrive, weights that leave, weights that arrive.
+    ``sums`` concatenates six vectors ``[ranks]``: rows computed for all ranks, rows computed locally for
+    other ranks' experts, rows sent, rows received, weights sent, weights received.
     """
 
     def __init__(self, counts: npt.NDArray[np.int64], costs: Costs, limit: int) -> None:
         ranks, experts = counts.shape
         self.costs, self.ranks = costs, ranks
+        # 8 experts on 4 ranks: owner = 0 0 1 1 2 2 3 3.
         owner = np.arange(experts) // (experts // ranks)
         at_home = owner[None, :] == np.arange(ranks)[:, None]  # [ranks, experts]
         away = np.where(at_home, 0, counts)  # [ranks, experts]: rows for others' experts
@@ -96,12 +97,17 @@ class _Problem:
         load = np.where(at_home, counts.sum(axis=0), 0).sum(axis=1)  # [ranks]
         none = np.zeros(ranks)
         arriving = np.where(at_home, remote, 0)  # [ranks, experts]
+        # The six sums without any move: no rows for others at home, no weights sent or received.
         self.base: Floats = np.concatenate([load, none, away.sum(axis=1), arriving.sum(axis=1), none, none])
+        # Rows by which the expert's rank exceeds the mean; moving more of the expert's rows does not help.
         excess = np.maximum(load[owner] - load.sum() // ranks, 0)
         order = sorted(range(experts), key=lambda e: (-min(remote[e], excess[e]), -remote[e], e))
         self.candidates = sorted(e for e in order[:_CANDIDATES] if remote[e])
         moved = self.candidates
+        # [ranks, experts]: 1 where the rank would receive the expert's weights.
         borrowers = (away > 0).astype(np.int64)
+        # Change of the six sums when an expert moves: other ranks compute their own rows, and the owner sends
+        # each of them a copy of the weights.
         self.change: Floats = np.concatenate(
             [-arriving, away, -away, -arriving, np.where(at_home, borrowers.sum(axis=0), 0), borrowers]
         )[:, moved].T.astype(np.float64)  # [candidates, 6 * ranks]
@@ -109,18 +115,18 @@ class _Problem:
         self.fewest_borrowers = min((int(borrowers[:, expert].sum()) for expert in moved), default=0)
 
     def seconds(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Predict the time of each subset, and the rows of all ranks.
+        """Predict the seconds of each subset, and each rank's rows.
 
         Args:
-            chosen: ``[subsets, candidates]``.
+            chosen: membership of each candidate in each subset, ``[subsets, candidates]``.
 
         Returns:
-            ``[subsets]`` and ``[subsets, ranks]``.
+            Seconds ``[subsets]`` and rows ``[subsets, ranks]``.
         """
         sums = self.base + chosen.astype(np.float64) @ self.change
         cold, hot, leave, arrive, sent, received = np.split(sums, 6, axis=1)
         tokens = np.maximum(leave, arrive).max(axis=1) * (_TRANSFERS * self.costs.token)
-        # Weights travel while cold experts compute, and their gradients while those run backward.
+        # The experts of dispatched tokens hide the weights in forward and the gradients in backward.
         weights = np.maximum(sent, received).max(axis=1, keepdims=True)
         moved = hot * self.costs.row + received * self.costs.call
         forward = np.maximum(cold * self.costs.row, weights * self.costs.weights) + moved
@@ -130,23 +136,23 @@ class _Problem:
 
 
 def choose(counts: Any, costs: Costs, limit: int) -> Plan:
-    """Choose the best subset of at most ``limit`` experts, none where moving does not pay.
+    """Select the best subset of at most ``limit`` experts, or none if moving does not pay.
 
-    Ties go to fewer experts, then to lower numbers.
+    Ties go to fewer experts, then to lower expert numbers.
 
     Args:
-        counts: ``[ranks, experts]``, integers: rows that each rank has for each expert; experts lie on the
-            ranks in their order, as many on each.
-        costs: what work takes.
-        limit: most experts to move.
+        counts: rows that each rank has for each expert, integers ``[ranks, experts]``. Experts are
+            distributed over the ranks in order, the same number on each rank.
+        costs: seconds per unit of work.
+        limit: largest number of experts to move.
     """
     problem = _Problem(np.asarray(counts, dtype=np.int64), costs, limit)
     none = np.zeros((1, len(problem.candidates)), dtype=np.bool_)
     seconds, rows = problem.seconds(none)
     before = float(seconds[0])
     best = (before, none[0], rows[0])
-    # The best balance, and the weights and gradients of the expert with the fewest borrowers: neither takes
-    # long to find out, and a search over many ranks does.
+    # Cheap lower bound: perfect balance, or the transfers of the expert with the fewest receivers. The
+    # search takes long for many ranks, so skip it where even this bound does not pay.
     balanced = float(rows.sum()) / problem.ranks * costs.row * (1 + _BACKWARD)
     sent = problem.fewest_borrowers * (costs.weights + costs.gradients)
     if max(balanced, sent) < _GAIN * before:
@@ -163,19 +169,20 @@ def choose(counts: Any, costs: Costs, limit: int) -> Plan:
 
 
 def _search(problem: _Problem, best: tuple[float, Any, Any]) -> tuple[float, Any, Any]:
-    """Search subsets by size; of each size the best ones are extended by one more expert."""
+    """Beam search by subset size: extend the best subsets of each size by one expert."""
     count = len(problem.candidates)
     bits = 1 << np.arange(count - 1, -1, -1)  # the first candidate is the highest bit
     subsets = np.zeros(1, dtype=np.int64)
     for _ in range(problem.limit):
+        # A subset is an int with one bit per candidate.
         free = (subsets[:, None] & bits) == 0
-        # Descending: of two equal ones the lower expert numbers come first.
+        # Descending order: of two equal subsets the one with the lower expert numbers comes first.
         subsets = np.unique((subsets[:, None] | bits)[free])[::-1]
-        chosen = (subsets[:, None] & bits) != 0
-        seconds, rows = problem.seconds(chosen)
+        subset_masks = (subsets[:, None] & bits) != 0
+        seconds, rows = problem.seconds(subset_masks)
         order = np.argsort(seconds, kind="stable")[:_WIDTH]
         if seconds[order[0]] < best[0]:
-            best = (float(seconds[order[0]]), chosen[order[0]], rows[order[0]])
+            best = (float(seconds[order[0]]), subset_masks[order[0]], rows[order[0]])
         subsets = subsets[order]
     return best
 
@@ -189,13 +196,13 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of the slowest rank.
+    """Rates of the slowest rank.
 
     Attributes:
         matmul: FLOP/s of an expert's matmuls.
         link: bytes per second of a link in one direction.
-        call: seconds that one more expert takes beside its rows.
-        message: seconds that one more message takes beside its bytes.
+        call: fixed seconds per additional expert, excluding its rows.
+        message: fixed seconds per additional message, excluding its bytes.
     """
 
     matmul: float
@@ -204,8 +211,10 @@ class Rates:
     message: float = 0.0
 
     def costs(self, shapes: Sequence[torch.Size], hidden: int, dtype: torch.dtype) -> Costs:
-        """Return costs for experts with weights of these shapes and rows of ``hidden`` elements."""
+        """Return the costs of experts with weights of these shapes and rows of ``hidden`` elements."""
+        # Per row: 2 FLOP per weight, and 7168 x 2 bytes = 14 KiB on the link for hidden size 7168 in bf16.
         numel = sum(shape.numel() for shape in shapes)
+        # Gradients are sent in fp32 or wider, see WeightTransfer.send_gradients.
         wide = torch.promote_types(dtype, torch.float32).itemsize
         latency = len(shapes) * self.message
         return Costs(
@@ -218,18 +227,18 @@ class Rates:
 
 
 _measured: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()
-"""By process group."""
+"""Measured rates per process group."""
 
 
 def rates_of(experts: SingleExperts, hidden: int, group: Any, options: Options, log: Log) -> Rates:
-    """Return rates as given, or measured; a collective call of all ranks of the group the first time.
+    """Return the rates from the options, or measure them. The first call is collective over the group.
 
     Args:
-        experts: of a layer, all of one size.
-        hidden: elements of a row.
-        group: expert parallel ranks.
-        options: with the rates that are given.
-        log: gets the measured rates.
+        experts: local experts of a layer, all of one size.
+        hidden: number of elements of a row.
+        group: expert parallel process group.
+        options: settings that may give one or both rates.
+        log: log for the measured rates.
     """
     if options.matmul_rate is not None and options.link_rate is not None:
         return Rates(options.matmul_rate * 1e12, options.link_rate * 1e9)
@@ -259,13 +268,14 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
         return _fastest(lambda: experts.run_expert(weights, rows, rows.new_ones(count)), group)
 
     def send(size: int) -> float:
-        # All ranks send to the next one, so each link is used in both directions, as tokens use it.
+        # Each rank sends to the next: both directions of every link are busy, as in a token dispatch.
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         data = torch.zeros(size, dtype=torch.uint8, device=weights[0].device)
         received = torch.empty_like(data)
         to, sender = ([size * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
         return _fastest(lambda: dist.all_to_all_single(received, data, sender, to, group=group), group)
 
+    # One row and one byte per rank measure the fixed costs of a call and of a message.
     seconds = {"rows": run(_ROWS), "bytes": send(_BYTES), "call": run(1), "message": send(1)}
     seconds = slowest(seconds, group)
     numel = sum(weight.numel() for weight in weights)
@@ -278,5 +288,5 @@ def _measure(experts: SingleExperts, hidden: int, group: Any) -> Rates:
 
 
 def _fastest(work: Callable[[], object], group: Any) -> float:
-    """Return the seconds of this rank's fastest round; all ranks of the group call this."""
+    """Return the seconds of this rank's fastest round. Collective over the group."""
     return min(timed(work, group) for _ in range(_ROUNDS))

@@ -1,11 +1,12 @@
-"""Transfer of experts' weights to other ranks for one forward and backward; their gradients return.
+"""Transfer of experts' weights to other ranks for one forward and backward, and of gradients back.
 
-Plain autograd, in halves as in :mod:`mindspeed_dsa.parallel.all_to_all`: what runs between
-:meth:`WeightTransfer.launch` and :meth:`WeightTransfer.wait` in forward hides the weights' transfer, and what
-was created between :meth:`WeightTransfer.announce` and the wait hides the gradients' transfer in backward.
-The first half is a user of all weights that may ever be sent, whether they are or not: a weight's own
-gradient is complete only when those of its receivers are in it, and hooks that wait for the gradient wait for
-them.
+Two autograd functions split each transfer into a start and a wait, as in
+:mod:`mindspeed_dsa.parallel.all_to_all`. In forward, work between :meth:`WeightTransfer.launch` and
+:meth:`WeightTransfer.wait` hides the weights' transfer. In backward, the nodes created between
+:meth:`WeightTransfer.announce` and the wait hide the gradients' transfer.
+
+The announcing node takes every weight that may ever be sent as an input, sent or not. A weight's gradient is
+therefore complete only with its receivers' gradients, and hooks on the gradient wait for them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from mindspeed_dsa.parallel.transfers import Pending
 
 @dataclass(frozen=True)
 class MovedExpert:
-    """One expert whose weights travel; all ranks of the group know all of them, in one order.
+    """One expert whose weights are sent. All ranks of the group have the same list of moved experts.
 
     Attributes:
-        owner: its rank in the group.
-        receivers: ranks in the group, ascending, without the owner.
-        learns: whether gradients return.
-        weights: at the owner; empty elsewhere.
+        owner: the expert's own rank in the group.
+        receivers: ranks in the group that receive the weights, ascending, without the owner.
+        learns: whether the expert is trained, so that gradients return.
+        weights: the expert's weights on the owner; empty on other ranks.
     """
 
     owner: int
@@ -42,12 +43,12 @@ class MovedExpert:
 
 
 class WeightTransfer:
-    """Moved experts of one forward.
+    """Weights and gradients of the experts moved in one forward.
 
     Args:
-        experts: the same on all ranks of the group but for their weights.
-        parameters: everything that this rank may ever send, at least one.
-        shapes: of the weights of one expert.
+        experts: moved experts, identical on all ranks except for ``weights``.
+        parameters: all parameters that this rank may ever send, at least one.
+        shapes: shapes of one expert's weights.
         group: process group.
     """
 
@@ -70,21 +71,21 @@ class WeightTransfer:
         self._returned: dict[int, list[list[Tensor]]] = {}
 
     def announce(self) -> None:
-        """In backward, wait for the gradients where this stands; every rank does so at the same point."""
-        # A rank whose own weights do not learn may receive some that do.
+        """Add the node that waits for the gradients in backward; all ranks call it at the same point."""
+        # A rank with frozen experts may still receive trained ones.
         learns = any(expert.learns for expert in self.experts)
         anchor = torch.empty((), device=self._like.device, requires_grad=learns)
         self.token = _Announce.apply(self, anchor, *self._parameters)
 
     def wait(self, rows: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        """Wait for what this rank receives; gradients start on their way back where this stands.
+        """Wait for the received weights. In backward this node sends their gradients.
 
         Args:
-            rows: what is to be computed with the weights, also if that is nothing: its gradient reaches
+            rows: input of the received experts, possibly with 0 rows. Its gradient makes backward reach
                 this node on every rank.
 
         Returns:
-            ``rows``, and for each expert that this rank receives, in their order, its weights.
+            ``rows``, and the weights of each received expert, in the order of ``received``.
         """
         token, self.token = self.token, None
         rows, *weights = _Wait.apply(self, rows, token, len(self.received) * len(self._shapes))
@@ -92,7 +93,7 @@ class WeightTransfer:
         return rows, [weights[start : start + size] for start in range(0, len(weights), size)]
 
     def launch(self) -> None:
-        """Send the weights, once; every rank of the group does so at the same point."""
+        """Send the weights; later calls do nothing. All ranks call it at the same point."""
         if self._launched:
             return
         self._launched = True
@@ -108,16 +109,16 @@ class WeightTransfer:
         self._weights.launch()
 
     def arrived(self) -> list[Tensor]:
-        """Wait for the weights that this rank receives."""
+        """Wait for the weights and return them."""
         self._weights.wait()
         buffers, self._buffers = self._buffers, []
         return buffers
 
     def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients back, in 32 bits at least.
+        """Send the gradients back to the owners, in fp32 or wider.
 
         Args:
-            gradients: of the received weights, in the order of experts and weights.
+            gradients: gradients of the received weights, in the order of experts and weights.
         """
         rest = iter(gradients)
         for number, expert in enumerate(self.experts):
@@ -134,7 +135,7 @@ class WeightTransfer:
         self._gradients.launch()
 
     def add_gradients(self, add: Callable[[WeightSlice, Tensor], None]) -> None:
-        """Wait, and add up what receivers return, in the order of their ranks."""
+        """Wait for the gradients and sum them in the order of the receivers' ranks."""
         self._gradients.wait()
         returned, self._returned = self._returned, {}
         for number, by_receiver in returned.items():
@@ -147,7 +148,7 @@ class WeightTransfer:
 
 
 class _Messages:
-    """Messages between pairs of ranks; both ends name those of a pair in the same order."""
+    """Point-to-point messages; both ranks of a pair must add theirs in the same order."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -167,7 +168,7 @@ class _Messages:
         self._messages.append(dist.P2POp(operation, tensor, peer, self._group))
 
     def launch(self) -> None:
-        """Post receives before sends: with some backends a send ends only when it is received."""
+        """Post receives before sends: with some backends a send completes only when it is received."""
         messages, self._messages = self._messages, []
         if messages:
             messages.sort(key=lambda message: message.op is not dist.irecv)
@@ -200,8 +201,8 @@ class _Announce(torch.autograd.Function):
                     gradients[id(parameter)] = torch.zeros_like(parameter)
                 weight.of(gradients[id(parameter)]).add_(gradient)
             else:
-                # Where gradients accumulate in more bits than the weights have. The parameter's hooks wait
-                # for this node, which then has nothing to hand to them.
+                # main_grad may be wider than the weight. The parameter's hooks wait for this node, which
+                # then returns no gradient for the parameter.
                 weight.of(main_grad).add_(gradient)
 
         ctx.transfer.add_gradients(add)
@@ -223,6 +224,7 @@ class _Wait(torch.autograd.Function):
             for weight in weights[number * size : (number + 1) * size]
             if not expert.learns
         ]
+        # Frozen experts send no gradients back, and their owner expects none.
         ctx.mark_non_differentiable(*frozen)
         return rows.view_as(rows), *weights
 
@@ -230,5 +232,5 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.transfer.send_gradients(gradients)
-        # What the token's gradient is does not matter: it calls the other half, which waits.
+        # The token's gradient value is unused: it only makes backward reach _Announce, which waits.
         return None, grad_rows, grad_rows.new_zeros(()), None

@@ -1,16 +1,16 @@
-"""Layers of which one half's attention runs while the other half's tokens travel.
+"""Transformer layers that run one half's attention while the other half's tokens are in transfer.
 
 With halves 0 and 1, forward creates
 
     attention 0, start dispatch 0, attention 1, wait for dispatch 0, start dispatch 1, experts 0, wait for
     dispatch 1, start combine 0, experts 1, wait for combine 0, start combine 1
 
-and the next layer begins with the attention of half 0 before combine 1 is awaited. Where no such layer
-follows, the shared expert runs under combine 1. Attention stands for norm, router and permutation, too.
-Backward goes through the nodes in the reverse order, with the same transfers under the same parts: only the
-last of a chunk's combines and the first of its dispatches have less above them.
+and the next layer begins with the attention of half 0 before the wait for combine 1. If no such layer
+follows, the shared expert runs under combine 1. "Attention" here includes norm, router and permutation.
+Backward runs the nodes in the reverse order and hides the same transfers under the same parts. Only a chunk's
+last combine and first dispatch have less work to hide them.
 
-Halves are whole sequences, or, of a microbatch that has one, its rows: see :mod:`.keys`.
+Halves are whole sequences, or the two halves of a single sequence's rows: see :mod:`.keys`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import uses_dsa
 
 modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
-"""By transformer layer."""
+"""Execution mode per transformer layer."""
 _measured: ContextVar[Mode | None] = ContextVar(
     "mode of a layer with attention that is measured", default=None
 )
@@ -49,18 +49,18 @@ _block: ContextVar[Any] = ContextVar("block whose layers run", default=None)
 
 
 def is_measured() -> bool:
-    """Return whether a layer with its attention is measured now."""
+    """Return whether a layer with its attention is being measured."""
     return _measured.get() is not None
 
 
 @dataclass
 class _Cut:
-    """Halves between two layers.
+    """Halves of a microbatch between two layers.
 
     Attributes:
-        first: ``[sequence, batch, hidden]``, of half 0.
-        second: waits for half 1.
-        dim: along which they are cut.
+        first: hidden states of half 0, ``[sequence, batch, hidden]``.
+        second: function that waits for half 1 and returns its hidden states.
+        dim: dimension along which the microbatch is cut: 0 for rows, 1 for sequences.
     """
 
     first: Tensor
@@ -69,13 +69,13 @@ class _Cut:
 
     @classmethod
     def of(cls, hidden: Tensor) -> _Cut:
-        """Cut a microbatch ``[sequence, batch, hidden]``."""
+        """Cut hidden states ``[sequence, batch, hidden]``: by rows if there is one sequence."""
         dim = 0 if hidden.size(1) == 1 else 1
         first, second = (half.contiguous() for half in hidden.tensor_split(2, dim))
         return cls(first, lambda: second, dim)
 
     def joined(self) -> Tensor:
-        """Return the microbatch."""
+        """Wait for half 1 and concatenate the halves."""
         return torch.cat((self.first, self.second()), self.dim)
 
 
@@ -83,12 +83,12 @@ _HANDED_ON = "_mindspeed_dsa_halves"
 
 
 def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TransformerBlock.forward``: its layers hand halves on to each other."""
+    """Wrap ``TransformerBlock.forward``: let its layers pass halves to each other."""
     if context.options.attention is False:
         return original
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Recomputed layers begin and end with the whole microbatch, which is what is kept.
+        # Full recompute saves the whole microbatch at each layer's input, so halves are joined there.
         recomputed = self.training and self.config.recompute_granularity == "full"
         token = _block.set(None if recomputed else self)
         try:
@@ -100,7 +100,7 @@ def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Cal
 
 
 def run_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``, where attention is cut."""
+    """Wrap ``TransformerLayer.forward`` for layers whose attention runs in halves."""
     if context.options.attention is False:
         return original
 
@@ -136,7 +136,7 @@ def run_halves(original: Callable[..., Any], context: Context[Options]) -> Calla
 def _takes_part(
     layer: Any, hidden: Tensor, args: Any, kwargs: Mapping[str, Any], context: Context[Options]
 ) -> bool:
-    """Return whether this forward is of a layer that is served, with nothing but what is cut here."""
+    """Return whether this forward can run in halves; log the reason once if not."""
     if not layer.training or is_measured() or modes.get(layer) == "whole" or not _is_served(layer, context):
         return False
     unknown = [
@@ -162,7 +162,7 @@ def _takes_part(
 
 
 def _knows_rows(layer: Any) -> bool:
-    """Return whether attention takes fewer rows than keys; :func:`check_rows` asks that of a sparse one."""
+    """Return whether attention accepts fewer rows than keys; :func:`check_rows` checks it for DSA."""
     core = layer.self_attention.core_attention
     return uses_dsa(layer.config) or getattr(core, "dense_context_parallel_plan", None) is not None
 
@@ -186,38 +186,39 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
 
 
 _ANGLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
-"""Arguments of a layer's forward that are the same for whole sequences."""
+"""Arguments of a layer's forward that both halves share, since they are the same for whole sequences."""
 _NONE = ("packed_seq_params", "sequence_len_offset")
-"""Arguments that Megatron's functions read, and no half has."""
+"""Arguments that Megatron's functions read, ``None`` for both halves."""
 
 
 def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the two halves are given beside their rows."""
+    """Return the arguments of each half, apart from its hidden states."""
     mask: Tensor | None = kwargs.get("attention_mask")
     masks: Any = (mask, mask)
     if hidden.size(1) == 1:
-        masks = (None, None)  # rows are causal
+        masks = (None, None)  # rows of one sequence use the causal mask
     elif mask is not None and mask.size(0) == hidden.size(1):
+        # A mask per sequence: each half takes its own sequences'.
         masks = mask.tensor_split(2)
     angles = {name: kwargs.get(name) for name in _ANGLES}
     return [{**angles, **dict.fromkeys(_NONE), "attention_mask": mask} for mask in masks]
 
 
 def _hands_on(layer: Any, context: Context[Options]) -> bool:
-    """Return whether the next layer takes halves, and gets what this one returns."""
+    """Return whether the next layer takes halves and directly receives this layer's output."""
     block = _block.get()
     if block is None or layer._forward_hooks:
         return False
     layers = list(block.layers)
-    at = next((index for index, each in enumerate(layers) if each is layer), len(layers))
-    if at + 1 >= len(layers) or not _is_served(layers[at + 1], context):
+    position = next((index for index, each in enumerate(layers) if each is layer), len(layers))
+    if position + 1 >= len(layers) or not _is_served(layers[position + 1], context):
         return False
-    return modes.get(layers[at + 1], "whole") != "whole"  # whole until it is measured
+    return modes.get(layers[position + 1], "whole") != "whole"  # a layer runs whole until it is measured
 
 
 def _stand_in(cut: _Cut, hidden: Tensor) -> Tensor:
-    """Return what the block passes on to the next layer, which takes the halves from it."""
-    stand_in = hidden.new_full((), torch.nan).expand(hidden.shape)  # whoever reads it, sees that
+    """Return a tensor for the block to pass to the next layer, with the halves attached."""
+    stand_in = hidden.new_full((), torch.nan).expand(hidden.shape)  # NaN exposes code that reads it
     setattr(stand_in, _HANDED_ON, cut)
     return stand_in
 
@@ -231,11 +232,12 @@ def _run(
     waits: bool,
     hands_on: bool,
 ) -> _Cut:
-    """Run a layer; the combine of half 1 is on its way afterwards."""
+    """Run a layer; the combine of half 1 is still in flight when it returns."""
     routing = Routing(cut.dim)
     keys = Keys(layer) if cut.dim == 0 else None
 
     def stages(hidden: Tensor, number: int) -> Stages:
+        # Fraction of the microbatch, the weight of the half's indexer loss.
         share = hidden.size(cut.dim) / length
         mine = arguments[number]
         return Stages(layer, number, hidden, mine, routing, keys, share, context.megatron, waits=waits)

@@ -1,10 +1,10 @@
-"""Choice whether a microbatch is cut in halves: measured once for layers of one size, in the first step.
+"""Decision whether to cut a microbatch in halves, measured once per layer size in the first step.
 
-Two halves cost more than the whole where time does not grow with the number of tokens: small matmuls, a host
-that launches kernels more slowly than the device runs them. What overlap takes back depends on the link. So
-forward runs whole and in halves, with the step's own tokens, and the ranks compare the slowest one's times.
-Backward follows: it has the same transfers, more computation above them, and the same calls. The choice does
-not depend on the number of tokens, which may differ between ranks that have to agree.
+Two halves cost more than the whole where time does not grow with the number of tokens: with small matmuls, or
+when the host launches kernels more slowly than the device runs them. The gain from overlap depends on the
+link. So forward runs whole and in halves on the step's own tokens, and the ranks compare the slowest rank's
+times. Backward is assumed to behave alike: it has the same transfers and calls, and more computation to hide
+them. The decision does not depend on the number of tokens, which may differ between ranks that must agree.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.measured import slowest, timed
 
 _GAIN = 0.97
-"""Halves are taken only if they take less than this fraction of the whole's time."""
+"""Use halves only if they take less than this fraction of the whole's time."""
 _ROUNDS = 5
 Run = Callable[[Mode], object]
 """A layer's forward, without side effects."""
 
 _chosen: WeakKeyDictionary[Any, dict[Hashable, Mode]] = WeakKeyDictionary()
-"""By process group and size of layer."""
+"""Measured mode per process group and layer size."""
 
 
 def choose(layer: Any, group: Any, run: Run, log: Log) -> Mode:
-    """Choose how layers of this size run; a collective call of all of its expert parallel ranks.
+    """Return the mode for layers of this size. Collective over the layer's expert parallel ranks.
 
     Args:
-        layer: Megatron's ``MoELayer``, or a transformer layer that has one.
-        group: of these ranks.
-        run: its forward.
-        log: gets a line for each size.
+        layer: Megatron's ``MoELayer``, or a transformer layer with one.
+        group: expert parallel process group.
+        run: function that runs the layer's forward in a mode.
+        log: log for the result, one line per size.
     """
-    known = _chosen.setdefault(group, {})
+    modes = _chosen.setdefault(group, {})
     size = _size(layer)
-    if size not in known:
+    if size not in modes:
         times = _measure(run, group)
-        known[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
+        modes[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
         _report(times, type(layer).__name__, log)
-    return known[size]
+    return modes[size]
 
 
 @contextmanager
 def without_traces(random: Any, measured: ContextVar[Mode | None], mode: Mode) -> Iterator[None]:
-    """Surround a forward that leaves nothing behind: no graph, no counts of tokens, no random states.
+    """Run the forward in the block without side effects: no graph, no token counts, random state restored.
 
     Args:
-        random: Megatron's module of random states.
-        measured: says what is measured in the block.
-        mode: of the layer.
+        random: Megatron's ``tensor_parallel.random`` module.
+        measured: variable that tells the layer which mode is measured.
+        mode: mode to measure.
     """
     token = measured.set(mode)
     try:
@@ -69,13 +69,13 @@ def without_traces(random: Any, measured: ContextVar[Mode | None], mode: Mode) -
 
 
 def _size(layer: Any) -> Hashable:
-    """Return what the time of a token depends on; the same on all ranks."""
+    """Return a key of all properties that determine the time per token, equal on all ranks."""
     weights = tuple((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())
     return layer.config.moe_router_topk, weights
 
 
 def _measure(run: Run, group: Any) -> Mapping[Mode, float]:
-    """Return the slowest rank's seconds for each mode: medians of rounds in which the modes alternate."""
+    """Return the slowest rank's median seconds per mode; the modes alternate, and round 0 is warmup."""
     modes: tuple[Mode, ...] = get_args(Mode)
     rounds = [[timed(partial(run, mode), group) for mode in modes] for _ in range(1 + _ROUNDS)]
     medians = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""Two halves of one microbatch, one of which attends or computes while the other communicates."""
+"""Feature that cuts a microbatch in two halves, so that one half's compute hides the other's transfers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Options:
     """The requested settings.
 
     Attributes:
-        switched_on: whether the switch itself is on.
-        always: layers are cut without being measured.
-        attention: they are cut before attention: always, never, or, if ``None``, wherever that is served.
-        sparse_rows: sparse attention runs with fewer rows than keys.
-        weighs_again: an indexer loss has a half's weight where core attention is recomputed, too.
-        warmup: layers run without a graph, and their indexers learn beside them.
+        switched_on: whether ``--moe-batch-overlap`` is set.
+        always: whether layers are cut without measuring.
+        attention: whether to cut before attention. ``None``: wherever that is supported.
+        sparse_rows: whether sparse attention supports fewer rows than keys.
+        weighs_again: whether recomputed core attention also weights the indexer loss by the half's share.
+        warmup: whether this is the DSA warmup stage: layers run without a graph, only indexers are trained.
     """
 
     switched_on: bool
@@ -62,9 +62,9 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Activation rule: on with the switch, or with an option alone, which validation then refuses."""
-    chosen = Options.of(settings)
-    return chosen.switched_on or chosen.always or bool(chosen.attention)
+    """Return whether the flag or any of its options is set; validation refuses options without the flag."""
+    options = Options.of(settings)
+    return options.switched_on or options.always or bool(options.attention)
 
 
 _FLAG = "--moe-batch-overlap"
@@ -84,14 +84,14 @@ _REFUSED = {
     "external_cuda_graph": "would hold each transfer at a fixed place",
     "cuda_graph_impl": "would hold each transfer at a fixed place",
 }
-"""Arguments of Megatron that are refused when they are set, and why."""
+"""Megatron arguments that are refused when set, with the reason."""
 
 
 def check_halves(args: Any, options: Options) -> Iterator[str]:
-    """Refuse arguments, or a model's configuration, that rule out halves or leave nothing to hide."""
+    """Yield a problem for each argument or configuration field that rules out halves or leaves no overlap."""
     if not options.switched_on:
-        for flag, given in ((_ALWAYS, options.always), (_ATTENTION, options.attention)):
-            if given:
+        for flag, value in ((_ALWAYS, options.always), (_ATTENTION, options.attention)):
+            if value:
                 yield f"{flag} has no effect without {_FLAG}; add that or omit it"
         return
     if not number_of_experts(args):
@@ -125,11 +125,11 @@ _REFUSED_WITH_ATTENTION = {
     "cpu_offloading": "moves activations of one microbatch after the other",
     "moe_paged_stash": "moves activations of one microbatch after the other",
 }
-"""Arguments that are refused where attention is cut, too, and why."""
+"""Arguments that are also refused if attention is cut, with the reason."""
 
 
 def check_attention(args: Any, options: Options) -> Iterator[str]:
-    """Refuse arguments, or a configuration, under which halves of attention are not those of the whole."""
+    """Yield a problem for each setting under which attention in halves differs from the whole."""
     yield from check_refused(args, _ATTENTION, _REFUSED_WITH_ATTENTION)
     if options.warmup:
         yield (
@@ -160,12 +160,12 @@ _REFUSED_WITH_ROWS = {
 
 
 def check_rows(args: Any, options: Options, length: int) -> Iterator[str]:
-    """Refuse microbatches of one sequence where its rows cannot be cut.
+    """Yield a problem for each setting that prevents cutting a single sequence by its rows.
 
     Args:
-        args: a job's arguments, or a configuration.
-        options: the feature's.
-        length: of the sequence.
+        args: job arguments, or a model configuration.
+        options: the feature's options.
+        length: number of rows of the sequence.
     """
     for name, why in _REFUSED_WITH_ROWS.items():
         if argument(args, name):
@@ -214,7 +214,7 @@ def _check_dsa(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """Report what in a job's arguments does not combine with the feature."""
+    """Yield a problem for each job argument that does not combine with the feature."""
     yield from check_halves(args, options)
     yield from check_choice(args, options)
     if options.switched_on and options.attention:
@@ -224,7 +224,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_choice(args: Any, options: Options) -> Iterator[str]:
-    """Refuse to measure whether halves pay, under deterministic training."""
+    """Refuse to measure whether halves pay in deterministic training."""
     if options.switched_on and not options.always:
         yield from check_measured(args, _FLAG, "whether halves pay", f"add {_ALWAYS}")
 
@@ -235,7 +235,7 @@ _HERE = "mindspeed_dsa.features.moe.batch_overlap"
 _IMPL = f"{_HERE}.layer"
 _RANGE = ">=0.14,<0.21"
 _OUTERMOST = 10
-"""Other features' work on the steps of a whole microbatch is done only where it stays whole."""
+"""Patch priority: outermost, so that other features' wrappers run only for an uncut microbatch."""
 
 FEATURE = Feature(
     name="moe-batch-overlap",

@@ -1,20 +1,19 @@
-"""Two halves of the tokens of one MoE layer, and the order in which they compute and travel.
+"""Two halves of one MoE layer's tokens, and the order of their computation and transfers.
 
-The order of creation decides the order of backward (``parallel/all_to_all.py``). Forward creates, for the
-halves 0 and 1,
+The order of creation decides the order of backward (``parallel/all_to_all.py``). For the halves 0 and 1,
+forward creates
 
     start dispatch 0, deferred gradients of the experts, shared fc1 and activation, wait for dispatch 0,
     start dispatch 1, experts 0, start combine 0, wait for dispatch 1, experts 1, wait for combine 0,
     start combine 1, shared fc2 and gate, wait for combine 1
 
-so dispatch 1 and combine 0 travel under the experts of the other half, and dispatch 0 and combine 1, which
-have no other half above them, under the shared expert. Backward runs the experts of half 1 under combine 0,
-those of half 0 under dispatch 1, and the weights' gradients of both under dispatch 0. All of the shared
-expert is under combine 1 there: that transfer gives way to fc1, too, unless the experts' weights take no
-part.
+so the other half's experts hide dispatch 1 and combine 0, and the shared expert hides dispatch 0 and combine
+1. Backward hides combine 0 under the experts of half 1, dispatch 1 under the experts of half 0, and dispatch
+0 under the weight gradients of both. The shared expert hides combine 1. That transfer also waits for fc1's
+backward (:meth:`InFlight.give_way`), unless the experts' weight gradients cannot be deferred.
 
-No transfer is started before the work that hides the one before it: on a link that two share, the one that is
-waited for first arrives later, too.
+A transfer starts only before the work that hides it. Two transfers at once would share the link, and the one
+needed first would arrive later.
 """
 
 from __future__ import annotations
@@ -32,45 +31,44 @@ from mindspeed_dsa.parallel.names import named, of_half
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Mode = Literal["whole", "in turn", "interleaved"]
-"""Execution modes of a layer; in turn, each transfer of a half is waited for at once."""
+"""Execution modes of a layer. ``in turn``: halves that wait for each transfer at once, only measured."""
 Experts = Callable[[Any, Tensor, Tensor], Tensor]
-"""Runs the routed experts: gets a dispatcher, and rows and probabilities that it has dispatched."""
+"""Function that runs the routed experts on a dispatcher, its dispatched rows and their probabilities."""
 
 
 class Half:
     """Half of the tokens of one forward.
 
-    Megatron's dispatcher keeps one forward in its attributes, so each half has a copy of it.
-
     Args:
-        number: of the half, 0 or 1.
-        dispatcher: Megatron's.
-        rows: ``[tokens, hidden]``.
-        routing_map: ``[tokens, experts]``.
-        probs: ``[tokens, experts]``.
-        waits: whether transfers are waited for where they are started.
+        number: index of the half, 0 or 1.
+        dispatcher: Megatron's dispatcher.
+        rows: hidden states, ``[tokens, hidden]``.
+        routing_map: routed experts of each token, bool ``[tokens, experts]``.
+        probs: routing probabilities, ``[tokens, experts]``.
+        waits: whether to wait for each transfer right after its start.
     """
 
     def __init__(
         self, number: int, dispatcher: Any, rows: Tensor, routing_map: Tensor, probs: Tensor, *, waits: bool
     ) -> None:
+        # Megatron's dispatcher keeps the state of one forward in its attributes, so each half has a copy.
         self._number, self._dispatcher, self._waits = number, copy.copy(dispatcher), waits
         self.dispatched: list[InFlight] = []
         self.combined: list[InFlight] = []
         self._arrived: list[Tensor] = []
-        # By expert from here on. Counts are exchanged now: under a transfer they would be waited for longer.
+        # Sorts rows by expert and exchanges counts. Later, under a transfer, counts would arrive later too.
         with of_half(number):
             self._permuted = self._dispatcher.dispatch_preprocess(rows, routing_map, probs)
 
     def dispatch(self) -> None:
-        """Send rows and probabilities to their experts."""
+        """Start sending rows and probabilities to their experts."""
         with of_half(self._number), named("dispatch"), launching(self.dispatched):
             self._dispatcher.token_dispatch(*self._permuted)
         self._permuted = None
         self._wait_now(self.dispatched)
 
     def arrive(self) -> None:
-        """Wait for them."""
+        """Wait for the rows and probabilities."""
         self._arrived = [flight.wait() for flight in self.dispatched]
 
     def compute(self, experts: Experts) -> Tensor:
@@ -79,13 +77,13 @@ class Half:
         return experts(self._dispatcher, rows, probs)
 
     def combine(self, output: Tensor, after: Tensor | None = None) -> None:
-        """Send outputs back to their tokens; in backward, before the transfer that ``after`` marks."""
+        """Start sending outputs back. In backward, ``after``'s transfer returns only after this one."""
         with of_half(self._number), named("combine"), launching(self.combined, after):
             self._dispatcher.token_combine(output)
         self._wait_now(self.combined)
 
     def finish(self, combined: Tensor) -> Tensor:
-        """Return the outputs of the tokens, ``[tokens, hidden]``."""
+        """Return the tokens' outputs, ``[tokens, hidden]``."""
         output: Tensor = self._dispatcher.combine_postprocess(combined)
         return output
 
@@ -96,13 +94,13 @@ class Half:
 
 
 def run(layer: Any, halves: tuple[Half, Half], experts: Experts, shared: SharedOutput | None) -> Tensor:
-    """Run the routed experts, and the shared expert beside them; return ``[tokens, hidden]``.
+    """Run the routed experts in halves and the shared expert; return ``[tokens, hidden]``.
 
     Args:
         layer: Megatron's ``MoELayer``.
-        halves: its tokens, in their order.
-        experts: the routed ones.
-        shared: what stands for the shared expert's output.
+        halves: both halves of its tokens, in order.
+        experts: function that runs the routed experts.
+        shared: pending shared expert, or ``None``.
     """
     first, second = halves
     combined: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""Attention of the rows of sequences in two halves, of which the second one sees the keys of both.
+"""Attention of a sequence in two halves of its rows, where the second half attends to the keys of both.
 
-The first half runs as a shorter sequence: causal rows see none of the others. For the second one its own
-query, key and value are derived at their places in the sequence, and the first half's key and value come
-before its own. An indexer gets the inputs of both halves, as many rows as there are keys: its keys of the
-first half are computed again, at a cost of one small product.
+The first half runs as a shorter sequence, since causal rows need no later keys. The second half derives its
+own query, key and value at its positions in the sequence, and prepends the first half's keys and values. An
+indexer gets the inputs of both halves, because its inputs must have a row per key. It recomputes its keys of
+the first half, which costs one small matmul.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Keys:
-    """Keys and an indexer's inputs that the second half of a layer's attention takes from the first.
+    """Keys, values and indexer inputs of a layer's first half, kept for its second half.
 
     Args:
         layer: Megatron's transformer layer, with latent attention.
@@ -31,7 +31,7 @@ class Keys:
 
     @contextlib.contextmanager
     def of_half(self) -> Iterator[None]:
-        """Surround attention of the first half, and then that of the second."""
+        """Run one half's attention inside the block: first half 0, then half 1."""
         attention = self._layer.self_attention
         derive = attention.get_query_key_value_tensors
         with contextlib.ExitStack() as stack:
@@ -48,13 +48,14 @@ class Keys:
         query, key, value, *rest = derive(hidden, *args, **kwargs)
         self._rows += hidden.size(0)
         key = self._joined("key", key)
-        if value.dim() > 3:  # else it is a weight that makes values of keys
+        if value.dim() > 3:  # otherwise it is a weight that turns keys into values (absorbed MLA)
             value = self._joined("value", value)
         return query, key, value, *rest
 
     @staticmethod
     def _place(rows: int) -> Callable[..., Any]:
         def begin_at(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            # Rotary angles of the second half begin at its first position in the sequence.
             return args, kwargs | {"offset": rows}
 
         return begin_at
@@ -64,11 +65,11 @@ class Keys:
             return None
         x, qr = kwargs["x"].detach(), kwargs["qr"].detach()
         if self._layer.recompute_input_layernorm:
-            x = x.clone()  # the layer frees its own behind attention
+            x = x.clone()  # the layer frees its own copy after attention
         return args, kwargs | {"x": self._joined("x", x), "qr": self._joined("qr", qr)}
 
     def _joined(self, name: str, of_half: Tensor) -> Tensor:
-        """Return the rows of both halves, or keep those of the first."""
+        """Return the rows of both halves; for the first half, keep its rows and return them."""
         earlier = self._earlier.pop(name, None)
         if earlier is None:
             self._earlier[name] = of_half

@@ -1,8 +1,8 @@
-"""The steps of Megatron's MoE layer where its tokens are cut in halves.
+"""Wrappers around the steps of Megatron's MoE layer that cut its tokens in halves.
 
-The router sees the whole microbatch, so that what depends on all tokens is as ever: losses that balance
-the load, their logs, dropped tokens. From the dispatcher on every token is computed by itself. The halves run
-in the step of the routed experts; the dispatcher's other steps only pass on what they are given.
+The router sees the whole microbatch, so load balancing losses, their logs and token dropping are unchanged.
+From the dispatcher on, every token is computed independently. Both halves run inside the routed experts'
+step; the dispatcher's other steps return their arguments unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mindspeed_dsa.megatron.shared_expert import SharedOutput, shared_expert_of
 
 @dataclass
 class _Call:
-    """One forward of one layer, as it reaches the dispatcher."""
+    """Arguments of the dispatcher in one forward of one layer."""
 
     hidden_states: Tensor
     routing_map: Tensor
@@ -45,19 +45,19 @@ class _Call:
 modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[Any, SharedOutput] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
-"""All three by dispatcher, which Megatron gives one forward at a time too."""
+"""Mode, shared expert and call per dispatcher. Megatron too gives a dispatcher one forward at a time."""
 _measured: ContextVar[Mode | None] = ContextVar("mode that is measured", default=None)
 
 
 def _mode(dispatcher: Any) -> Mode:
-    """Return a layer's execution mode. Copies of its dispatcher belong to half-batches."""
+    """Return a layer's execution mode; a half's copy of the dispatcher is not registered and runs whole."""
     if dispatcher not in modes:
         return "whole"
     return _measured.get() or modes[dispatcher]
 
 
 def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.forward``: the first one in training decides."""
+    """Wrap ``MoELayer.forward``: the first forward in training selects the layer's mode."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
@@ -91,7 +91,7 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
 
 
 def postpone_shared_expert(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.shared_experts_compute``, the first step."""
+    """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: postpone the shared expert."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         half = stages.running()
@@ -114,7 +114,7 @@ def _shared_output(layer: Any, hidden_states: Tensor, context: Context[Options])
 
 
 def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.dispatch_preprocess``."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.dispatch_preprocess``: keep the tokens for the halves."""
 
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
@@ -128,7 +128,7 @@ def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def skip_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: skip it, as the halves dispatch."""
 
     def token_dispatch(self: Any, hidden_states: Tensor, probs: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self in _calls:
@@ -139,7 +139,7 @@ def skip_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_halves(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.routed_experts_compute``."""
+    """Wrap ``MoELayer.routed_experts_compute``: run the halves."""
 
     def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
         dispatcher = self.token_dispatcher
@@ -158,7 +158,7 @@ def run_halves(original: Callable[..., Any]) -> Callable[..., Any]:
 def run_halves_and_shared_expert(
     original: Callable[..., Any], context: Context[Options]
 ) -> Callable[..., Any]:
-    """Decorate ``MoELayer.experts_compute``."""
+    """Wrap ``MoELayer.experts_compute``, the step of older releases: run halves and shared expert."""
 
     def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
         if self.token_dispatcher not in _calls:
@@ -184,7 +184,7 @@ def _in_halves(
 
 
 def skip_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``: skip it, as the halves combine."""
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states if self in _calls else original(self, hidden_states, *args, **kwargs)
@@ -193,7 +193,7 @@ def skip_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def give_back_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.combine_postprocess``, the last step."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.combine_postprocess``, the last step: restore the shape."""
 
     def combine_postprocess(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         call = _calls.pop(self, None)

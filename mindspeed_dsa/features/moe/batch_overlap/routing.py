@@ -1,9 +1,9 @@
-"""The router of a layer whose halves it sees one after the other, with the losses of the whole.
+"""Router of a layer that sees its halves one after the other, with the losses of the whole microbatch.
 
-Which experts a token has does not depend on other tokens. Losses that balance the load, their logs, and the
-counts that an expert bias is set by do. So the first half has its experts chosen without any of these; with
-the second half, Megatron's own code runs on the logits of both, and its losses hang on the probabilities of
-the second half, from which their gradients reach the logits of both.
+A token's experts do not depend on other tokens. Load balancing losses, their logs and the counts behind an
+expert bias do. So for the first half the router only selects experts. With the second half, Megatron's own
+code runs on the logits of both. Its losses are attached to the second half's probabilities, from which their
+gradients reach the logits of both halves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Routing:
     """Logits of a layer's two halves.
 
     Args:
-        dim: of ``[sequence, batch, experts]``, along which they were cut.
+        dim: dimension of ``[sequence, batch, experts]`` along which they were cut.
     """
 
     def __init__(self, dim: int) -> None:
@@ -35,7 +35,7 @@ class Routing:
 
     @contextlib.contextmanager
     def of_half(self) -> Iterator[None]:
-        """Surround the router of the first half, and then that of the second."""
+        """Route one half inside the block: first half 0, then half 1."""
         token = _of_half.set(self)
         try:
             yield
@@ -45,12 +45,12 @@ class Routing:
     def route(
         self, router: Any, logits: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return probabilities and map of a half, ``[tokens, experts]``.
+        """Return a half's probabilities and routing map, ``[tokens, experts]``.
 
         Args:
-            router: Megatron's.
-            logits: of the half, ``[sequence, batch, experts]``.
-            choose: Megatron's ``routing`` of this router.
+            router: Megatron's router.
+            logits: logits of the half, ``[sequence, batch, experts]``.
+            choose: Megatron's ``routing`` bound to this router.
         """
         first, self._first = self._first, None
         if first is None:
@@ -58,6 +58,7 @@ class Routing:
             with _alone(router):
                 return choose(logits)
         probs, routing_map = choose(torch.cat((first, logits), dim=self._dim))
+        # The router returns [tokens of both halves, experts]; cut it as [sequence, batch, experts].
         shape = [*logits.shape[:2], -1]
         shape[self._dim] += first.shape[self._dim]
 
@@ -70,7 +71,7 @@ class Routing:
 
 @contextlib.contextmanager
 def _alone(router: Any) -> Iterator[None]:
-    """Have Megatron's routing do nothing but choose."""
+    """Disable losses, logs and counts of the router inside the block, so that it only selects experts."""
     training, enable_expert_bias = router.training, router.enable_expert_bias
     router.training = router.enable_expert_bias = False
     try:
@@ -80,7 +81,7 @@ def _alone(router: Any) -> Iterator[None]:
 
 
 def route_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.routing``, where attention is cut."""
+    """Wrap ``TopKRouter.routing`` for layers whose attention runs in halves."""
     if context.options.attention is False:
         return original
 

@@ -1,8 +1,8 @@
-"""One half of a microbatch in one layer, by stages between which its tokens are on their way.
+"""Stages of one half of a microbatch in one transformer layer, with transfers in flight between them.
 
-Megatron takes a layer apart into functions for its schedule of pairs: attention with norm, router and
-permutation; dispatch; experts; combine with what follows it. Here they run in one graph, and a transfer is
-started at the end of one and awaited when another half has computed.
+For its schedule that pairs forward and backward, Megatron splits a layer into functions: attention with norm,
+router and permutation; dispatch; experts; combine with the rest of the layer. Here they run in one graph.
+A transfer starts at the end of one stage and is awaited after the other half has computed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _running: ContextVar[Stages | None] = ContextVar("half whose stage runs", defaul
 
 
 def running() -> Stages | None:
-    """Return the half whose stage runs."""
+    """Return the half whose stage is running, or ``None``."""
     return _running.get()
 
 
 class Stages:
-    """Forward of a half through a layer; the methods are called in their order.
+    """Forward of a half through a layer; call the stages in the order in which they are defined.
 
     Args:
         layer: Megatron's transformer layer, with experts.
-        number: of the half, 0 or 1.
-        hidden: ``[sequence, batch, hidden]``, the half's.
-        arguments: that the layer's forward has beside it.
-        routing: of both halves.
-        keys: of both halves, if these are rows of the same sequence.
-        share: of the half in the microbatch.
-        megatron: of the session.
-        waits: whether transfers are awaited where they are started.
+        number: index of the half, 0 or 1.
+        hidden: hidden states of the half, ``[sequence, batch, hidden]``.
+        arguments: remaining arguments of the layer's forward.
+        routing: router state of both halves.
+        keys: attention state of both halves, if these are rows of the same sequence.
+        share: the half's fraction of the microbatch.
+        megatron: the session's accessor of Megatron's modules.
+        waits: whether to wait for each transfer right after its start.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Stages:
         self._dispatcher = copy.copy(layer.mlp.token_dispatcher)
         self._node = _Node(arguments)
         steps = megatron("core.models.gpt.fine_grained_callables").build_transformer_layer_callables(layer)[0]
-        # Router and attention are two steps before 0.16.
+        # Before 0.16, router and attention are two separate steps.
+        # Skipped: the dispatch, since it must not wait here, and the step for MTP.
         *self._before, _, self._experts, self._combine, _ = steps
         self._passes = Passes(layer, hidden, list(arguments.values()))
         self._dispatched: list[InFlight] = []
@@ -80,7 +81,7 @@ class Stages:
     # -- stages -----------------------------------------------------------------------------------
 
     def attend(self) -> None:
-        """Run attention, norm, router and permutation; counts of tokens are exchanged."""
+        """Run attention, norm, router and permutation, and exchange token counts."""
         layer, hidden = self._layer, self._hidden
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._stage())
@@ -95,45 +96,46 @@ class Stages:
                 self._norm = layer.pre_mlp_norm_checkpoint
 
     def dispatch(self) -> None:
-        """Send rows and probabilities to their experts."""
+        """Start sending rows and probabilities to their experts."""
         with self._stage(), named("dispatch", self._moe.layer_number), launching(self._dispatched):
             self._dispatcher.token_dispatch(*self._hidden)
         self._hidden = None
         self._wait_now(self._dispatched)
 
     def arrive(self) -> None:
-        """Wait for them."""
-        self._hidden, self._node.layer_state.dispatched_probs = (each.wait() for each in self._dispatched)
+        """Wait for the rows and probabilities."""
+        self._hidden, self._node.layer_state.dispatched_probs = (flight.wait() for flight in self._dispatched)
 
     def compute(self) -> None:
-        """Run the experts."""
+        """Run the routed experts."""
         with self._stage(), switched_off(self._layer, "recompute_pre_mlp_layernorm"):
             output = self._experts(self._node, self._hidden)
-        if isinstance(output, tuple):  # the shared expert's beside it, before 0.16
+        if isinstance(output, tuple):  # before 0.16 this step also returns the shared expert's output
             output, self._shared = output
         self._hidden = output
 
     def compute_shared(self) -> None:
-        """Run the shared expert, if there is one that has not run."""
+        """Run the shared expert if it is still pending."""
         shared = self._shared
         if isinstance(shared, SharedOutput):
             with self._stage():
                 shared.compute()
             self._shared = shared.tensor
-        # In backward the first that needs the norm's output is whatever was computed last.
+        # The norm is recomputed on the gradient of whichever output was computed last, since backward
+        # reaches that one first.
         norm, self._norm = self._norm, None
         if norm is not None:
             norm.discard_output_and_register_recompute(self._hidden if self._shared is None else self._shared)
 
     def combine(self) -> None:
-        """Send outputs back to their tokens."""
+        """Start sending outputs back to their tokens."""
         with self._stage(), named("combine", self._moe.layer_number), launching(self._combined):
             self._dispatcher.token_combine(self._hidden)
         self._hidden = None
         self._wait_now(self._combined)
 
     def land(self) -> None:
-        """Wait for them."""
+        """Wait for the combined outputs."""
         self._hidden = self._combined[0].wait()
 
     def finish(self) -> Tensor:
@@ -153,7 +155,7 @@ class Stages:
     # -- surroundings -----------------------------------------------------------------------------
 
     def postpone(self, shared: SharedOutput | None) -> SharedOutput | None:
-        """Take the shared expert, which :meth:`compute_shared` runs."""
+        """Keep the shared expert for :meth:`compute_shared`."""
         self._shared = shared
         return shared
 
@@ -161,7 +163,7 @@ class Stages:
     def _stage(self) -> Iterator[None]:
         moe = self._moe
         token, dispatcher = _running.set(self), moe.token_dispatcher
-        moe.token_dispatcher = self._dispatcher  # Megatron's own serves one forward at a time
+        moe.token_dispatcher = self._dispatcher  # each half has its own; a dispatcher serves one forward
         try:
             with self._passes.piece(), of_half(self._number):
                 yield
@@ -176,7 +178,7 @@ class Stages:
 
 
 class _Node:
-    """Stand-in for a node of Megatron's schedule, as its functions take it; nothing is cut here."""
+    """Stand-in for a node of Megatron's schedule; ``detach`` leaves the graph uncut."""
 
     is_mtp = is_last_layer = False
 

@@ -1,4 +1,4 @@
-"""Experts on ranks so that the ranks have equal loads."""
+"""Placement of experts on ranks that balances the ranks' loads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Options:
     """The requested settings.
 
     Attributes:
-        file: the placement; ``None`` where it is made from a report.
-        reports: folders in which that report may be, the first that has one counts.
+        file: placement file, or ``None`` to compute the placement from a load report.
+        reports: folders searched for the load report; the first one found is used.
     """
 
     file: Path | None
@@ -54,7 +54,7 @@ _UNNUMBERED = {
 
 
 def check_expert_placement(args: Any, options: Any) -> Sequence[str]:
-    """Report what the placement does not fit, and what it cannot be combined with."""
+    """Return the misfits of the placement file with the model, and the combinations that are refused."""
     problems = [*_formats(args), *_combinations(args)]
     if not number_of_experts(args):
         problems.append(f"{FLAG}: this model has no experts; set --num-experts or omit the flag")
@@ -88,7 +88,7 @@ def _misfits(file: Path, placement: Placement, args: Any) -> Iterator[str]:
 
 
 def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
-    """Name sizes of a placement that are not the model's."""
+    """Yield the sizes of a placement that differ from the model's."""
     if placement.experts != experts:
         yield f"{placement.experts} experts, and --num-experts is {experts}"
     if placement.ranks != ranks:
@@ -96,7 +96,7 @@ def misfits(placement: Placement, experts: int, ranks: int) -> Iterator[str]:
 
 
 def layers_with_experts(args: Any) -> list[int]:
-    """Return the numbers of the decoder's layers with experts, as far as the arguments say."""
+    """Return the numbers of the decoder layers with experts, as far as the arguments tell."""
     count, pattern = argument(args, "num_layers") or 0, argument(args, "moe_layer_freq") or 1
     if isinstance(pattern, str):  # Megatron evaluates it later
         return []

@@ -1,8 +1,8 @@
-"""Placement of experts: when their layer is built, when tokens are routed, and in checkpoints.
+"""Placement of experts when a layer is built, when tokens are routed, and in checkpoints.
 
-Experts get their slots when their layer has been built, and their initial weights follow them. The router
-goes on to know experts; what it returns is turned to slots. Checkpoints know every expert by its number, and
-formats that cannot are refused.
+Experts are assigned to slots after their layer is built, and their initial weights move with them. The router
+continues to work with expert numbers; the columns of its results are permuted to slots. Checkpoints number
+every expert; formats that cannot are refused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mindspeed_dsa.patches.errors import MindSpeedDSAError, SettingsError
 from mindspeed_dsa.runs import expert_load, expert_placement
 from mindspeed_dsa.runs.expert_placement import Placement
 
-_RECENT = 100  # steps of a report that a placement is made of: routers change in training
+_RECENT = 100  # last steps of a report that count, because routing changes during training
 
 
 class _Chosen:
-    """The placement that all models of a session get, from their first block on."""
+    """The placement of all models of a session, determined when the first block is built."""
 
     def __init__(self, context: Context[Options]) -> None:
         self._context = context
@@ -38,25 +38,25 @@ class _Chosen:
         self._placement: Placement | None = None
 
     def over(self, ranks: int) -> Placement | None:
-        """Return the placement; the first call is a collective one, which all ranks make."""
+        """Return the placement. The first call is collective over all ranks."""
         if not self._known:
             self._placement, self._known = _common(self._context, ranks), True
         return self._placement
 
 
 def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``."""
+    """Wrap ``TransformerBlock.__init__``: move its experts."""
     return numbering.after_block(original, context, _placing(context))
 
 
 def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    """Wrap ``MultiTokenPredictionBlock.__init__``: move its experts."""
     return numbering.after_mtp_block(original, context, _placing(context))
 
 
 def _placing(context: Context[Options]) -> numbering.Visit:
     def place(config: Any, layers: Sequence[Numbered]) -> None:
-        # Every rank builds a block first, also one without experts: all of them come here.
+        # Every rank builds a block first, even without experts, so all ranks make the collective call.
         placement = context.state(_Chosen).over(config.expert_model_parallel_size)
         if placement is None:
             return
@@ -75,7 +75,7 @@ def _placing(context: Context[Options]) -> numbering.Visit:
 
 
 def _common(context: Context[Options], ranks: int) -> Placement | None:
-    """Read on rank 0 for all ranks; the files may be on its machine alone."""
+    """Read the placement on rank 0 and broadcast it; other machines may not have the files."""
     read: list[Placement | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -116,14 +116,17 @@ def _read(context: Context[Options], ranks: int) -> Placement | None:
 
 
 def move(layer: Any, order: Sequence[int], context: Context[Options]) -> None:
-    """Give an MoE layer's slots their experts, and bring each expert's weights to the rank that holds it now.
+    """Assign experts to an MoE layer's slots, and send each expert's weights to its new rank.
 
-    All ranks of the expert parallel group call this together.
+    Collective over the expert parallel group.
 
     Args:
-        layer: Megatron's ``MoELayer``, whose experts are in their own slots.
-        order: experts by slot.
-        context: the feature's.
+        layer: Megatron's ``MoELayer`` with the default placement.
+        order: expert of each slot.
+        context: the feature's context.
+
+    Raises:
+        SettingsError: the module of experts cannot list its experts' parameters.
     """
     state = context.megatron("core.parallel_state")
     rank, ranks = state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
@@ -134,15 +137,18 @@ def move(layer: Any, order: Sequence[int], context: Context[Options]) -> None:
             f"place on a rank, so {FLAG} works with Megatron's SequentialMLP alone; drop --moe-grouped-gemm"
         )
     numbering.set_order(layer, order)
+    # 4 experts on 2 ranks, order (0, 2, 1, 3): slots = [[0, 2], [1, 3]]. Rank 0 sends its position 1 to
+    # rank 1 and fills its slot 1 from there: leaving = [[0], [1]], arriving = [[0], [1]].
     room = len(order) // ranks
     slots = [order[other * room : (other + 1) * room] for other in range(ranks)]
-    # Positions that go to each rank, in its order; and slots of ours that come from each rank.
+    # leaving: local positions sent to each rank, in that rank's slot order. arriving: local slots filled
+    # from each rank.
     leaving = [[expert - rank * room for expert in theirs if expert // room == rank] for theirs in slots]
     arriving = [
         [slot for slot, expert in enumerate(slots[rank]) if expert // room == other] for other in range(ranks)
     ]
     group = state.get_expert_model_parallel_group()
-    for tensors in zip(*held, strict=True):  # the same parameter of all experts
+    for tensors in zip(*held, strict=True):  # one parameter, for all local experts
         with named("weights of placed experts", layer.layer_number):
             _exchange(tensors, leaving, arriving, group)
 
@@ -172,7 +178,7 @@ def _exchange(
 
 
 class _Columns(torch.autograd.Function):
-    """Columns in another order; backward gathers too, where indexing would add into zeros."""
+    """Permute columns. Backward gathers too; the backward of indexing would scatter into zeros."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -185,9 +191,9 @@ class _Columns(torch.autograd.Function):
 
 
 def route_to_slots(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.forward``, outside of everything that is about experts.
+    """Wrap ``TopKRouter.forward`` outermost, so that other wrappers still see expert numbers.
 
-    Probabilities and routing map are ``[tokens, experts]``; their columns become slots.
+    Permutes the columns of probabilities and routing map, ``[tokens, experts]``, from experts to slots.
     """
     orders: WeakKeyDictionary[Any, tuple[tuple[int, ...], Tensor, Tensor]] = WeakKeyDictionary()
 
@@ -197,11 +203,11 @@ def route_to_slots(original: Callable[..., Any], context: Context[Options]) -> C
         if order is None:
             return result
         probs, routing_map = result
-        known = orders.get(self)
-        if known is None or known[0] != order or known[1].device != probs.device:
+        cached = orders.get(self)
+        if cached is None or cached[0] != order or cached[1].device != probs.device:
             by_slot = torch.tensor(order, device=probs.device)
-            known = orders[self] = order, by_slot, by_slot.argsort()
-        _, by_slot, inverse = known
+            cached = orders[self] = order, by_slot, by_slot.argsort()
+        _, by_slot, inverse = cached
         return _Columns.apply(probs, by_slot, inverse), routing_map.index_select(1, by_slot)
 
     return forward
@@ -213,7 +219,7 @@ _BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")
 
 
 class _Numbers(NamedTuple):
-    """An expert parallel group of ranks with one expert each."""
+    """Stand-in for an expert parallel process group with one expert per rank."""
 
     number: int
     experts: int
@@ -226,17 +232,15 @@ class _Numbers(NamedTuple):
 
 
 def _one_expert(experts: Any, position: int, number: int) -> AttributeOverride:
-    """Return one expert of a ``SequentialMLP``, on a rank whose number among all is the expert's.
-
-    Megatron numbers experts by rank and position; with one expert per rank that leaves the rank.
-    """
+    """Return a ``SequentialMLP`` with one of its experts, on a stand-in rank equal to the expert's number."""
+    # Megatron numbers experts by rank x local experts + position: with one per rank, the rank is the number.
     group = _Numbers(number, experts.ep_group.size() * experts.num_local_experts)
     held = [experts.local_experts[position]]
     return AttributeOverride(experts, local_experts=held, num_local_experts=1, ep_group=group)
 
 
 def number_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``SequentialMLP.sharded_state_dict``."""
+    """Wrap ``SequentialMLP.sharded_state_dict``: save each expert under its own number."""
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -254,7 +258,7 @@ def number_experts(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def refuse_buckets(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DistributedOptimizer.sharded_state_dict``: only formats by parameter follow the experts."""
+    """Wrap ``DistributedOptimizer.sharded_state_dict``: allow only formats that go by parameter."""
 
     def sharded_state_dict(
         self: Any,
@@ -279,7 +283,7 @@ def refuse_buckets(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def refuse_files_of_ranks(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_load_base_checkpoint``: whatever the arguments say, it reads the format that it finds."""
+    """Wrap ``_load_base_checkpoint``: check the format found on disk, which the arguments do not decide."""
 
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

@@ -1,13 +1,13 @@
-"""Checkpoints of stacked experts, in the names, shapes and order that ``SequentialMLP`` gives them.
+"""Checkpoints of stacked experts, with the keys, shapes and order of ``SequentialMLP``.
 
-*Weights.* A whole state dict is translated when it is made and when it is loaded. In a distributed checkpoint
-each stack is a factory of the shards that its experts would have; Megatron passes optimizer state through the
-same factory, so moments can be exchanged as weights can.
+*Weights.* Hooks translate the whole state dict on save and on load. In a distributed checkpoint each stack is
+a factory of its experts' shards. Megatron passes optimizer state through the same factory, so checkpoints
+with and without stacks are interchangeable for moments as well as for weights.
 
-*Optimizer state in formats that know parameters by their order.* ``torch`` numbers parameters in the order of
-the model. The distributed optimizer, in the format ``torch`` and as ``dp_zero_gather_scatter``, writes whole
-buffers, in which parameters lie in the opposite order. Megatron's experts have fc1 and fc2 of one, then fc1
-and fc2 of the next; stacks have fc1 of all, then fc2 of all.
+*Optimizer state in formats that identify parameters by order.* The format ``torch`` numbers parameters in
+model order. The distributed optimizer, in the format ``torch`` and as ``dp_zero_gather_scatter``, writes
+whole buffers that hold the parameters in reverse order. Megatron's order is fc1 and fc2 of one expert, then
+of the next; stacks have fc1 of all experts, then fc2 of all.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mindspeed_dsa.parallel.local_shards import cut_of, local_of
 
 
 def expert_keys(experts: Any, prefix: str, name: str) -> list[str]:
-    """Return the keys of the weights of layer ``name`` of each local expert."""
+    """Return the state dict keys of layer ``name`` of each local expert."""
     return [f"{prefix}local_experts.{index}.{name}.weight" for index in range(experts.num_local_experts)]
 
 
 def translate_names(experts: Any) -> None:
-    """Give grouped experts the state dicts of ``SequentialMLP``, to save and to load."""
+    """Give grouped experts the state dict keys of ``SequentialMLP``, on save and on load."""
     experts._register_state_dict_hook(_to_experts)
     experts.register_load_state_dict_pre_hook(_from_experts)
 
@@ -50,8 +50,8 @@ def _linears(experts: Any) -> list[tuple[str, Any]]:
 def _to_experts(experts: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, linear in _linears(experts):
         key = f"{prefix}mlp.{name}.weight"
-        # Who keeps variables wants the parameters themselves: Megatron looks them up in its optimizers, and
-        # puts what sharded_state_dict says in their place.
+        # With keep_vars the state dict holds the parameters: Megatron looks them up in its optimizers, and
+        # replaces them by the entries of sharded_state_dict.
         if key in state_dict and not isinstance(state_dict[key], torch.nn.Parameter):
             stack = state_dict.pop(key)
             state_dict.update(zip(expert_keys(experts, prefix, name), linear.by_expert(stack), strict=True))
@@ -63,23 +63,23 @@ def _from_experts(experts: Any, state_dict: dict[str, Any], prefix: str, *unused
         if all(key in state_dict for key in keys):
             state_dict[f"{prefix}mlp.{name}.weight"] = linear.stack([state_dict.pop(key) for key in keys])
         for key in keys:
-            # Megatron's layers put an empty one beside every weight.
+            # Megatron's layers save an empty entry next to every weight.
             state_dict.pop(key.removesuffix("weight") + "_extra_state", None)
 
 
 def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any:
-    """Make a factory of the shards of all local experts, or of those in this rank's shard of the stack.
+    """Build a factory of the shards of all local experts, or of those in this rank's shard of the stack.
 
     Args:
-        linear: has the stack.
-        shards: what Megatron makes of each expert's weight: a ``ShardedTensor``, or for a gated layer a
-            factory of two; it takes ranks with shards of a stack for replicas.
-        megatron: whose.
+        linear: grouped linear layer with the stack.
+        shards: Megatron's shard of each expert's weight, a ``ShardedTensor``, or a factory of two for a
+            gated layer. Megatron considers ranks with shards of one stack to be replicas.
+        megatron: accessor of Megatron's modules.
     """
     mapping: Any = megatron("core.dist_checkpointing.mapping")
     first = shards[0]
-    # Keys are equal, or differ in the expert's number. Their beginning is renamed by pipeline stages later,
-    # and optimizer state has the name of its kind in front.
+    # Keys are equal, or differ in the expert's number. Later, pipeline stages rename the beginning of a key,
+    # and optimizer state prepends its kind; so only the tail is replaced.
     letters = zip(*(shard.key for shard in shards), strict=False)
     common = sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, letters))
     tails = [shard.key[common:] for shard in shards]
@@ -117,24 +117,26 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
     def merge(loaded: Any) -> Tensor:
         if isinstance(loaded, dict):
             return torch.cat([merged(int(index), piece) for index, piece in loaded.items()])
-        whole: Tensor = linear.stack([merged(index, each) for index, each in enumerate(loaded)])
+        whole: Tensor = linear.stack([merged(index, shard) for index, shard in enumerate(loaded)])
         return whole
 
     replica_id, weight = first.replica_id, linear.weight
     if isinstance(weight, DTensor):
+        # Megatron considers ranks with different shards to be replicas; count only copies of this shard.
         replica_id = (*replica_id[:-1], cut_of(weight).replica)
-    # Optimizers know a shard by its memory.
+    # Optimizers find the shard by its storage.
     return mapping.ShardedTensorFactory(first.key, local_of(weight), build, merge, replica_id)
 
 
 def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield what a flat part of a stack has of each expert's flat matrix.
+    """Yield the index of each expert in a flat part of a stack, its entries, and their range in its matrix.
 
     Args:
-        flat: the part.
-        place: where it lies in the flat stack.
-        size: of one matrix.
+        flat: flat part of the stack.
+        place: range of the part in the flat stack.
+        size: number of entries of one expert's matrix.
     """
+    # size 6, place 4:14 -> expert 0 at 4:6, expert 1 at 0:6, expert 2 at 0:2
     for index in range(place.start // size, -(-place.stop // size)):
         start, stop = max(place.start, index * size), min(place.stop, (index + 1) * size)
         if start < stop:
@@ -148,7 +150,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def save_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.state_dict``, whose children are numbered separately."""
+    """Wrap ``ChainedOptimizer.state_dict``; its child optimizers are numbered separately."""
 
     @functools.wraps(original)
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ def save_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.load_state_dict``; state of stacks, out of a sharded checkpoint, passes."""
+    """Wrap ``ChainedOptimizer.load_state_dict``; state that is stacked already is left as it is."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -178,24 +180,25 @@ def load_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_stacks(part: Any, state: Any) -> Any:
-    """Return state of single experts or of stacks as that of stacks."""
+    """Return the state in terms of stacks; it may be given for stacks or for single experts."""
     inner = _torch_state(state)
     if inner is None:
         return state
     groups = model_parameters(part)
-    single = [sum(len(each) if stack_of(each) else 1 for each in group) for group in groups]
+    single = [sum(len(param) if stack_of(param) else 1 for param in group) for group in groups]
     if [len(group["params"]) for group in inner["param_groups"]] != single:
         return state
-    stacked = {local_of(each).shape for each in chain(*groups) if stack_of(each)}
+    stacked = {local_of(param).shape for param in chain(*groups) if stack_of(param)}
     if any(tensor.shape in stacked for tensor in _tensors(state, inner)):
-        return state  # one expert on each rank: as many stacks as matrices
+        return state  # stacked already; with one expert per rank the counts above are equal
     return _translate(part, state, _gather)
 
 
 def _torch_state(state: Any) -> Any:
-    """Return what torch's optimizer has saved for each parameter, if that is here."""
+    """Return the torch optimizer's state dict inside ``state``, or ``None`` if it is not there."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else {}
-    numbered = all("params" in group for group in inner.get("param_groups", ()))  # else they are elsewhere
+    # Some formats keep the parameter numbers elsewhere.
+    numbered = all("params" in group for group in inner.get("param_groups", ()))
     return inner if "state" in inner and "param_groups" in inner and numbered else None
 
 
@@ -207,10 +210,10 @@ def _tensors(state: Any, inner: Any) -> Iterator[Tensor]:
 
 
 def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], Iterator[Any]]) -> Any:
-    """Copy one optimizer's state, its entries by parameter translated and numbered anew."""
+    """Copy one optimizer's state, with its per-parameter entries translated and renumbered."""
     inner = _torch_state(state)
     groups = model_parameters(part) if inner is not None else []
-    if not any(stack_of(each) for each in chain(*groups)):
+    if not any(stack_of(param) for param in chain(*groups)):
         return state
     numbered: dict[Any, Any] = {}
     param_groups = []
@@ -225,23 +228,24 @@ def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], 
     if "optimizer" not in state:
         return inner
     masters = zip(part.float16_groups, state[_MASTERS], strict=True)
-    return {**state, "optimizer": inner, _MASTERS: [list(entries(*each)) for each in masters]}
+    return {**state, "optimizer": inner, _MASTERS: [list(entries(*pair)) for pair in masters]}
 
 
 def _spread(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
-    """Yield an entry for each expert's matrix, given one for each stack."""
+    """Yield one entry per expert matrix, from one per stack."""
     rest = iter(entries)
     for run in runs(parameters):
         stacked = [next(rest) for _ in run]
         if stack_of(run[0]) is None:
             yield from stacked
         else:
+            # Stacks of fc1 and fc2 with 2 experts: fc1 and fc2 of expert 0, then fc1 and fc2 of expert 1.
             split = [_split(entry, each) for entry, each in zip(stacked, run, strict=True)]
             yield from chain(*zip(*split, strict=True))
 
 
 def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
-    """Yield an entry for each stack, given one for each expert's matrix."""
+    """Yield one entry per stack, from one per expert matrix."""
     rest = iter(entries)
     for run in runs(parameters):
         if stack_of(run[0]) is None:
@@ -252,7 +256,7 @@ def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
 
 
 def _split(entry: Any, parameter: Any) -> list[Any]:
-    """Split an entry by expert; numbers such as Adam's step become as many, which count on independently."""
+    """Split a stack's entry by expert. Scalars, for example Adam's step, are copied to each expert."""
     if isinstance(entry, dict):
         parts = {name: _split(value, parameter) for name, value in entry.items()}
         return [{name: each[index] for name, each in parts.items()} for index in range(len(parameter))]
@@ -280,10 +284,9 @@ def _join(entries: Sequence[Any], parameter: Any) -> Any:
 
 
 def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate methods that save all data parallel ranks' whole buffers.
+    """Wrap methods that save the whole buffers of all data parallel ranks.
 
-    The gathering method is not decorated: ``fully_reshardable`` finds parameters by their places in its
-    result.
+    The gathering method itself stays as it is: ``fully_reshardable`` locates parameters in its result.
     """
 
     @functools.wraps(original)
@@ -291,7 +294,7 @@ def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[...
         parts = getattr(self, "chained_optimizers", None)
         if parts is None:
             return original(_gathering_single_experts(self), *args, **kwargs)
-        if len(parts) > 1:  # otherwise it is the only one's method that saves
+        if len(parts) > 1:  # a single child saves by its own method, which is wrapped too
             self = AttributeOverride(
                 self, chained_optimizers=[_gathering_single_experts(each) for each in parts]
             )
@@ -301,7 +304,7 @@ def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[...
 
 
 def _gathering_single_experts(optimizer: Any) -> Any:
-    """Return the optimizer, with buffers that it gathers in the order of single experts."""
+    """Return the optimizer with a gathering method that yields the order of single experts."""
     if not hasattr(optimizer, "get_parameter_state_dp_zero") or not _check_places(optimizer):
         return optimizer
 
@@ -315,7 +318,7 @@ def _gathering_single_experts(optimizer: Any) -> Any:
 
 
 def load_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DistributedOptimizer.load_parameter_state_from_dp_zero``; one rank has the state."""
+    """Wrap ``DistributedOptimizer.load_parameter_state_from_dp_zero``; only one rank has the state."""
 
     @functools.wraps(original)
     def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, **kwargs: Any) -> Any:
@@ -329,7 +332,7 @@ def load_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[...
 
 
 def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate methods of ``DistributedOptimizer`` that save or load each rank's slices of its buffers."""
+    """Wrap ``DistributedOptimizer`` methods that save or load each rank's slices of its buffers."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -342,16 +345,18 @@ def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_places(optimizer: Any) -> bool:
-    """Return whether there are stacks; if so, parameters lie with no gaps but those of single experts.
+    """Return whether there are stacks.
 
-    Megatron begins each at a multiple of 64 entries, but saves no gap between two buckets, and where a bucket
-    ends depends on the sizes of parameters.
+    Raises:
+        RuntimeError: single experts would leave gaps between parameters at other places than stacks do.
     """
-    parameters = [each for buffer in optimizer.buffers for each in buffer.param_index_map]
-    matrices = {each[0].numel() for each in parameters if stack_of(each)}
+    # Megatron aligns each parameter to 64 entries. It saves no gap between two buckets, and where a bucket
+    # ends depends on the parameters' sizes. So no gaps are allowed at all.
+    parameters = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
+    matrices = {param[0].numel() for param in parameters if stack_of(param)}
     sizes = matrices
     if matrices and optimizer.ddp_config.overlap_grad_reduce:
-        sizes = matrices | {each.numel() for each in parameters if not stack_of(each)}
+        sizes = matrices | {param.numel() for param in parameters if not stack_of(param)}
     odd = [size for size in sorted(sizes) if size % ALIGNMENT]
     if odd:
         raise RuntimeError(f"moe-grouped-gemm: {GAPS} (one has {odd[0]})")
@@ -359,7 +364,7 @@ def _check_places(optimizer: Any) -> bool:
 
 
 def _reorder(optimizer: Any, state: Any, reorder: Callable[[Tensor, list[Any]], Tensor]) -> None:
-    """Reorder the state's tensors, one for each buffer and kind of number."""
+    """Reorder the state in place; it has one tensor per buffer and kind of state."""
     for index, buffer in enumerate(optimizer.buffers):
         segments = [(place, run) for place, run in _places(buffer) if stack_of(run[0])]
         for tensors in state[index].values():
@@ -370,7 +375,8 @@ def _reorder(optimizer: Any, state: Any, reorder: Callable[[Tensor, list[Any]], 
 
 
 def _places(buffer: Any) -> Iterator[tuple[slice, list[Any]]]:
-    """Yield where each run lies among a buffer's entries, not counted those that fill up buckets."""
+    """Yield each run's range in the saved buffer, which omits the padding at the ends of buckets."""
+    # gaps: entries of padding before each bucket, which the saved buffer omits.
     gaps, before = [], 0
     for (start, stop), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
         gaps.append(before)
@@ -382,22 +388,22 @@ def _places(buffer: Any) -> Iterator[tuple[slice, list[Any]]]:
 
 
 def _single_from_stacks(segment: Tensor, run: list[Any]) -> Tensor:
-    """Reorder a run: the last expert is first, and of each expert the run's matrices."""
-    parts = segment.split([each.numel() for each in run])
-    matrices = [_stack(each).by_expert(part.view(each.shape)) for part, each in zip(parts, run, strict=True)]
-    experts = reversed(list(zip(*matrices, strict=True)))
+    """Reorder a run to single experts: the last expert first, with its matrices in the run's order."""
+    parts = segment.split([param.numel() for param in run])
+    views = [_stack(param).by_expert(part.view(param.shape)) for part, param in zip(parts, run, strict=True)]
+    experts = reversed(list(zip(*views, strict=True)))
     return torch.cat([matrix.reshape(-1) for expert in experts for matrix in expert])
 
 
 def _stacks_from_single(segment: Tensor, run: list[Any]) -> Tensor:
-    """Undo :func:`_single_from_stacks`."""
-    sizes = [each[0].numel() for each in run]
+    """Reorder a run to stacks; inverse of :func:`_single_from_stacks`."""
+    sizes = [param[0].numel() for param in run]
     parts = segment.split(sizes * len(run[0]))
     stacks = []
-    for index, each in enumerate(run):
-        shape = _stack(each).by_expert(each)[0].shape
+    for index, param in enumerate(run):
+        shape = _stack(param).by_expert(param)[0].shape
         matrices = [part.view(shape) for part in reversed(parts[index :: len(run)])]
-        stacks.append(_stack(each).stack(matrices).view(-1))
+        stacks.append(_stack(param).stack(matrices).view(-1))
     return torch.cat(stacks)
 
 

@@ -1,9 +1,9 @@
-"""Numbers of rows of each expert, which stay on the device where the experts' products read them there.
+"""Row counts of the experts, kept on the device for a grouped matmul that reads them there.
 
-Megatron's dispatcher counts on the device and sends the numbers to the host, for experts that are multiplied
-one by one. With expert parallelism it waits for split sizes of its transfers anyway; without, these numbers
-are all that it waits for. Back on the device they would cost a copy from the host. So they go past the
-dispatcher's copies: the step that counts keeps them, and the step before the experts returns them.
+Megatron's dispatcher counts on the device and copies the counts to the host, for experts that are multiplied
+one by one. With expert parallelism it must wait for the split sizes anyway. Without, these counts are the
+only reason to wait, and the grouped matmul would copy them back to the device. The wrappers here bypass the
+copies: the counting step keeps the counts, and the step before the experts returns them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COUNTS = "_mindspeed_dsa_counts"
 
 
 def know_experts(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``MoELayer.__init__``: the dispatcher knows whose rows it counts."""
+    """Wrap ``MoELayer.__init__``: attach the experts to the dispatcher that counts their rows."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -29,16 +29,16 @@ def know_experts(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_counts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.preprocess``: nothing is left for the dispatcher to copy."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.preprocess``: keep the counts and leave nothing to copy."""
 
     def preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts = original(self, *args, **kwargs)
         if not _stay(self, counts):
             return counts
-        # A tensor of its own: schedules that move rows on a second stream keep the dispatcher's tensors.
+        # Kept apart: schedules that move rows on a second stream retain the dispatcher's own tensors.
         setattr(self, _COUNTS, counts)
         if self.cuda_sync_point == "before_finish":
-            self.cuda_sync_point = "no_sync"  # the counts are all that is waited for there
+            self.cuda_sync_point = "no_sync"  # the counts are the only data awaited there
         return None
 
     return preprocess
@@ -48,12 +48,13 @@ def _stay(dispatcher: Any, counts: Any) -> bool:
     experts = getattr(dispatcher, _EXPERTS, None)
     if experts is None or not isinstance(counts, Tensor) or counts.device.type == "cpu":
         return False
-    # A CUDA graph hands on the dispatcher's own attributes, and copies them behind itself.
+    # "before_permutation_1" excludes CUDA graphs: a graph passes on only the dispatcher's own attributes,
+    # and copies them to the host after its end.
     return dispatcher.cuda_dtoh_point == "before_permutation_1" and not experts.reads_counts()
 
 
 def give_counts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoEAlltoAllTokenDispatcher.dispatch_postprocess``: the experts get what was kept."""
+    """Wrap ``MoEAlltoAllTokenDispatcher.dispatch_postprocess``: pass the kept counts to the experts."""
 
     def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         rows, on_host, *others = original(self, *args, **kwargs)

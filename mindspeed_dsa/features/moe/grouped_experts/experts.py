@@ -1,4 +1,4 @@
-"""The experts module: Megatron's ``SequentialMLP`` with the weights of its experts stacked."""
+"""Experts module: Megatron's ``SequentialMLP`` with the weights of its experts stacked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.gathered_weights import wait_for_weights
 from mindspeed_dsa.ops.grouped_matmul import Groups
 
-# -- where Megatron's specifications choose the experts module --------------------------------------
-# Nothing of Megatron is imported here: these functions are fetched while Megatron is being imported.
+# -- choice of the experts module in Megatron's specs -----------------------------------------------
+# Nothing of Megatron may be imported here: these functions are loaded while Megatron is being imported.
 
 
 def provide_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``LocalSpecProvider.grouped_mlp_modules``: as for sequential experts, but for their class."""
+    """Wrap ``LocalSpecProvider.grouped_mlp_modules``: replace the class of the sequential experts."""
 
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
         if not moe_use_grouped_gemm:
@@ -41,7 +41,7 @@ def provide_grouped_experts(original: Callable[..., Any], context: Context[Optio
 
 
 def specify_grouped_experts(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_moe_module_spec`` of releases without providers."""
+    """Wrap ``get_moe_module_spec`` of releases without spec providers."""
 
     def get_moe_module_spec(
         use_te: bool | None = True,
@@ -60,7 +60,7 @@ def specify_grouped_experts(original: Callable[..., Any], context: Context[Optio
 
 
 def validate_on_every_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``validate_args``, which demands a GPU that some kernels for grouped experts need."""
+    """Wrap ``validate_args``: skip its check for a GPU, which only Megatron's own kernels need."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if not getattr(args, "moe_grouped_gemm", False) or args.transformer_impl != "local":
@@ -85,13 +85,13 @@ def grouped_experts(context: Context[Options]) -> type:
     base: Any = context.megatron("core.transformer.moe.experts").SequentialMLP
 
     class GroupedExperts(base):
-        """All local experts as one MLP, whose linear layers multiply each expert's rows by its own matrix.
+        """All local experts as one MLP whose linear layers multiply each expert's rows by its own matrix.
 
-        Megatron builds the experts one after another, so that weights are initialised as ever; then their
-        weights are stacked. What lies between the linear layers is ``MLP.forward``, and what lies around
-        the MLP is ``SequentialMLP.forward`` for one expert, whatever this release and other features make of
-        them. Parameters are ``mlp.linear_fc1.weight`` and ``mlp.linear_fc2.weight``; state dicts and
-        checkpoints have the names and shapes of ``SequentialMLP``.
+        Megatron builds the experts one by one, so initial weights are unchanged; then their weights are
+        stacked. The code between the linear layers is ``MLP.forward``, and the code around the MLP is
+        ``SequentialMLP.forward`` with one expert, including the changes of other features. Parameters are
+        ``mlp.linear_fc1.weight`` and ``mlp.linear_fc2.weight``; state dicts and checkpoints have the keys
+        and shapes of ``SequentialMLP``.
 
         Takes the arguments of ``SequentialMLP``.
         """
@@ -102,8 +102,8 @@ def grouped_experts(context: Context[Options]) -> type:
             experts = self.local_experts
             del self.local_experts
             self.mlp = experts[0]
-            # One of the experts as it was, to ask how Megatron saves an expert. It has no weights, and as no
-            # module's child it is in no state dict.
+            # Template for checkpoints: an unmodified expert without weights. Stored in __dict__, it is not a
+            # child module and stays out of state dicts.
             self.__dict__["_plain_expert"] = _shallow(self.mlp)
             stack = Stack(context.options.layout, experts=object())
             for name in LINEARS:
@@ -118,10 +118,11 @@ def grouped_experts(context: Context[Options]) -> type:
             tokens_per_expert: Tensor,
             permuted_probs: Tensor,
         ) -> Any:
-            """Run rows ``[rows, hidden]``, sorted by expert, to outputs ``[rows, hidden]``."""
+            """Return the outputs ``[rows, hidden]`` of rows ``[rows, hidden]`` sorted by expert."""
             linears = [getattr(self.mlp, name) for name in LINEARS]
             groups = Groups(tokens_per_expert)
             mlp = self._recomputing_mlp if self._recomputes and torch.is_grad_enabled() else self.mlp
+            # SequentialMLP.forward passes all rows to a single expert without splitting them.
             as_one = AttributeOverride(self, num_local_experts=1, local_experts=[mlp])
             for linear in linears:
                 linear.groups = groups
@@ -132,15 +133,15 @@ def grouped_experts(context: Context[Options]) -> type:
                     linear.groups = None
 
         def reads_counts(self) -> bool:
-            """Return whether the host reads ``tokens_per_expert``; else it may stay on the device."""
+            """Return whether the host reads ``tokens_per_expert``; otherwise it may stay on the device."""
             return any(getattr(self.mlp, name).reads_sizes() for name in LINEARS)
 
         def expert_weights(self, expert: int) -> tuple[WeightSlice, ...]:
-            """Return slices of the stacks, in their layout; see ``SingleExperts``."""
+            """Return slices of the stacks in their own layout; see ``SingleExperts``."""
             return tuple(WeightSlice(getattr(self.mlp, name).weight, expert) for name in LINEARS)
 
         def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
-            """Run one expert as a stack of one."""
+            """Run one expert as a stack of size 1."""
             linears = [getattr(self.mlp, name) for name in LINEARS]
             stacks = {f"{name}.weight": weight[None] for name, weight in zip(LINEARS, weights, strict=True)}
             for linear in linears:
@@ -153,12 +154,12 @@ def grouped_experts(context: Context[Options]) -> type:
             return output
 
         def wait_for_weights(self) -> None:
-            """Wait for the stacks, under overlapped parameter gathering."""
+            """Wait until overlapped parameter gathering has delivered the stacks."""
             for name in LINEARS:
                 wait_for_weights(getattr(self.mlp, name))
 
         def _recomputing_mlp(self, rows: Tensor, probs: Tensor) -> Any:
-            """Run the MLP with Megatron's ``moe_act``: fc2's backward recomputes the activation."""
+            """Run the MLP under Megatron's ``moe_act``: fc2's backward recomputes the activation."""
             mlp = self.mlp
             intermediate, bias = mlp.linear_fc1(rows)
             recomputed = context.megatron("core.tensor_parallel").CheckpointWithoutOutput()
@@ -172,8 +173,8 @@ def grouped_experts(context: Context[Options]) -> type:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Return keys, shapes and offsets of ``SequentialMLP``."""
-            # What other features have noted of the module counts for its experts too.
+            """Return the sharded state dict with the keys, shapes and offsets of ``SequentialMLP``."""
+            # vars(self): attributes set by other features on this module apply to its experts too.
             apart = AttributeOverride(self, **{**vars(self), "local_experts": self._experts_apart()})
             state: dict[str, Any] = base.sharded_state_dict(apart, prefix, sharded_offsets, metadata)
             for name in LINEARS:
@@ -184,9 +185,9 @@ def grouped_experts(context: Context[Options]) -> type:
             return state
 
         def _experts_apart(self) -> list[Any]:
-            """Return the local experts as Megatron builds them, on the memory of the stacks.
+            """Return the local experts as Megatron builds them, with weights that are views of the stacks.
 
-            Experts of which another rank has all are on the meta device.
+            Experts stored entirely on another rank are on the meta device.
             """
             experts = []
             matrices = {name: getattr(self.mlp, name).matrices() for name in LINEARS}
@@ -202,7 +203,7 @@ def grouped_experts(context: Context[Options]) -> type:
             return experts
 
         def tensors_of(self, position: int) -> list[Tensor]:
-            """Return views ``[out, in]`` of one local expert's weights, for who moves experts."""
+            """Return views ``[out, in]`` of one local expert's weights, for features that move experts."""
             linears = (getattr(self.mlp, name) for name in LINEARS)
             return [linear.by_expert(linear.weight.detach())[position] for linear in linears]
 
@@ -213,7 +214,7 @@ def grouped_experts(context: Context[Options]) -> type:
 
 
 def _shallow(module: Any) -> Any:
-    """Copy a module; the copy has the same children and parameters until it is given others."""
+    """Copy a module. Replacing children or parameters of the copy does not change the original."""
     copied = copy.copy(module)
     for name in ("_modules", "_parameters"):
         vars(copied)[name] = dict(vars(module)[name])

@@ -1,4 +1,4 @@
-"""``--moe-grouped-gemm`` without Transformer Engine."""
+"""Feature for ``--moe-grouped-gemm`` without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_dsa.megatron.configuration import argument
 from mindspeed_dsa.patches.spec import Patch
 
 _LAYOUTS: dict[str, Literal["kn", "nk"]] = {"npu": "kn"}
-"""By platform. Elsewhere a product reads either at the same speed, and ``nk`` is how checkpoints have it."""
+"""Default layout per platform. Other platforms read both equally fast; ``nk`` is the checkpoint layout."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Options:
     """The requested settings.
 
     Attributes:
-        layout: of each expert's matrix: ``[in, out]`` or ``[out, in]``.
-        has_checkpoint: what Megatron recomputes activations with works here.
+        layout: layout of each expert's matrix, ``kn`` for ``[in, out]`` or ``nk`` for ``[out, in]``.
+        has_checkpoint: whether Megatron's ``CheckpointWithoutOutput`` works here.
     """
 
     layout: Literal["kn", "nk"]
@@ -29,7 +29,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings, or from arguments, which know no platform."""
+        """Build from resolved settings, or from arguments, which do not name the platform."""
         layout: Literal["kn", "nk"] | None = getattr(settings, "gemm_weight_layout", None)
         if layout not in ("kn", "nk"):
             layout = _LAYOUTS.get(getattr(settings, "platform", ""), "nk")
@@ -41,7 +41,7 @@ class Options:
 
 _FLAG = "--moe-grouped-gemm"
 ALIGNMENT = 64
-"""Entries: where Megatron begins parameters in the distributed optimizer's buffers."""
+"""Alignment of parameters in the distributed optimizer's buffers, in entries."""
 _WHAT_FITS = (
     "use the format fully_reshardable (--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable; before "
     "0.15 --ckpt-format torch_dist with --ckpt-fully-parallel-save), or --no-save-optim and --no-load-optim"
@@ -62,13 +62,13 @@ LEGACY = (
 
 
 def wanted(settings: Any) -> bool:
-    """On for Megatron's own layers; Transformer Engine has grouped layers of its own."""
+    """Return whether Megatron's own layers are grouped; Transformer Engine has its own grouped layers."""
     grouped = bool(getattr(settings, "moe_grouped_gemm", False))
     return grouped and getattr(settings, "transformer_impl", None) in (None, "local")
 
 
 def check_arguments(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in a job's arguments does not combine with the feature."""
+    """Yield a problem for each job argument that does not combine with the feature."""
     if argument(args, "transformer_impl") not in (None, "local"):
         return
     yield from check_experts(args, options)
@@ -91,7 +91,7 @@ def check_arguments(args: Any, options: Options) -> Iterator[str]:
 
 
 def _check_optimizer_format(args: Any) -> Iterator[str]:
-    """Refuse what is known before a checkpoint is read; the rest is, when its optimizer state is loaded."""
+    """Yield problems known from the arguments; others are found when the optimizer state is loaded."""
     saves = argument(args, "save") and not argument(args, "no_save_optim")
     if not saves or not argument(args, "use_distributed_optimizer"):
         return
@@ -103,7 +103,8 @@ def _check_optimizer_format(args: Any) -> Iterator[str]:
             None,
             1,
         ):
-            sizes.append(hidden)  # of norms, in one buffer with the experts
+            # Without expert parallelism, norm weights share a buffer with the experts.
+            sizes.append(hidden)
         if any(size % ALIGNMENT for size in sizes):
             yield f"{_FLAG}: {GAPS}"
     elif argument(args, "dist_ckpt_optim_fully_reshardable") is False:
@@ -111,13 +112,13 @@ def _check_optimizer_format(args: Any) -> Iterator[str]:
 
 
 def recomputes_activation(args: Any) -> bool:
-    """Return whether Megatron's own recompute of the experts' activation is asked for."""
+    """Return whether Megatron's recompute of the experts' activation (``moe_act``) is requested."""
     selective = argument(args, "recompute_granularity") == "selective"
     return selective and "moe_act" in (argument(args, "recompute_modules") or ())
 
 
 def check_model(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in a model's configuration does not combine with the feature."""
+    """Yield a problem for each field of a model configuration that does not combine with the feature."""
     yield from check_experts(args, options)
     if recomputes_activation(args) and not options.has_checkpoint:
         yield (
@@ -127,7 +128,7 @@ def check_model(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_experts(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in arguments, or in a model's configuration, does not combine with the feature."""
+    """Yield a problem for each argument or configuration field that the grouped matmul cannot serve."""
     if argument(args, "add_bias_linear"):
         yield f"{_FLAG}: a grouped matmul has no bias; add --disable-bias-linear"
     for name in ("fp8", "fp4"):

@@ -1,4 +1,4 @@
-"""The linear layers of all local experts as one: one stacked parameter, one operator, one gradient."""
+"""Linear layers of all local experts as one: one stacked parameter, one operator, one gradient."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ _ATTRIBUTE = "stacks_experts"
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Mark of a stacked parameter: how the experts' matrices lie in it.
+    """Mark of a stacked parameter that describes its layout.
 
     Attributes:
-        layout: of each expert's matrix.
-        experts: the same object for all stacks of one module's experts.
+        layout: layout of each expert's matrix, ``kn`` or ``nk``.
+        experts: identity of the module's experts; the same object for all stacks of the module.
     """
 
     layout: Layout
     experts: object
 
     def by_expert(self, stack: Tensor) -> list[Tensor]:
-        """Return views ``[out, in]`` of a tensor as large as the parameter, one for each expert."""
+        """Return one view ``[out, in]`` per expert of a tensor shaped like the parameter."""
         return list((stack if self.layout == "nk" else stack.transpose(1, 2)).unbind())
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Stack matrices as :meth:`by_expert` returns them, in memory of its own."""
+        """Stack matrices ``[out, in]`` to a new tensor; inverse of :meth:`by_expert`."""
         return torch.stack([matrix if self.layout == "nk" else matrix.T for matrix in matrices])
 
     def mark(self, parameter: Tensor) -> None:
-        """Note it at the parameter."""
+        """Attach this mark to the parameter."""
         setattr(parameter, _ATTRIBUTE, self)
 
 
 def stack_of(parameter: Any) -> Stack | None:
-    """Return what :meth:`Stack.mark` has noted."""
+    """Return the mark set by :meth:`Stack.mark`, or ``None``."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def runs(parameters: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield neighbours that are stacks of the same experts together, all others one by one."""
+    """Yield groups of adjacent stacks of the same experts, and every other parameter in its own group."""
     for _, run in groupby(parameters, _together):
         yield list(run)
 
@@ -68,18 +68,18 @@ def _together(parameter: Any) -> int:
 
 
 class GroupedLinear(torch.nn.Module):
-    """Takes over the weights of the experts' layers, one expert after another.
+    """Linear layer with the stacked weights of the local experts' linear layers.
 
-    Nothing is gathered or reduced here: what experts get and return is the dispatcher's business, as it is
-    for Megatron's layers with ``is_expert``.
+    It runs no collectives: the dispatcher moves the experts' inputs and outputs, as for Megatron's layers
+    with ``is_expert``.
 
     Args:
-        linears: Megatron's layers, by local expert, without bias; they are left without weight.
-        stack: says how the parameter ``weight`` lies, ``[experts, in, out]`` or ``[experts, out, in]``.
-        megatron: whose conventions for gradients hold.
+        linears: Megatron's layers without bias, one per local expert. They lose their weight.
+        stack: mark that defines the layout of ``weight``: ``[experts, in, out]`` or ``[experts, out, in]``.
+        megatron: accessor of Megatron's modules, for its conventions on gradients.
 
     Attributes:
-        groups: rows of each expert in the calls to come; set by the experts around each.
+        groups: row count of each expert; the experts module sets it around each call.
     """
 
     def __init__(self, linears: Sequence[Any], stack: Stack, megatron: Megatron) -> None:
@@ -90,20 +90,27 @@ class GroupedLinear(torch.nn.Module):
         first = linears[0].weight
         shape = first.shape if self.layout == "nk" else first.shape[::-1]
         self.weight = Parameter(first.new_empty(len(linears), *shape), first.requires_grad)
+        # Megatron's marks on a weight, for example allreduce.
         for name, value in vars(first).items():
             setattr(self.weight, name, value)
         if getattr(first, "partition_dim", -1) >= 0:
+            # partition_dim counts in [out, in]. Layout kn swaps the two, and a stack adds one in front.
             of_matrix = first.partition_dim if self.layout == "nk" else 1 - first.partition_dim
             self.weight.partition_dim = 1 + of_matrix  # type: ignore[attr-defined]
         stack.mark(self.weight)
-        # Between experts, or across the input: what gated layers stack are rows of the output.
+        # Shard between experts, or along the input dimension. Not along the output dimension, in which gated
+        # layers concatenate gate and up projection.
         cut_on(self.weight, (0, 2 if self.layout == "nk" else 1))
         for matrix, linear in zip(self.by_expert(self.weight.detach()), linears, strict=True):
             matrix.copy_(linear.weight.detach())
             linear.weight = None
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
-        """Multiply ``[rows, in]``, sorted by expert, to ``[rows, out]``; there is no bias."""
+        """Multiply rows ``[rows, in]``, sorted by expert, to ``[rows, out]``. There is no bias.
+
+        Raises:
+            RuntimeError: ``groups`` is not set.
+        """
         if self.groups is None:
             raise RuntimeError(
                 "moe-grouped-gemm: an expert's layer was called on its own, and does not know which rows "
@@ -119,14 +126,14 @@ class GroupedLinear(torch.nn.Module):
         return output, None
 
     def reads_sizes(self) -> bool:
-        """Return whether the host reads the numbers of rows, so that they are better there than here."""
+        """Return whether the host reads the row counts, so that the device need not keep them."""
         return reads_sizes(self.weight, self.layout)
 
     def matrices(self) -> dict[int, Tensor]:
-        """Return what this rank has of the experts' matrices ``[out, in]``, by local expert.
+        """Return this rank's experts' matrices ``[out, in]``: dict from local expert to matrix.
 
-        A rank has some matrices of a stack that is cut between experts, and shards of all where it is cut
-        otherwise.
+        If the stack is sharded between experts, these are the rank's own experts. Otherwise every expert is
+        present, as a shard of its matrix.
         """
         weight = self.weight.detach()
         local = self.by_expert(local_of(weight))
@@ -135,6 +142,7 @@ class GroupedLinear(torch.nn.Module):
         cut = cut_of(weight)
         if cut.dim == 0:
             return dict(enumerate(local, start=cut.index * len(local)))
+        # Along the input dimension, which is dimension 1 of a matrix [out, in].
         placements = [Shard(1) if isinstance(each, Shard) else each for each in weight.placements]
         return {
             number: DTensor.from_local(matrix, weight.device_mesh, placements, run_check=False)
@@ -142,7 +150,7 @@ class GroupedLinear(torch.nn.Module):
         }
 
     def backward_dw(self) -> None:
-        """No-op: part of the interface of Megatron's layers, whose weight gradients may be delayed."""
+        """No-op, required by Megatron's interface for delayed weight gradients."""
 
 
 def _defer(
@@ -153,15 +161,15 @@ def _defer(
 
 
 def gradient_receiver(weight: Any, megatron: Megatron) -> Callable[[WeightGradient], Tensor | None] | None:
-    """Return what puts the gradient of a stack into ``main_grad``; ``None``: autograd takes it.
+    """Return a function that adds a stack's gradient to ``main_grad``, or ``None`` to leave it to autograd.
 
-    Megatron's data parallelism has a buffer ``main_grad`` for every parameter and a mark that says that the
-    gradient is in it already, for which Megatron's linear layers need a fused kernel. All contributions to a
-    parameter must go one way; those of a stack have but one origin.
+    Megatron's data parallelism gives every parameter a buffer ``main_grad`` and a flag for gradients that
+    are in it already. Megatron's linear layers need a fused kernel to use it. All gradients of a parameter
+    must take the same route; a stack's gradients come only from its grouped matmul.
 
     Args:
-        weight: the parameter; its ``main_grad`` of now is the one used in backward.
-        megatron: see :func:`placeholder`.
+        weight: parameter; its present ``main_grad`` is the one used in backward.
+        megatron: accessor of Megatron's modules; see :func:`placeholder`.
     """
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):

@@ -1,4 +1,4 @@
-"""How many tokens each expert and each rank got, in every MoE layer and step."""
+"""Report of the tokens that each expert and each rank received, per MoE layer and step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Options:
     """The requested settings.
 
     Attributes:
-        folder: where records are written.
-        padding: of sequences, whose rows go to experts and are no tokens.
+        folder: folder for the records.
+        padding: padding of sequences. Its rows are routed to experts but are not counted as tokens.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class Options:
 
 
 def check_load_report(args: Any, options: Any) -> Sequence[str]:
-    """Report models that route nothing and folders that are files."""
+    """Return a problem for models without experts, uncounted stages, and folders that are files."""
     flag = f"--moe-router-load-report {args.moe_router_load_report}"
     problems = []
     if not number_of_experts(args):

@@ -1,6 +1,6 @@
-"""Load of experts: counted on the device from router to router, and one record per step.
+"""Expert load: counted on the device at each router, written as one record per step.
 
-Records are made in Megatron-LM's training loop, or in a job's own, which calls :func:`use_own_loop` and
+Megatron-LM's training loop writes the records. A job with its own loop calls :func:`use_own_loop` and
 :func:`record_step`.
 """
 
@@ -28,17 +28,17 @@ from mindspeed_dsa.runs.expert_load import LayerLoad
 
 
 def use_own_loop(context: Context[Options]) -> None:
-    """Say, before the model is built, that the job calls :func:`record_step`."""
+    """Declare that the job calls :func:`record_step` itself. Call before the model is built."""
     counts_of(context).own_loop = True
 
 
 def record_step(context: Context[Options], step: int, writer: Any = None) -> None:
-    """Write the record of the step that has just been made; all ranks call this together.
+    """Write the record of the step just completed. Collective over all ranks.
 
     Args:
-        context: of the session, ``session.contexts["moe-router-load-report"]``.
-        step: its number, from 1.
-        writer: TensorBoard's ``SummaryWriter`` on the last rank, or nothing.
+        context: the session's ``session.contexts["moe-router-load-report"]``.
+        step: the step's number, from 1.
+        writer: TensorBoard ``SummaryWriter`` on the last rank, or ``None``.
     """
     layers = counts_of(context).take()
     if not layers:
@@ -54,7 +54,7 @@ def _show(writer: Any, step: int, record: metrics.Record) -> None:
         group = f"moe load/layer {layer['layer']}"
         writer.add_scalar(f"{group} rank imbalance", layer["rank_imbalance"], step)
         writer.add_scalar(f"{group} expert imbalance", layer["expert_imbalance"], step)
-        # One histogram for all experts of a layer; the mean load is 1, so that layers can be compared.
+        # One histogram per layer over all experts, scaled to a mean load of 1 to make layers comparable.
         mean = max(sum(layer["experts"]), 1) / len(layer["experts"])
         writer.add_histogram(f"{group} experts", torch.tensor(layer["experts"]) / mean, step)
     for stage in record["stages"]:
@@ -62,11 +62,11 @@ def _show(writer: Any, step: int, record: metrics.Record) -> None:
 
 
 def record_after_log(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``training_log``."""
+    """Wrap ``training_log``: record each step after it is logged."""
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        # Parameters moved between releases; names did not.
+        # The position of `iteration` differs between releases; its name does not.
         signature = inspect.signature(context.megatron("training.training").training_log)
         step = int(signature.bind(*args, **kwargs).arguments["iteration"])
         variables = context.megatron("training.global_vars")
@@ -79,10 +79,11 @@ def record_after_log(original: Callable[..., Any], context: Context[Options]) ->
 
 
 def require_loop(context: Context[Options]) -> None:
-    """Refuse a job in which nobody would record a step.
+    """Check that some training loop records the steps.
 
     Raises:
-        MindSpeedDSAError: it does not use Megatron-LM's training loop, and has not said that it records.
+        MindSpeedDSAError: the job does not use Megatron-LM's training loop and did not call
+            :func:`use_own_loop`.
     """
     has_loop = f"{context.megatron.root}.training.training" in sys.modules
     if not has_loop and not counts_of(context).own_loop:
@@ -97,17 +98,17 @@ def require_loop(context: Context[Options]) -> None:
 
 
 class _Place(NamedTuple):
-    """Place of a router: its layer's number, from 1, and its pipeline stage, from 0."""
+    """Router position: its layer's number from 1, and its pipeline stage from 0."""
 
     layer: int
     stage: int
 
 
 class Counts:
-    """Tokens of the current step that the routers of this rank have sent to their experts.
+    """Tokens that this rank's routers sent to each expert in the current step.
 
     Attributes:
-        own_loop: whether the job has said that it records its steps itself.
+        own_loop: whether the job records its steps itself.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -119,9 +120,13 @@ class Counts:
         self.own_loop = False
 
     def built(self, config: Any, layers: Sequence[Numbered]) -> None:
-        """Note the layers of a chunk that has been built, with a configuration that may be its own.
+        """Register the layers of a new chunk.
 
-        Its layers take the places of those that have their numbers: of a model built before.
+        They replace registered layers with the same numbers, which belong to an earlier model.
+
+        Args:
+            config: Megatron configuration of the chunk.
+            layers: MoE layers of the chunk.
         """
         self._config = config
         numbers = {number for number, _ in layers}
@@ -133,14 +138,14 @@ class Counts:
             self._places[layer.router] = _Place(number, stage)
 
     def add(self, router: Any, routing_map: Tensor) -> None:
-        """Count a microbatch; nothing is sent to the host.
+        """Count a microbatch on the device, without synchronization.
 
         Args:
-            router: Megatron's.
-            routing_map: bool ``[tokens, experts]``.
+            router: Megatron's router.
+            routing_map: routed experts of each token, bool ``[tokens, experts]``.
         """
         with torch.no_grad():
-            # In place and never allocated again: CUDA graphs replay this addition.
+            # Updated in place and allocated once, because CUDA graphs replay this addition.
             tokens = self._tokens.get(router)
             if tokens is None:
                 tokens = torch.zeros(routing_map.size(1), dtype=torch.int64, device=routing_map.device)
@@ -150,10 +155,11 @@ class Counts:
             tokens += routing_map.sum(dim=0)
 
     def take(self) -> list[LayerLoad]:
-        """Return the load of all MoE layers in this step, and begin the next; all ranks call this together.
+        """Return the load of all MoE layers in this step, and reset the counts. Collective over all ranks.
 
         Returns:
-            Layers by their number on the last rank, which alone waits for the device; elsewhere nothing.
+            Loads by layer number on the last rank, the only one that waits for the device; elsewhere an
+            empty list.
         """
         if self._config is None:
             return []
@@ -165,12 +171,12 @@ class Counts:
         return [
             LayerLoad(row + 1, stage - 1, experts[row], ranks[row])
             for row, stage in enumerate(stages)
-            if stage  # a dense layer has none
+            if stage  # 0 for a dense layer
         ]
 
     @property
     def _layers(self) -> int:
-        """Number of the whole model's layers."""
+        """Number of layers of the whole model, including MTP."""
         layers: int = self._config.num_layers + (self._config.mtp_num_layers or 0)
         return layers
 
@@ -186,25 +192,27 @@ class Counts:
         )
         for router, place in self._places.items():
             tokens, row = self._tokens.get(router), place.layer - 1
-            sums.stages[row] = (place.stage + 1) * alone  # one of the ranks that hold the layer names it
+            # Only one of the ranks that hold the layer adds the stage, from 1; the others add 0.
+            sums.stages[row] = (place.stage + 1) * alone
             if tokens is None:
                 continue
             sums.experts[row] += tokens
-            slots = self._slots.get(router)  # [experts]: which of them each slot holds
+            slots = self._slots.get(router)  # [experts]: expert held by each slot
             by_slot = tokens if slots is None else tokens[slots]
+            # Slots are in rank order, the same number on each rank.
             sums.ranks[row, replica] += by_slot.view(ranks, -1).sum(dim=1)
             tokens.zero_()
         return sums
 
 
 class _Sums:
-    """Sums over all ranks, in one tensor, for one reduction.
+    """Sums over all ranks, as views of one tensor, so that one reduction suffices.
 
     Attributes:
-        all: int64, everything below, one after the other.
-        stages: ``[layers]``, pipeline stage from 1, 0 for a dense layer.
-        experts: ``[layers, experts]``, tokens.
-        ranks: ``[layers, replicas, expert parallel ranks]``, tokens.
+        all: concatenation of the sums below, int64.
+        stages: pipeline stage from 1 of each layer, 0 for a dense layer, ``[layers]``.
+        experts: tokens of each expert, ``[layers, experts]``.
+        ranks: tokens of each rank, ``[layers, replicas, expert parallel ranks]``.
     """
 
     def __init__(self, layers: int, experts: int, replicas: int, ranks: int) -> None:
@@ -216,17 +224,17 @@ class _Sums:
 
 
 def counts_of(context: Context[Options]) -> Counts:
-    """Return the counts of the feature's session."""
+    """Return the token counts of the session."""
     return context.state(Counts)
 
 
 def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.forward``; its result is passed on as it is."""
+    """Wrap ``TopKRouter.forward``: count its routing map and return its result unchanged."""
     counts, padding = counts_of(context), context.options.padding
 
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, input, *args, **kwargs)
-        # What is recomputed runs twice, the first time without gradients; an evaluation runs without.
+        # Recomputed layers run twice, first without gradients; evaluation also runs without gradients.
         if self.training and torch.is_grad_enabled():
             routing_map = result[1]
             mask = args[0] if args else kwargs.get("padding_mask")
@@ -243,10 +251,10 @@ def count_tokens(original: Callable[..., Any], context: Context[Options]) -> Cal
 
 
 def in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``."""
+    """Wrap ``TransformerBlock.__init__``: register its MoE layers."""
     return numbering.after_block(original, context, counts_of(context).built)
 
 
 def in_mtp_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    """Wrap ``MultiTokenPredictionBlock.__init__``: register its MoE layers."""
     return numbering.after_mtp_block(original, context, counts_of(context).built)

@@ -1,4 +1,4 @@
-"""``--moe-permute-fusion`` without Transformer Engine."""
+"""Feature for ``--moe-permute-fusion`` without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Options:
     """The requested settings.
 
     Attributes:
-        backend: of the operator; ``auto`` leaves Transformer Engine's kernels in place where they are.
+        backend: operator backend; ``auto`` keeps Transformer Engine's kernels where they are installed.
     """
 
     backend: str
@@ -29,11 +29,11 @@ class Options:
 
     @property
     def may_leave_it(self) -> bool:
-        """Return whether Transformer Engine's kernels are welcome."""
+        """Whether Transformer Engine's kernels may be used."""
         return self.backend == "auto"
 
     def leaves_it_to_transformer_engine(self, megatron: Megatron) -> bool:
-        """Return whether Megatron has Transformer Engine's kernels and nobody asked for others."""
+        """Return whether Transformer Engine's kernels exist and no other backend was requested."""
         if not self.may_leave_it or find_spec("transformer_engine") is None:
             return False
         try:
@@ -47,7 +47,7 @@ _FLAG = "--moe-permute-fusion"
 
 
 def check_permute_fusion(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in arguments, or in a model's configuration, does not combine with the feature."""
+    """Yield a problem for each argument or configuration field that does not combine with the feature."""
     if options.may_leave_it and find_spec("transformer_engine") is not None:
         return
     if argument(args, "moe_token_dispatcher_type") == "flex":
@@ -68,7 +68,7 @@ NAMES = (
     "fused_sort_chunks_by_index_with_probs",
     "fused_unpermute",
 )
-"""Names that Megatron's configuration looks for in ``moe_utils``; Transformer Engine defines them."""
+"""Functions that Megatron imports into ``moe_utils`` from Transformer Engine."""
 
 FEATURE = Feature(
     name="moe-permute-fusion",

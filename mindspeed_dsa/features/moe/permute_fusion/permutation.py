@@ -1,6 +1,7 @@
-"""Megatron's permutations on our operator, and the five functions that it asks Transformer Engine for.
+"""Megatron's permutations on this package's operator, under the names of Transformer Engine's functions.
 
-The shared expert's output joins the last permutation: the layer offers it, and the unpermutation takes it.
+The last unpermutation also adds the shared expert's output: the layer offers it in a context variable, and
+the unpermutation takes it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 
 def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``moe_utils.permute``."""
+    """Wrap ``moe_utils.permute``."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
-    # From 0.17 on there are two more results, for what Transformer Engine pads.
+    # Since 0.17 permute returns two more results, which serve Transformer Engine's padding.
     names_counts = "tokens_per_expert" in inspect.signature(original).parameters
 
     def permute_tokens(
@@ -43,8 +44,9 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
             return original(tokens, routing_map, probs, num_out_tokens, fused, *args, **kwargs)
         padded = args[0] if args else kwargs.get("drop_and_pad", False)
         counted = counts(tokens, num_out_tokens)
-        # From 0.17 on the allgather dispatcher, which has no probabilities permuted here, gives a plain
-        # number for its part of a routing map: tokens go to unequally many of a rank's experts.
+        # Since 0.17 the allgather dispatcher passes no probs and an int for its slice of the routing map,
+        # where the number of local experts differs from token to token: 8 experts on 2 ranks, top-2, may
+        # give a token 0, 1 or 2 rows here. An int would otherwise mean the same number for every token.
         if padded or (names_counts and probs is None):
             counted["topk"] = None
         moved = permute(tokens, routing_map.bool(), probs, **counted, backend=backend)
@@ -57,7 +59,7 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``moe_utils.unpermute``."""
+    """Wrap ``moe_utils.unpermute``."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -86,7 +88,7 @@ def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``moe_utils.sort_chunks_by_idxs``."""
+    """Wrap ``moe_utils.sort_chunks_by_idxs``."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -106,13 +108,14 @@ def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -
 
 
 def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int | None]:
-    """Return how many rows Megatron's count says there are, and how many for each token.
+    """Return ``rows`` and ``topk`` for the operator from Megatron's ``num_out_tokens``.
 
-    A plain number is the tokens times the router's top-k, as long as no token is dropped; what a routing map
-    was counted for comes as a tensor, on the host by then.
+    An int is tokens x top-k, provided that no token is dropped. A tensor is a count of the routing map,
+    already on the host; it says nothing about ``topk``.
     """
     if num_out_tokens is None or num_out_tokens == -1:
         return {}
+    # 4096 tokens, top-8: 32768 rows, so topk = 8.
     rows = int(num_out_tokens)
     even = isinstance(num_out_tokens, int) and len(tokens) > 0 and rows % len(tokens) == 0
     return {"rows": rows, "topk": rows // len(tokens) if even else None}
@@ -122,16 +125,17 @@ def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int
 
 
 def add_while_unpermuting(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate the step of ``MoELayer`` that unpermutes and then adds the shared expert's output.
+    """Wrap the ``MoELayer`` step that unpermutes and then adds the shared expert's output.
 
-    The step runs without that output, which the unpermutation inside finds offered. Where none takes it (the
-    allgather dispatcher has unpermuted before, other code calls Megatron's own form) it is added here.
+    The step runs without that output, and the unpermutation inside takes it from the offer. If no
+    unpermutation takes it, it is added here: the allgather dispatcher has unpermuted before, and other code
+    may call Megatron's unfused form.
     """
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
 
     def combine(self: Any, output: Tensor, shared_expert_output: Tensor | SharedOutput | None) -> Tensor:
-        # Behind a projection from the latent size the sum of the rows is not yet what is added to.
+        # With a latent projection after the unpermutation the sum is in the latent size: no addend fits.
         latent = getattr(self.config, "moe_latent_size", None)
         if shared_expert_output is None or latent or not self.config.moe_permute_fusion:
             result: Tensor = original(self, output, shared_expert_output)
@@ -144,13 +148,13 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
 
 
 class _Offer:
-    """Addend to the sum of the rows, until it is taken."""
+    """Addend for the unpermutation, until it is taken."""
 
     def __init__(self, addend: Tensor | SharedOutput) -> None:
         self._addend: Tensor | SharedOutput | None = addend
 
     def take(self, permuted: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the addend as ``shape``, once, if it fits to rows like ``permuted``."""
+        """Return the addend reshaped to ``shape``, once, if dtype and size match."""
         addend = self._addend.tensor if isinstance(self._addend, SharedOutput) else self._addend
         if addend is None or addend.dtype != permuted.dtype or addend.numel() != shape.numel():
             return None
@@ -181,13 +185,13 @@ Kernel = Callable[..., Any]
 
 
 def fused_permute(context: Context[Options]) -> Kernel:
-    """Make ``fused_permute``, or leave Transformer Engine's."""
+    """Build ``fused_permute``, or return Transformer Engine's."""
     backend = context.options.backend
 
     def fused_permute(
         inp: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return permuted tokens ``[rows, hidden]`` and the map that :func:`fused_unpermute` takes."""
+        """Return permuted tokens ``[rows, hidden]`` and the row map for :func:`fused_unpermute`."""
         moved = permute(inp, routing_map.bool(), None, **counts(inp, num_out_tokens), backend=backend)
         return moved.tokens, moved.row_map
 
@@ -195,33 +199,33 @@ def fused_permute(context: Context[Options]) -> Kernel:
 
 
 def fused_permute_with_probs(context: Context[Options]) -> Kernel:
-    """Make ``fused_permute_with_probs``, or leave Transformer Engine's."""
+    """Build ``fused_permute_with_probs``, or return Transformer Engine's."""
     backend = context.options.backend
 
     def fused_permute_with_probs(
         inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return permuted tokens ``[rows, hidden]``, their probabilities ``[rows]``, and the map of rows."""
+        """Return permuted tokens ``[rows, hidden]``, their probabilities ``[rows]``, and the row map."""
         return permute(inp, routing_map.bool(), probs, **counts(inp, num_out_tokens), backend=backend)
 
     return _theirs(context, "fused_permute_with_probs") or fused_permute_with_probs
 
 
 def fused_unpermute(context: Context[Options]) -> Kernel:
-    """Make ``fused_unpermute``, or leave Transformer Engine's."""
+    """Build ``fused_unpermute``, or return Transformer Engine's."""
     backend = context.options.backend
 
     def fused_unpermute(
         inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, *, restore_shape: torch.Size
     ) -> Tensor:
-        """Return, as ``restore_shape``, the rows of every token, weighted and added up."""
+        """Return the weighted sum of each token's rows, shaped ``restore_shape``."""
         return unpermute(inp, row_id_map, restore_shape[0], merging_probs, backend=backend)
 
     return _theirs(context, "fused_unpermute") or fused_unpermute
 
 
 def fused_sort_chunks_by_index(context: Context[Options]) -> Kernel:
-    """Make ``fused_sort_chunks_by_index``, or leave Transformer Engine's."""
+    """Build ``fused_sort_chunks_by_index``, or return Transformer Engine's."""
     backend = context.options.backend
 
     def fused_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -232,13 +236,13 @@ def fused_sort_chunks_by_index(context: Context[Options]) -> Kernel:
 
 
 def fused_sort_chunks_by_index_with_probs(context: Context[Options]) -> Kernel:
-    """Make ``fused_sort_chunks_by_index_with_probs``, or leave Transformer Engine's."""
+    """Build ``fused_sort_chunks_by_index_with_probs``, or return Transformer Engine's."""
     backend = context.options.backend
 
     def fused_sort_chunks_by_index_with_probs(
         inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the chunks of both in the order of ``sorted_index``."""
+        """Return the chunks of ``inp`` and ``probs`` in the order of ``sorted_index``."""
         return sort_chunks(inp, split_sizes, sorted_index, probs, backend=backend)
 
     return _theirs(context, "fused_sort_chunks_by_index_with_probs") or fused_sort_chunks_by_index_with_probs

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks become expert parallel ranks for the experts."""
+"""Feature that uses the tensor parallel ranks as additional expert parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from mindspeed_dsa.patches.spec import Patch
 def extend(args: Any) -> Sequence[str]:
     """Multiply the expert parallel size by the tensor parallel size; ``Feature.rewrite``.
 
-    An expert tensor parallel size of 1 says that this has been done: by an earlier call, by the checkpoint
-    that the arguments come from, or by the user.
+    An expert tensor parallel size of 1 means that this is done already: by an earlier call, by the
+    checkpoint that supplied the arguments, or by the user.
+
+    Args:
+        args: job arguments, changed in place.
+
+    Returns:
+        Sentences for the log, one per change.
     """
     tp, ep, etp = layout(args)
     if etp is not None or list(check_tp_extend_ep(args)):
@@ -35,10 +41,10 @@ _FLAG = "--moe-tp-extend-ep"
 
 
 def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
-    """Report a layout that contradicts the flag, or that the model or the job does not fill.
+    """Yield a problem for a layout that contradicts the flag, or that the experts or ranks do not fill.
 
-    Arguments may be as they were given, or as the flag has rewritten them: with an expert tensor parallel
-    size of 1 the expert parallel size is the whole one.
+    Accepts arguments before and after the rewrite. With an expert tensor parallel size of 1 the expert
+    parallel size already includes the tensor parallel ranks.
     """
     tp, ep, etp = layout(args)
     experts = number_of_experts(args)
@@ -76,7 +82,7 @@ def check_tp_extend_ep(args: Any, options: None = None) -> Iterator[str]:
 
 
 def layout(args: Any) -> tuple[int, int, int | None]:
-    """Return tensor, expert and expert tensor parallel size; the last is ``None`` where it was not given."""
+    """Return the tensor, expert and expert tensor parallel size; the last is ``None`` if not given."""
     return (
         argument(args, "tensor_model_parallel_size") or 1,
         argument(args, "expert_model_parallel_size") or 1,
@@ -85,10 +91,10 @@ def layout(args: Any) -> tuple[int, int, int | None]:
 
 
 def require_whole_experts(context: Context[None]) -> None:
-    """Refuse a job whose process groups were made of arguments that nobody has rewritten.
+    """Check that the process groups were built from the rewritten arguments.
 
     Raises:
-        MindSpeedDSAError: the experts would be sliced.
+        MindSpeedDSAError: the process groups would slice the experts.
     """
     state = context.megatron("core.parallel_state")
     if not state.model_parallel_is_initialized():
@@ -123,12 +129,11 @@ FEATURE = Feature(
 
 
 def reduce_over_copies(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``MoELayer.__init__``: gradients of experts are reduced over all ranks with a copy of them.
+    """Wrap ``MoELayer.__init__``: reduce expert gradients over all ranks that hold a copy.
 
-    The expert data parallel ranks are these. Megatron reduces over them what has ``allreduce = False``,
-    and gives that mark to experts under expert parallelism alone. Without it, as many ranks as there are
-    tensor parallel ones for each slice of an expert have a copy of it, and other tokens. Dispatchers move
-    them; in 0.12 linear layers of such experts would do so as well, over the wrong ranks.
+    These ranks are the expert data parallel group. Megatron reduces over that group only parameters with
+    ``allreduce = False``, and sets this mark only under expert parallelism. With an expert tensor parallel
+    size of its own, several ranks hold a copy of each slice and see different tokens.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -139,6 +144,8 @@ def reduce_over_copies(original: Callable[..., None], context: Context[None]) ->
             return
         for parameter in self.experts.parameters():
             parameter.allreduce = False
+        # Dispatchers move the tokens between these ranks. Without the mark, linear layers of 0.12 would move
+        # them as well, over the wrong ranks.
         for module in self.experts.modules():
             if hasattr(module, "explicit_expert_comm"):
                 module.explicit_expert_comm = True
@@ -162,7 +169,7 @@ COPIES = Feature(
             "with an expert tensor parallel size of its own and no expert parallelism, copies of experts "
             "keep the gradients of their own tokens, and drift apart",
             versions=">=0.12.1,<0.19",
-            priority=100,  # the experts are those that other features have built
+            priority=100,  # outermost, to see the experts that other features have built
         ),
     ),
 )
