@@ -1,4 +1,4 @@
-"""Layers of a pipeline stage that a feature works in: N of them, spread over the stage's chunks.
+"""Selection of N layers of a pipeline stage, spread evenly over its virtual pipeline chunks.
 
 Imports neither torch nor Megatron.
 """
@@ -21,12 +21,13 @@ _Options = TypeVar("_Options", bound="LayerOptions")
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options of a feature that works in chosen layers; its own options derive from them.
+    """Base class for the options of a feature that applies to selected layers.
 
     Attributes:
-        switched_on: the feature's own switch is on.
-        num_layers: of each pipeline stage; ``None`` for all of them.
-        follows_pieces: our own schedule runs layers in pieces, and asks ``megatron/split_layers.py``.
+        switched_on: state of the feature's own switch.
+        num_layers: number of layers per pipeline stage; ``None`` selects all layers.
+        follows_pieces: whether ``--moe-fb-overlap`` runs layers in pieces. Our schedule then enters the
+            contexts registered in ``megatron/split_layers.py`` around each piece.
     """
 
     switched_on: bool
@@ -35,12 +36,12 @@ class LayerOptions:
 
     @classmethod
     def from_settings(cls: type[_Options], settings: Any, switch: str, **own: Any) -> _Options:
-        """Read them from resolved settings, or from arguments.
+        """Build the options from resolved settings or from parsed arguments.
 
         Args:
-            settings: with values by ``dest``.
+            settings: object with one attribute per ``dest``.
             switch: ``dest`` of the feature's switch.
-            **own: attributes that the derived class adds.
+            **own: values of the attributes that the derived class adds.
         """
         return cls(
             switched_on=bool(getattr(settings, switch, False)),
@@ -51,12 +52,12 @@ class LayerOptions:
 
 
 def check_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
-    """Yield problems of the number of layers, and of schedules that split layers without asking.
+    """Yield an error for an invalid number of layers, or for a schedule that bypasses the layer's forward.
 
     Args:
-        args: arguments or a configuration.
-        options: of the feature.
-        flag: its switch.
+        args: parsed arguments or a model configuration.
+        options: options of the feature.
+        flag: command line switch of the feature.
     """
     wanted = options.num_layers
     if wanted is not None:
@@ -74,11 +75,12 @@ def check_layers(args: Any, options: LayerOptions, flag: str) -> Iterator[str]:
 
 
 def rows(module: str, versions: str) -> tuple[Patch, ...]:
-    """Return the patches that choose layers when they are built.
+    """Return the patches that select layers when a block is constructed.
 
     Args:
-        module: has ``choose_in_block`` and ``choose_in_mtp``, made of the functions below.
-        versions: of Megatron-core.
+        module: name of the module that defines ``choose_in_block`` and ``choose_in_mtp``, built from the
+            functions below.
+        versions: supported versions of Megatron-core.
     """
     return (
         Patch(
@@ -100,18 +102,18 @@ def rows(module: str, versions: str) -> tuple[Patch, ...]:
 
 
 def chosen(layers: Sequence[int], chunk: int, wanted: int | None, in_full: int = 0) -> list[int]:
-    """Return the positions, from 0, of the chunk's layers that take part.
+    """Return the positions (from 0) of the selected layers in one chunk.
 
-    The stage's layers are taken in the order of their position inside their chunk, at equal position in
-    the order of the chunks: first layers of all chunks, second layers of all chunks, and so on. Layers that
-    Megatron recomputes in full do not count.
+    Layers are selected round robin over the chunks of the stage: the first layer of every chunk, then the
+    second layer of every chunk, and so on. Layers under full recompute are skipped and do not count.
 
     Args:
-        layers: number of layers of each chunk of this stage.
-        chunk: which of them.
-        wanted: how many layers of the stage, ``None`` for all.
-        in_full: how many layers at the beginning of each chunk are recomputed in full.
+        layers: number of layers in each chunk of this stage.
+        chunk: index of the chunk in ``layers``.
+        wanted: number of layers to select in the stage; ``None`` selects all.
+        in_full: number of layers at the start of each chunk that Megatron recomputes in full.
     """
+    # layers [2, 3], wanted 3: (position, chunk) = (0, 0), (0, 1), (1, 0) of the five pairs.
     order = [
         (position, index)
         for position in range(in_full, max(layers, default=0))
@@ -124,13 +126,13 @@ def chosen(layers: Sequence[int], chunk: int, wanted: int | None, in_full: int =
 def choose_in_block(
     original: Callable[..., None], context: Context[_Options], choose: Callable[[Any], None], check: Check
 ) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``: ``choose`` is called with each layer that takes part.
+    """Decorate ``TransformerBlock.__init__`` to call ``choose`` on each selected layer.
 
     Args:
-        original: Megatron's.
-        context: the feature's.
-        choose: gets a transformer layer.
-        check: what the feature cannot be combined with.
+        original: Megatron's method.
+        context: context of the feature.
+        choose: callback that takes a transformer layer.
+        check: check of the model configuration, which yields the feature's conflicts.
     """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +153,10 @@ def choose_in_block(
 def choose_in_mtp(
     original: Callable[..., None], context: Context[_Options], choose: Callable[[Any], None]
 ) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__``; its layers take part where all layers do."""
+    """Decorate ``MultiTokenPredictionBlock.__init__`` to call ``choose`` on its layers.
+
+    Does nothing when the feature is limited to ``num_layers``, which counts decoder layers only.
+    """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -169,5 +174,6 @@ def _layers_of_chunks(block: Any, stage: int | None, context: Context[_Options])
     if chunks is None or stage is None:
         return [len(block.layers)]
     layers = [releases.layers_of_chunk(block, chunk, context.megatron) for chunk in range(chunks)]
+    # This chunk's block is built already: take its actual count.
     layers[stage] = len(block.layers)
     return layers

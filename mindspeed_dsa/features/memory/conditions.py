@@ -1,4 +1,4 @@
-"""When memory features are on, and what more than one of them does not combine with.
+"""Activation rules of the memory features, and argument conflicts that several of them share.
 
 Imports neither torch nor Megatron.
 """
@@ -10,15 +10,17 @@ from typing import Any
 
 from mindspeed_dsa.megatron.configuration import argument
 
-# -- activation: on with a switch or its options, so that an option without its switch is reported ----
+# -- activation: a switch or one of its options activates, so that an option without its switch is reported
 
 
 def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
-    """Return the rule: on with its switch, or with an option, which is then refused by validation.
+    """Return a rule that activates a feature by its switch or by any of its options.
+
+    An option without its switch activates the feature too, so that validation can reject it.
 
     Args:
-        switch: ``dest`` of a flag.
-        options: those of its options, ``None`` if unset.
+        switch: ``dest`` of the switch.
+        options: ``dest`` of each option; its value is ``None`` if unset.
     """
 
     def active(settings: Any) -> bool:
@@ -30,27 +32,27 @@ def wanted(switch: str, *options: str) -> Callable[[Any], bool]:
 
 
 def any_of(*rules: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return the rule: on where one of the rules says so."""
+    """Return a rule that is true when any of ``rules`` is."""
     return lambda settings: any(rule(settings) for rule in rules)
 
 
 def is_given(option: str) -> Callable[[Any], bool]:
-    """Return the rule: on where an option has a value."""
+    """Return a rule that is true when an option is set."""
     return lambda settings: getattr(settings, option, None) is not None
 
 
 def without(rule: Callable[[Any], bool], feature: str) -> Callable[[Any], bool]:
-    """Return the rule: on as ``rule`` says, where another feature, which is decided earlier, is off."""
+    """Return ``rule`` restricted to runs without ``feature``, which must be resolved earlier."""
     return lambda settings: rule(settings) and feature not in settings.features_on
 
 
 def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator[str]:
-    """Yield problems of options that are set without their switch.
+    """Yield an error for each option that is set without its switch.
 
     Args:
-        switched_on: whether it is on.
-        switch: the flag.
-        options: values by ``dest``, ``None`` if unset.
+        switched_on: state of the switch.
+        switch: command line flag of the switch.
+        options: values by ``dest``; ``None`` if unset.
     """
     if switched_on:
         return
@@ -59,10 +61,10 @@ def check_has_effect(switched_on: bool, switch: str, **options: Any) -> Iterator
             yield f"--{option.replace('_', '-')} has no effect without {switch}; add that or drop it"
 
 
-# -- what does not combine -----------------------------------------------------------------------
+# -- argument conflicts --------------------------------------------------------------------------
 
 Row = tuple[str, str, str]
-"""Name of an argument, why it does not combine, what to do."""
+"""Name of an argument, reason for the conflict, remedy."""
 
 IN_FEW_BITS: tuple[Row, ...] = tuple(
     (
@@ -72,7 +74,7 @@ IN_FEW_BITS: tuple[Row, ...] = tuple(
     )
     for name in ("fp8", "fp4")
 )
-"""Precisions that features which move or pack weights do not combine with."""
+"""Low precisions, which conflict with features that move or pack weights."""
 MOVED_STATE: tuple[Row, ...] = (
     (
         "use_precision_aware_optimizer",
@@ -89,11 +91,11 @@ MOVED_STATE: tuple[Row, ...] = (
         "omit --rl-offload-optimizer-during-inference",
     ),
 )
-"""Arguments that features which move weights or optimizer state do not combine with."""
+"""Arguments that conflict with features that move weights or optimizer state."""
 
 
 def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
-    """Yield problems of a feature that moves optimizer state, and knows Adam's alone."""
+    """Yield the conflicts of a feature that moves optimizer state and supports Adam only."""
     yield from check_arguments(args, flag, MOVED_STATE)
     yield from check_weight_shards(args, flag)
     yield from check_optimizer(args, flag, ("adam",), "has other state than Adam's")
@@ -105,23 +107,23 @@ def check_moved_adam(args: Any, flag: str) -> Iterator[str]:
 
 
 def check_arguments(args: Any, flag: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield problems of the feature that ``flag`` switches on with arguments that are set."""
+    """Yield an error for each argument in ``rows`` that is set together with ``flag``."""
     for name, why, remedy in rows:
         if argument(args, name):
             yield f"{flag} does not combine with {name}: {why}; {remedy}"
 
 
 def check_optimizer(args: Any, flag: str, known: Sequence[str], why: str) -> Iterator[str]:
-    """Yield a problem if another optimizer than the ``known`` ones is asked for."""
+    """Yield an error if the optimizer is not one of ``known``."""
     optimizer = argument(args, "optimizer")
     if optimizer is not None and optimizer not in known:
         yield f"{flag}: --optimizer {optimizer} {why}; use one of {', '.join(known)}"
 
 
 def check_weight_shards(args: Any, flag: str) -> Iterator[str]:
-    """Yield a problem where weights have more shards than there are tensor parallel ranks.
+    """Yield an error if weights have more shards than there are tensor parallel ranks.
 
-    Modules gather such weights from shards of their own, which Megatron-core has since 0.19.
+    Since Megatron-core 0.19, modules gather these extra weight shards themselves.
     """
     ranks = argument(args, "tensor_model_parallel_size") or 1
     for kind, whole in (("", ranks), ("expert_", argument(args, "expert_tensor_parallel_size") or ranks)):

@@ -1,12 +1,11 @@
-"""Optimizer state outside of the memory that an optimizer would give it: moments elsewhere, masters freed.
+"""Storage for optimizer state outside the optimizer's own allocation: relocated moments, freed masters.
 
-Moments work with any Adam that Megatron builds: torch, Apex and Transformer Engine agree on the names
-``exp_avg`` and ``exp_avg_sq`` in the optimizer's state, create them in the first step where a parameter has
-no state yet, and use what they find there afterwards. So a state that exists before the first step decides
-where the moments are.
+Relocated moments work with every Adam that Megatron builds. torch, Apex and Transformer Engine all name them
+``exp_avg`` and ``exp_avg_sq``, and create them in the first step only for parameters without state. A state
+that is created before the first step therefore decides where the moments are stored.
 
-Master weights stay as tensors when their numbers go elsewhere, because Megatron and the optimizer know each
-by its tensor, as a key of the optimizer's state for instance: see :class:`FreedStorage`.
+A master weight whose values are stored elsewhere stays as an empty tensor, because Megatron and the
+optimizer use the tensor as a key, for example of the optimizer's state. See :class:`FreedStorage`.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_torch_adam(optimizer: Any) -> bool:
-    """Return whether it is torch's own; before torch 2.7 neither class is the other's subclass."""
+    """Return whether the optimizer is torch's Adam or AdamW."""
+    # Before torch 2.7 neither class is a subclass of the other.
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 class Moments:
-    """The moments of one optimizer.
+    """Moments of one optimizer, in preallocated memory.
 
     Args:
-        optimizer: the inner optimizer, not Megatron's.
-        places: for the optimizer's parameters the two float32 tensors, shaped as the parameter or as this
-            rank's piece of it, that its moments are to be kept in, zero at first. Those of other parameters
-            are as they would be.
-        write: ``write(place, values)``, for memory that ``Tensor.copy_`` cannot write.
+        optimizer: inner torch-style optimizer, not Megatron's wrapper.
+        places: preallocated fp32 ``(exp_avg, exp_avg_sq)`` per parameter, zeroed, shard-shaped under
+            sharding. Parameters not listed keep the optimizer's default allocation.
+        write: ``write(place, values)``, replacement for ``Tensor.copy_`` on memory that it cannot write.
 
     Attributes:
-        optimizer: the inner optimizer.
-        places: by parameter and name of the moment.
+        optimizer: inner optimizer.
+        places: dict from parameter to its moments, keyed ``exp_avg`` and ``exp_avg_sq``.
     """
 
     def __init__(
@@ -59,36 +58,37 @@ class Moments:
         }
 
     def begin(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameter's state, with what a first step starts from if there is none.
+        """Return the parameter's state, initialized as for a first step if it is empty.
 
         Args:
-            parameter: one of the optimizer's.
-            group: its parameter group.
+            parameter: parameter of the optimizer.
+            group: param group of the parameter.
         """
         state: dict[str, Any] = self.optimizer.state[parameter]
         if is_torch_adam(self.optimizer) and "step" not in state:
             on_device = group["capturable"] or group["fused"]
-            # Before the moments, unless there are some: state dicts show the order in which torch makes them.
+            # Insert `step` before the moments, as torch does: state dicts keep the insertion order.
             state["step"] = torch.zeros(
                 (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
             )
         return self._start(parameter)
 
     def begin_step(self) -> None:
-        """:meth:`begin` for all parameters that have a gradient."""
+        """Call :meth:`begin` for all parameters with a gradient."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.begin(parameter, group)
 
     def begin_all(self) -> None:
-        """:meth:`begin` for all parameters."""
+        """Call :meth:`begin` for all parameters."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 self.begin(parameter, group)
 
     def init_state(self, optimizer: Any, config: Any = None) -> None:
-        """Take the place of Megatron's ``init_state_fn``, which makes the moments alone."""
+        """Create the moments of all parameters; replaces Megatron's ``init_state_fn``."""
+        # Without `step`: Megatron's own function creates the moments only.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
@@ -96,26 +96,25 @@ class Moments:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Let the optimizer's ``load_state_dict`` copy moments to their places.
-
-        torch's own copies all of them to the parameters' device first.
-        """
+        """Make the optimizer's ``load_state_dict`` copy moments straight to their places."""
+        # torch's method first copies all of them to the device of the parameters.
         load = partial(self._load, self.optimizer.load_state_dict)
         with replaced(self.optimizer, "load_state_dict", load):
             yield
 
     @torch.no_grad()
     def _load(self, original: Callable[[Any], Any], state_dict: Mapping[str, Any]) -> None:
+        # State dicts number the parameters in the order of the param groups.
         names = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        own = {
+        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
+        places = {
             index: self.places[parameter]
             for index, parameter in zip(names, parameters, strict=True)
             if parameter in self.places
         }
-        given: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+        saved_states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
         if is_torch_adam(self.optimizer) and any(
-            MOMENTS[0] in state and "step" not in state for state in given.values()
+            MOMENTS[0] in state and "step" not in state for state in saved_states.values()
         ):
             raise SettingsError(
                 "this checkpoint has moments and no count of steps, and Adam would begin at 0: Megatron "
@@ -123,21 +122,23 @@ class Moments:
                 "the first stage when it is saved, or add --no-load-optim to load the weights alone"
             )
         rest = {
-            index: {key: value for key, value in state.items() if not (index in own and key in MOMENTS)}
-            for index, state in given.items()
+            index: {key: value for key, value in state.items() if not (index in places and key in MOMENTS)}
+            for index, state in saved_states.items()
         }
+        # The optimizer loads everything except the relocated moments.
         original({**state_dict, "state": rest})
         for index, parameter in zip(names, parameters, strict=True):
-            if index not in own:
+            if index not in places:
                 continue
-            values = given.get(index, {})
-            for key, place in own[index].items():
+            values = saved_states.get(index, {})
+            for key, place in places[index].items():
                 if key not in values:
-                    place.zero_()  # what a first step starts from
+                    place.zero_()  # as before a first step
                 elif values[key] is not place:
                     self._write(local_of(place), local_of(values[key]))
             if values:
-                loaded = {**self.optimizer.state[parameter], **own[index]}
+                # Keep the key order of the saved state.
+                loaded = {**self.optimizer.state[parameter], **places[index]}
                 self.optimizer.state[parameter] = {key: loaded[key] for key in values}
 
     def _start(self, parameter: Tensor) -> dict[str, Any]:
@@ -151,22 +152,22 @@ class Moments:
 
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute for the duration of a block, whether or not there is one already."""
+    """Set an instance attribute inside the block, and restore or delete it afterwards."""
     before = vars(holder).get(name)
     setattr(holder, name, value)
     try:
         yield
     finally:
-        delattr(holder, name)
+        delattr(holder, name)  # uncovers a class attribute of the same name
         if before is not None:
             setattr(holder, name, before)
 
 
 class StateWithMoments(OptimizerState):
-    """State of an optimizer whose moments lie in places of this library's choice.
+    """State of an optimizer with relocated moments.
 
     Attributes:
-        moments: where the inner optimizer's state has them.
+        moments: moments of the inner optimizer.
     """
 
     def __init__(self, optimizer: Any, moments: Moments, integrity: StepIntegrity) -> None:
@@ -176,29 +177,29 @@ class StateWithMoments(OptimizerState):
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
         if self._is_sharded and is_torch_adam(self.moments.optimizer):
-            # Megatron asks torch's Adam for its step count, also before the first step.
+            # Megatron reads the step count of torch's Adam even before the first step.
             self.moments.begin_all()
         return call()
 
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """Copy moments to their places, not to the device first."""
-        self.moments.begin_all()  # otherwise Megatron makes some on the device
+        """Load the state with moments copied to their places, not to the device first."""
+        self.moments.begin_all()  # otherwise Megatron allocates moments on the device
         with self.moments.loading():
             return call()
 
 
 class FreedStorage:
-    """Stand-in for numbers that lie elsewhere: a single NaN on each device, which freed tensors view.
+    """Placeholder for values that are stored elsewhere: one NaN per device, expanded to every freed tensor.
 
-    Freed tensors keep shape and device. Reading gives NaN, and writing raises torch's error: neither
-    goes unnoticed.
+    Freed tensors keep their shape and device. Reading one gives NaN, and writing raises torch's error, so
+    no stray access goes unnoticed.
     """
 
     def __init__(self) -> None:
         self._nan: dict[torch.device, Tensor] = {}
 
     def free(self, tensor: Tensor) -> None:
-        """Free the memory of a float32 tensor, or of this rank's shard of it."""
+        """Free the memory of a float32 tensor, or of this rank's local shard of it."""
         tensor = local_of(tensor)
         if tensor.device not in self._nan:
             self._nan[tensor.device] = torch.full((), math.nan, dtype=torch.float32, device=tensor.device)

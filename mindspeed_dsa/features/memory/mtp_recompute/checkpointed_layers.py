@@ -1,8 +1,8 @@
-"""Inputs of a layer of multi-token prediction that is recomputed in backward: what is saved, what is kept.
+"""Inputs of recomputed multi-token prediction layers: tensors are saved, other objects are captured.
 
-Reentrant checkpointing saves its positional inputs for backward, and autograd saves tensors and ``None``
-only. Other inputs are kept by a closure, as Megatron's decoder layers keep theirs, and its layers of
-multi-token prediction do since 0.18.
+Reentrant checkpointing saves its positional inputs for backward, and autograd can save only tensors and
+``None``. Other inputs are captured in a closure. Megatron's decoder layers do the same, and so do its
+multi-token prediction layers since 0.18.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of releases that save every input.
 
-    The original passes inputs on by position, and by name where Transformer Engine checkpoints or where the
-    method ``block`` recomputes nothing.
-
     Args:
-        original: takes the forward that is checkpointed, and its inputs by name: hidden states and embeddings
-            ``[sequence, batch, hidden]``, masks and rotary embeddings, and objects such as
+        original: Megatron's method. It takes the forward to checkpoint and its inputs by name: hidden states
+            and embeddings ``[sequence, batch, hidden]``, masks, rotary embeddings, and objects such as
             ``PackedSeqParams``.
     """
 
@@ -33,8 +30,10 @@ def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
         kept = {name: value for name, value in kwargs.items() if name not in saved}
 
         def forward(*values: Any, **named: Any) -> Any:
+            # The original passes inputs by position when it checkpoints. It passes them by name with
+            # Transformer Engine's checkpoint, and where the method `block` skips a layer: then `of_keywords`
+            # is empty, and `named` has the saved inputs.
             by_position, of_keywords = values[: len(args)], values[len(args) :]
-            # Passed on by name, there are no values of keywords here.
             return forward_func(*by_position, **dict(zip(saved, of_keywords, strict=False)), **named, **kept)
 
         return original(self, forward, *args, **saved)
@@ -45,11 +44,11 @@ def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 def take_padding_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of 0.18, which takes no padding mask.
 
-    The forward that it checkpoints does, and gets it beside what is saved.
+    The method that it checkpoints, ``_proj_and_transformer_layer``, takes one, so the mask is bound there.
 
     Args:
-        original: takes the inputs by name, all but ``padding_mask``, bool ``[batch, sequence]``, true where
-            routers count no token.
+        original: Megatron's method. It takes the inputs by name except ``padding_mask``, bool
+            ``[batch, sequence]``, true for tokens that routers do not count.
     """
 
     def _checkpointed_forward(

@@ -1,4 +1,4 @@
-"""Declaration of mtp-recompute: full recomputation of layers of multi-token prediction, on every release.
+"""Declaration of mtp-recompute: full recompute of multi-token prediction layers, on every release.
 
 tests: tests/matrix/test_memory.py
 """
@@ -20,7 +20,7 @@ _SWITCH = Flag(
 
 
 def mtp_recompute_wanted(settings: Any) -> bool:
-    """Return whether whole layers of multi-token prediction are recomputed, unless the switch decides."""
+    """Return whether multi-token prediction layers are fully recomputed; an explicit switch has priority."""
     choice = getattr(settings, _SWITCH.dest, None)
     if choice is not None:
         return bool(choice)

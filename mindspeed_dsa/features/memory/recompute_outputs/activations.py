@@ -1,4 +1,4 @@
-"""Activation functions between fc1 and fc2, recomputed when fc2's backward is about to read their outputs."""
+"""Recompute of the activation function between fc1 and fc2, right before fc2's backward reads its output."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mindspeed_dsa.megatron import releases
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride, Function, activation_of
 
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""MLPs and grouped experts that recompute, with what messages call them."""
+"""Dict from each MLP or grouped-experts module that recomputes to its name in messages."""
 
 
 def recompute_in_mlp(original: Callable[..., Any], context: Context[ActivationOptions]) -> Callable[..., Any]:
-    """Decorate ``MLP.forward``.
+    """Decorate ``MLP.forward`` to discard and recompute the activation output.
 
-    Megatron's forward runs as it is, with every fusion that it has, on a view of the module: what it
-    does between its calls of fc1 and fc2 is the activation function.
+    Megatron's forward runs unchanged, fusions included, on a proxy of the module. The computation between
+    the calls of ``linear_fc1`` and ``linear_fc2`` is the activation function.
     """
 
     def forward(
@@ -47,7 +47,7 @@ def recompute_in_mlp(original: Callable[..., Any], context: Context[ActivationOp
 
 
 class _Observed(AttributeOverride):
-    """View of an MLP without a graph between its calls of fc1 and fc2; fc2 gets the recomputed node."""
+    """MLP proxy that builds no graph between fc1 and fc2, and feeds fc2 the recomputed node."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Observed(AttributeOverride):
 
 
 def recompute_in_grouped_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``forward`` of grouped experts, which recompute by themselves where an attribute says so."""
+    """Decorate ``forward`` of grouped experts to enable Megatron's own ``activation_recompute``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in _chosen or not torch.is_grad_enabled():
@@ -134,7 +134,7 @@ def _choose_with(context: Context[ActivationOptions]) -> Callable[[Any], None]:
 
 
 def _mlps(layer: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the layer's MLPs and grouped experts, except where Megatron recomputes the whole of them."""
+    """Yield the layer's MLPs and grouped experts, except MLPs that Megatron recomputes entirely."""
     mlp = layer.mlp
     if layer.recompute_mlp or getattr(mlp, "moe_layer_recompute", False):
         return
@@ -142,6 +142,7 @@ def _mlps(layer: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     for name, module in mlp.named_modules():
         if not isinstance(module, kinds):
             continue
+        # Shared experts are recomputed by Megatron, or run in parts that overlap with the dispatch.
         if module is shared and (releases.recomputes_shared_experts(mlp) or mlp.shared_expert_overlap):
             continue
         yield (f"mlp.{name}" if name else "mlp"), module

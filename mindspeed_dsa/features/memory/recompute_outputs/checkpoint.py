@@ -1,4 +1,4 @@
-"""Checkpoint of outputs whose memory is free from their last use in forward to the first in backward."""
+"""Checkpoint that frees outputs after their last use in forward and recomputes them in backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _where: ContextVar[str] = ContextVar("where", default="a layer")
 
 @contextlib.contextmanager
 def within(what: str) -> Iterator[None]:
-    """Name the computation inside, for messages about its outputs."""
+    """Set the name of the enclosed computation for error messages about its outputs."""
     token = _where.set(what)
     try:
         yield
@@ -34,7 +34,7 @@ def within(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes(module: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of a module for a while."""
+    """Set attributes of a module inside the block."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -46,19 +46,19 @@ def attributes(module: Any, **values: Any) -> Iterator[None]:
 
 
 class RandomStates:
-    """States of all generators that a function may draw from, as they are now."""
+    """Snapshot of all random generator states that a function may draw from."""
 
     def __init__(self, megatron: Megatron) -> None:
         self._random = megatron("core.tensor_parallel.random")
         self._states = self._random._get_all_rng_states()
 
     def are_current(self) -> bool:
-        """Return whether nothing has been drawn since; false where that cannot be known."""
+        """Return whether no random number was drawn since the snapshot; false if that is undecidable."""
         return _equal(self._states, self._random._get_all_rng_states())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore these states inside, and the present ones afterwards."""
+        """Restore the snapshot inside the block, and the current states afterwards."""
         with self._random._fork_rng():
             self._random._set_all_rng_states(*self._states)
             yield
@@ -71,22 +71,24 @@ def _equal(before: Any, now: Any) -> bool:
         return before.keys() == now.keys() and all(_equal(value, now[name]) for name, value in before.items())
     if isinstance(before, (tuple, list)):
         return all(_equal(a, b) for a, b in zip(before, now, strict=True))
-    return False  # a generator object: it moves along with what is drawn
+    return False  # generator objects share their state with the live generator, so they cannot be compared
 
 
 class CheckpointWithoutOutput:
-    """Checkpoint in the place of Megatron's class of this name, used in the same way.
+    """Replacement for Megatron's class of the same name, with the same interface.
 
-    It differs in four points. Random states are kept and restored only where the function has drawn from
-    them. What cannot be freed is left alone: the outputs of a function none of whose inputs
-    needs a gradient, and memory that is shared with an input or only partly covered. Of the recomputed
-    output there is one copy when the consumer reads it, and none after that. And the recomputed bytes can be
-    verified.
+    It differs in four points:
+
+    * Random states are kept and restored only if the function drew random numbers.
+    * Outputs stay in memory if no input needs a gradient, or if their storage is shared with an input or
+      only partly covered.
+    * The recomputed output exists once while the consumer reads it, and not at all afterwards.
+    * The recomputed bytes can be verified.
 
     Args:
-        megatron: whose generators are restored.
-        verify: compare recomputed bytes with those of the forward.
-        fp8: as in Megatron; must be none or false.
+        megatron: Megatron package whose random generators are restored.
+        verify: whether to compare the recomputed bytes with the forward's.
+        fp8: fp8 argument of Megatron's class; must be ``None`` or false.
     """
 
     def __init__(self, megatron: Megatron, verify: bool, fp8: Any = None) -> None:
@@ -99,11 +101,11 @@ class CheckpointWithoutOutput:
         self._pending: _Pending | None = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Tensor | None) -> Any:
-        """Return ``run_function(*args)`` without a graph; its outputs are ready to be discarded.
+        """Run the function without a graph and return its outputs, ready to be discarded.
 
         Args:
-            run_function: returns a tensor or a tuple of tensors.
-            args: tensors or none.
+            run_function: function that returns a tensor or a tuple of tensors.
+            args: its inputs, tensors or ``None``.
         """
         if not needs_gradient(args):
             return run_function(*args)
@@ -119,50 +121,52 @@ class CheckpointWithoutOutput:
         args: Sequence[Tensor | None],
         states: RandomStates,
     ) -> Any:
-        """Make outputs that were computed without a graph those of ``run_function(*args)``.
+        """Attach outputs that were computed without a graph to a node that can recompute them.
 
         Args:
-            run_function: computes ``outputs`` again.
-            outputs: a tensor or a tuple of tensors.
-            args: at least one needs a gradient.
-            states: from before ``outputs`` were computed.
+            run_function: function of ``args`` that computes ``outputs`` again.
+            outputs: tensor or tuple of tensors.
+            args: inputs of the function; at least one needs a gradient.
+            states: random states from before ``outputs`` were computed.
         """
         drawn_from = None if states.are_current() else states
         self._pending = _Pending(queued_as_now(run_function), drawn_from, self._verify)
         return _Recomputed.apply(self._pending, [outputs], *args)
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Free the outputs' memory until the gradient of ``hook_tensor`` is there.
+        """Free the outputs' memory until the gradient of ``hook_tensor`` is computed.
+
+        The outputs must not be read in the forward after this call.
 
         Args:
-            hook_tensor: computed from the outputs, and whatever else is computed from them has its gradient
-                later than this one. The outputs are not read in the forward after this call.
+            hook_tensor: tensor computed from the outputs. The gradients of other tensors computed from the
+                outputs must come later than its gradient.
         """
         pending, self._pending = self._pending, None
-        # Without a gradient nothing has been saved, and no hook would bring the outputs back.
+        # Without a gradient nothing was saved, and no hook would restore the outputs.
         if pending is not None and hook_tensor.requires_grad:
             pending.discard()
             hook_tensor.register_hook(pending.recompute)
 
 
 def checkpoint_without_output(context: Context[Options]) -> type[CheckpointWithoutOutput]:
-    """Build the class that Megatron's modules create, with its own arguments."""
+    """Build the class that Megatron's modules instantiate, with Megatron's constructor arguments."""
 
     class Checkpoint(CheckpointWithoutOutput):
         def __init__(self, fp8: Any = None, retain_input_tensors: bool = False) -> None:
-            # Memory that outputs share with inputs is never freed, which is all that the flag asks for.
+            # `retain_input_tensors` protects memory that outputs share with inputs, which we never free.
             super().__init__(context.megatron, context.options.verify, fp8)
 
     return Checkpoint
 
 
 def needs_gradient(args: Sequence[Tensor | None]) -> bool:
-    """Return whether autograd will ask for a gradient of any of these."""
+    """Return whether autograd will compute a gradient for any of the tensors."""
     return torch.is_grad_enabled() and any(arg is not None and arg.requires_grad for arg in args)
 
 
 class _Pending:
-    """One call: what is needed to compute its outputs again, and the memory that they belong in."""
+    """One checkpointed call: the function and inputs to recompute, and the storages to refill."""
 
     def __init__(self, run_function: Callable[..., Any], states: RandomStates | None, verify: bool) -> None:
         self._run, self._states, self._verify = run_function, states, verify
@@ -171,11 +175,12 @@ class _Pending:
         self._outputs: list[_Output] = []
 
     def created(self, ctx: Any, outputs: Sequence[Tensor]) -> None:
-        """Take the autograd node and its outputs, which have no graph yet."""
+        """Register the autograd node and its outputs, which have no graph yet."""
         self._ctx = ctx
         taken = {arg.untyped_storage().data_ptr() for arg in ctx.saved if arg is not None}
         for output in outputs:
             address = output.untyped_storage().data_ptr()
+            # Outputs that alias an input or an earlier output must keep their memory.
             may_go = address not in taken and _is_whole(output)
             if may_go:
                 saved_tensors.mark_freed(output)
@@ -188,7 +193,7 @@ class _Pending:
             output.discard(self._verify)
 
     def recompute(self, _: Tensor) -> None:
-        """Compute the outputs again, with a graph for the backward that follows the consumer's gradient."""
+        """Recompute the outputs, with a graph for the backward that follows the consumer's gradient."""
         if self._ctx is None:
             raise RuntimeError(
                 f"mindspeed_dsa: {self._where}: a second backward through a recomputed output; use one "
@@ -201,6 +206,7 @@ class _Pending:
                 "--recompute-activation-function and --recompute-norm"
             )
         ctx, self._ctx = self._ctx, None
+        # Detached copies: the backward of the recomputed graph must end at the inputs.
         inputs = [
             None if saved is None else saved.detach().requires_grad_(saved.requires_grad)
             for saved in ctx.saved_tensors
@@ -214,9 +220,10 @@ class _Pending:
 
 
 class _Output:
-    """The memory of one output. It is held here until it is refilled, and then only by what has saved it."""
+    """Storage of one output, referenced here until it is refilled."""
 
     def __init__(self, output: Tensor, may_go: bool) -> None:
+        # Once refilled, only the consumers that saved the output keep it alive.
         self._storage = output.untyped_storage()
         self._geometry = (output.storage_offset(), output.size(), output.stride())
         self._may_go = may_go
@@ -231,7 +238,7 @@ class _Output:
             self._gone = True
 
     def refill(self, again: Tensor, where: str) -> None:
-        """Put the bytes of ``again`` back, and take its own memory away."""
+        """Copy the bytes of ``again`` into the original storage, and free its own memory."""
         if not self._gone:
             return
         if (again.storage_offset(), again.size(), again.stride()) != self._geometry or not _is_whole(again):
@@ -245,19 +252,19 @@ class _Output:
         with torch.no_grad():
             self._storage.resize_(again.untyped_storage().nbytes())
             self._storage.copy_(again.untyped_storage())
-            # Backward needs the graph of `again`, not its values. Where the graph has saved the values, it
-            # holds them itself.
+            # Backward needs the graph of `again`, not its values. If the graph saved the values, it holds
+            # its own reference to them.
             again.data = again.new_empty(()).expand(again.size())
 
 
 class _Recomputed(torch.autograd.Function):
-    """Node in place of the graph of a function that is computed again in backward."""
+    """Autograd node that replaces the graph of a function recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, pending: _Pending, computed: list[Any], *args: Tensor | None) -> Any:
-        (outputs,) = computed  # in a list, so that autograd does not take them for inputs
+        (outputs,) = computed  # in a list, so that autograd does not treat them as inputs
         ctx.save_for_backward(*args)
-        ctx.saved = args
+        ctx.saved = args  # `created` needs their addresses, and drops the references
         ctx.where = pending._where
         ctx.inputs = ctx.outputs = None
         pending.created(ctx, _as_tuple(outputs))
@@ -278,6 +285,7 @@ class _Recomputed(torch.autograd.Function):
             for output, grad in zip(outputs, grads, strict=True)
             if output.requires_grad and grad is not None
         ]
+        # Weights inside the function get their gradients here, the detached inputs pass theirs on.
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(None if arg is None else arg.grad for arg in inputs)
 
@@ -291,7 +299,7 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Return whether the tensor covers its memory: no part of it belongs to another tensor."""
+    """Return whether the tensor covers its whole storage, so that no other tensor has a part of it."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 

@@ -1,7 +1,7 @@
-"""Outputs that only their consumer's backward reads, freed after the forward and recomputed before that.
+"""Declarations of features that free outputs after the forward and recompute them for backward.
 
-Four features: the norms of a layer, the activation functions of its MLPs, the checkpoint that both of
-them and Megatron's own modules recompute with (``checkpoint.py``), and a repair of Megatron's where it stays.
+There are four features: recompute of a layer's norms, recompute of MLP activation functions, the checkpoint
+class behind both and behind Megatron's own modules (``checkpoint.py``), and a fix of Megatron's class.
 
 tests: tests/features/memory/recompute_activation_function, tests/features/memory/recompute_norm
 """
@@ -36,20 +36,20 @@ class ActivationOptions(LayerOptions):
     """Options of ``--recompute-activation-function``.
 
     Attributes:
-        verify: compare recomputed bytes with those of the forward.
+        verify: whether to compare the recomputed bytes with the forward's.
     """
 
     verify: bool
 
     @classmethod
     def of(cls, settings: Any) -> ActivationOptions:
-        """Read them from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         verify = bool(getattr(settings, "recompute_verify", False))
         return cls.from_settings(settings, "recompute_activation_function", verify=verify)
 
 
 def check_activation(args: Any, options: ActivationOptions) -> Iterator[str]:
-    """Yield what in arguments, or in a model's configuration, does not combine with the feature."""
+    """Yield conflicts in the arguments or in a model configuration."""
     yield from check_layers(args, options, _ACTIVATION)
     yield from _check_recompute(args, _ACTIVATION)
     yield from _check_own_module(args, _ACTIVATION, "moe_act")
@@ -117,12 +117,12 @@ class NormOptions(LayerOptions):
 
     @classmethod
     def of(cls, settings: Any) -> NormOptions:
-        """Read them from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         return cls.from_settings(settings, "recompute_norm")
 
 
 def check_norm(args: Any, options: NormOptions) -> Iterator[str]:
-    """Yield what in arguments, or in a model's configuration, does not combine with the feature."""
+    """Yield conflicts in the arguments or in a model configuration."""
     yield from check_layers(args, options, _NORM)
     yield from _check_recompute(args, _NORM)
     yield from _check_own_module(args, _NORM, "layernorm")
@@ -161,36 +161,38 @@ NORM = Feature(
 
 # -- the checkpoint ------------------------------------------------------------------------------
 
+# Megatron builds their checkpoint without an `fp8` argument, and takes the default `False` for fp8
+# (`self.fp8 = fp8 is not None`).
 _NEED_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv")
-"""Modules whose checkpoint Megatron constructs without saying that there is no fp8, from 0.14 on."""
+"""Recompute modules whose checkpoint requires Transformer Engine even without fp8 (Megatron-core >= 0.14)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the checkpoint.
+    """Options of the checkpoint class.
 
     Attributes:
-        verify: compare recomputed bytes with those of the forward.
+        verify: whether to compare the recomputed bytes with the forward's.
     """
 
     verify: bool
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Read them from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         return cls(verify=bool(getattr(settings, "recompute_verify", False)))
 
 
 def recomputes_without_engine(settings: Any) -> bool:
-    """Return whether modules of Megatron are recomputed with its checkpoint, which does not run here.
+    """Return whether Megatron's recompute modules use its checkpoint without Transformer Engine.
 
-    With Transformer Engine it runs, in fp8 too, and is left as it is.
+    Megatron's checkpoint fails then. With Transformer Engine it works, fp8 included, and is not replaced.
     """
     return bool(_modules(settings)) and find_spec("transformer_engine") is None
 
 
 def check_outputs(args: Any, options: Options) -> Iterator[str]:
-    """Yield problems of ``--recompute-verify`` where it is used with Megatron's own modules alone."""
+    """Yield conflicts of ``--recompute-verify``, or of Megatron's own modules without Transformer Engine."""
     if argument(args, "recompute_verify"):
         yield from _check_precision_and_graphs(args, "--recompute-verify")
     elif recomputes_without_engine(args) and argument(args, "recompute_granularity") == "selective":
@@ -256,11 +258,11 @@ LEARNING_OUTPUTS = Feature(
     doc="recompute-outputs.md",
 )
 
-# -- refusals that they share --------------------------------------------------------------------
+# -- shared conflicts ----------------------------------------------------------------------------
 
 
 def _check_recompute(args: Any, flag: str) -> Iterator[str]:
-    """Yield what rules out recomputing outputs inside a layer."""
+    """Yield conflicts with recompute inside a layer."""
     yield from _check_precision_and_graphs(args, flag)
     yield from check_weight_shards(args, flag)
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
@@ -276,7 +278,7 @@ def _check_recompute(args: Any, flag: str) -> Iterator[str]:
 
 
 def _check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
-    """Yield what rules out freeing outputs at all."""
+    """Yield conflicts with freeing outputs at all."""
     for name in ("fp8", "fp4"):
         if argument(args, name):
             yield (
@@ -297,7 +299,7 @@ def _check_precision_and_graphs(args: Any, flag: str) -> Iterator[str]:
 
 
 def _check_own_module(args: Any, flag: str, module: str) -> Iterator[str]:
-    """Yield a problem where Megatron's own module does the same work."""
+    """Yield an error if Megatron's own recompute module does the same work."""
     if argument(args, "recompute_granularity") == "selective" and module in (
         argument(args, "recompute_modules") or ()
     ):

@@ -1,4 +1,4 @@
-"""Norm outputs recomputed by Megatron's own path, in chosen layers and only for the duration of a forward."""
+"""Recompute of norm outputs with Megatron's own code path, in selected layers, set per forward."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from mindspeed_dsa.features.memory.recompute_outputs.feature import NormOptions,
 from mindspeed_dsa.megatron import split_layers
 
 _layers: WeakSet[Any] = WeakSet()
-"""Layers that recompute."""
+"""Layers whose norms are recomputed."""
 
 
 def recompute_norms(original: Callable[..., Any], context: Context[NormOptions]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``.
-
-    Megatron reads the two attributes in every forward. They are set for its duration alone, so that a
-    layer that outlives this feature is what it was before.
-    """
+    """Decorate ``TransformerLayer.forward`` to enable Megatron's norm recompute."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in _layers or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
+        # Megatron reads the two flags in every forward. They are reset afterwards, so that a layer that
+        # outlives this feature is unchanged.
         with _recomputing(self, context):
             return original(self, *args, **kwargs)
 
@@ -40,7 +38,7 @@ def recompute_norms(original: Callable[..., Any], context: Context[NormOptions])
 def _recomputing(layer: Any, context: Context[NormOptions]) -> Iterator[None]:
     identity = context.megatron("core.transformer.identity_op").IdentityOp
     flags = {
-        # Where a norm is part of the linear layer that follows, there is an identity in its place.
+        # A norm fused into the following linear layer leaves an IdentityOp in its place.
         "recompute_input_layernorm": not isinstance(layer.input_layernorm, identity),
         "recompute_pre_mlp_layernorm": not isinstance(layer.pre_mlp_layernorm, identity),
     }

@@ -1,14 +1,16 @@
-"""A float32 number as its bfloat16 rounding and sixteen more bits.
+"""Lossless split of float32 into its bfloat16 rounding and 16 more bits.
 
-The bits of a float32, taken as a whole number, lie at most 0x8000 away from those of its rounding to
-bfloat16, upwards or downwards. The lower half of the float32 is that difference modulo 2^16, which
-distinguishes all differences but two: plus and minus 0x8000, a tie that was rounded down or up. An even
-bfloat16 has 65,537 preimages, one more than sixteen bits can name. The lower half 0x8000 means plus; numbers
-with minus are listed with their upper half, about one in 2^17 of evenly spread numbers. So are NaNs that lie
-further from their rounding; a NaN that arithmetic makes does not.
+Read as integers, the bits of a float32 and of its bfloat16 rounding differ by at most 0x8000, in either
+direction. The lower half of the float32 is this difference modulo 2^16. It identifies every difference except
++0x8000 and -0x8000, the ties that were rounded down and up. An even bfloat16 therefore has 65,537 preimages,
+one more than 16 bits can encode.
 
-The bfloat16 is made by torch's own conversion, so it is what torch would store; how that rounds any number
-cannot make the way back inexact, because every number that does not come back is listed.
+The lower half 0x8000 decodes as +0x8000. Numbers with -0x8000 are listed separately with their upper half;
+these are about one in 2^17 of uniformly distributed numbers. NaNs further from their rounding are listed too,
+but NaNs that arithmetic produces are not.
+
+torch's own conversion makes the bfloat16, so it equals the value that torch would store. The rounding mode
+cannot break the inverse, because every number that does not round-trip is listed.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_QUIET = 0x40  # the bit that makes a NaN of any bfloat16 with all exponent bits set
+_QUIET = 0x40  # quiet bit: turns any bfloat16 with all exponent bits set into a NaN
 
-# A shift by 16 bits, for which torch_npu 2.9 has no kernel: it would go to the host and back.
+# Multiplier for a left shift by 16 bits: torch_npu 2.9 has no shift kernel and would run it on the host.
 _UPPER = 1 << 16
 
 
 class Halves(NamedTuple):
-    """``n`` numbers, split; ``e`` of them are listed.
+    """Result of splitting ``n`` numbers, ``e`` of which need the side list.
 
     Attributes:
-        weight: bfloat16 ``[n]``, round to nearest even.
-        low: int16 ``[n]``, the lower half of each float32.
+        weight: bfloat16 ``[n]``, rounded to nearest even.
+        low: int16 ``[n]``, lower halves of the float32.
         where: int64 ``[e]``, ascending positions of the listed numbers.
-        high: int16 ``[e]``, their upper halves.
+        high: int16 ``[e]``, upper halves of the listed numbers.
     """
 
     weight: Tensor
@@ -41,14 +43,15 @@ class Halves(NamedTuple):
 
 
 def split(words: Tensor) -> Halves:
-    """Split float32 ``[n]``, contiguous, on a little-endian machine; the result shares no memory with it."""
+    """Split contiguous float32 ``[n]`` on a little-endian machine; the result owns its memory."""
     bits = words.view(torch.int32)
-    # The lower halves as they lie in memory: whether a conversion to int16 wraps is up to the device.
+    # Reinterpret the memory as int16: whether a conversion from int32 wraps depends on the device.
     halves = words.view(torch.int16)
     weight, low = words.to(torch.bfloat16), halves[0::2].clone(memory_format=torch.contiguous_format)
     where = _inexact(bits, weight, low)
     if where.numel() and bool(words[where].isnan().any()):
-        # A NaN keeps sign and payload, whichever NaN torch's rounding gives: few are to be listed then.
+        # Build NaNs from their own upper half, so that sign and payload survive whatever NaN torch's rounding
+        # returns. Few NaNs then need the list.
         high = halves[1::2]
         weight = torch.where(words.isnan(), high | _QUIET, weight.view(torch.int16)).view(torch.bfloat16)
         where = _inexact(bits, weight, low)
@@ -56,16 +59,16 @@ def split(words: Tensor) -> Halves:
 
 
 def _inexact(bits: Tensor, weight: Tensor, low: Tensor) -> Tensor:
-    """Return ascending positions of numbers that their halves alone do not give back, int64 ``[e]``."""
+    """Return the ascending positions, int64 ``[e]``, of numbers that do not round-trip."""
     joined = _join(weight, low)
-    # A search is slow on a CPU; a device is waited for by either.
+    # On CPU `nonzero` is slow, so compare first. On a device both calls wait for the result.
     if bits.device.type == "cpu" and torch.equal(joined, bits):
         return torch.empty(0, dtype=torch.int64, device=bits.device)
     return joined.bitwise_xor_(bits).nonzero().flatten()
 
 
 def join(halves: Halves) -> Tensor:
-    """Return the float32 ``[n]`` that :func:`split` was given, bit for bit."""
+    """Return the float32 ``[n]`` that were passed to :func:`split`, bit for bit."""
     bits = _join(halves.weight, halves.low)
     if halves.where.numel():
         bits[halves.where] = (halves.high.to(torch.int32) * _UPPER) | (
@@ -75,11 +78,11 @@ def join(halves: Halves) -> Tensor:
 
 
 def _join(weight: Tensor, low: Tensor) -> Tensor:
-    """Join the halves where nothing is listed, int32 ``[n]``."""
-    # One less, and one more in 32 bits: so 0x8000 means itself and not its negative.
+    """Join the halves into int32 ``[n]``, without the side list."""
+    # Subtract 1 in int16 and add it back in int32: 0x8000 - 1 = 0x7FFF, so 0x8000 becomes +32768, not -32768.
     return (low - 1).to(torch.int32).add_(1).add_(_as_words(weight))
 
 
 def _as_words(weight: Tensor) -> Tensor:
-    """bfloat16 as the bits of the float32 of the same value, int32."""
+    """Return the bits, int32, of the float32 with the same value as each bfloat16."""
     return weight.view(torch.int16).to(torch.int32).mul_(_UPPER)

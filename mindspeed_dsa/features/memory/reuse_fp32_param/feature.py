@@ -1,4 +1,4 @@
-"""bfloat16 weights and float32 master weights in one storage."""
+"""Declaration of reuse-fp32-param: bfloat16 weights and float32 master weights in one storage."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _OPTIMIZERS = ("adam", "sgd")
 
 
 def check_shared_weights(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield what in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    """Yield conflicts in the arguments or in an optimizer configuration."""
     yield from check_arguments(args, _FLAG, _REFUSED)
     yield from check_weight_shards(args, _FLAG)
-    # A namespace without bf16 is not Megatron's.
+    # A namespace without `bf16` does not come from Megatron.
     if hasattr(args, "bf16") and not args.bf16 and not getattr(args, "fp16", False):
         yield (
             f"{_FLAG}: weights are float32, so there are no two copies to put in one storage; add --bf16 "

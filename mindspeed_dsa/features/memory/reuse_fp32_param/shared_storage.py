@@ -1,12 +1,12 @@
-"""One storage that is by turns float32 master weights and bfloat16 weights with their lower halves.
+"""Storage that holds either float32 master weights, or bfloat16 weights and their lower halves.
 
-In *master form* the storage holds ``n`` float32 numbers. In *pair form* it holds ``n`` bfloat16 numbers
-side by side, as matrix products need them, and the lower halves of the float32 elsewhere. Both forms are
-made from each other in place, block by block, so the scratch memory is that of a few blocks; what is
-written does not depend on the size of the blocks.
+In *master form* the storage holds ``n`` float32 numbers. In *pair form* it holds ``n`` contiguous bfloat16
+numbers, as matrix products need them, and the lower halves of the float32 elsewhere. Conversion runs in
+place, block by block, so it needs scratch memory for a few blocks only. The block size does not affect the
+result.
 
-Positions below count 16-bit halves: the word ``i`` of the master form lies at ``2i`` (lower half) and
-``2i + 1``.
+Positions below count 16-bit halves: word ``i`` of the master form has its lower half at ``2i`` and its upper
+half at ``2i + 1``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from torch import Tensor
 
 from mindspeed_dsa.features.memory.reuse_fp32_param.bf16_split import Halves, join, split
 
+# 2**15 words x 4 bytes = 128 KiB: a block and its scratch fit a core's cache, and the heap allocates them.
+# Above this size torch splits each operator over threads, whose synchronization takes as long as the work.
 _BLOCK_CPU = 2**15
-"""Words; a block and its scratch stay in a core's cache, and the heap serves them. Of more than these torch
-divides each operator between threads, whose meeting takes as long as the work."""
+"""Words per block on CPU."""
 _BLOCK_DEVICE = 2**22
-"""Words; enough work for each kernel."""
+"""Words per block on a device, enough work for each kernel."""
 
 
 class SharedStorage(ABC):
-    """``numel`` numbers in one of two forms; pair form at first, with all lower halves zero.
+    """Storage of ``numel`` numbers in one of two forms; initially pair form with all lower halves zero.
 
     Attributes:
         weights: bfloat16 ``[numel]``, valid in pair form.
         master: float32 ``[numel]``, valid in master form.
-        in_master_form: which of the two is valid.
+        in_master_form: whether the storage is in master form.
     """
 
     weights: Tensor
@@ -49,22 +50,22 @@ class SharedStorage(ABC):
 
     @abstractmethod
     def to_master(self) -> None:
-        """Make the float32 numbers from the pairs."""
+        """Convert the pairs to float32 numbers."""
 
     @abstractmethod
     def to_pairs(self) -> None:
-        """Round the float32 numbers to bfloat16, and keep their lower halves."""
+        """Round the float32 numbers to bfloat16 and store their lower halves."""
 
     @abstractmethod
     def _low(self, start: int, end: int) -> Tensor:
-        """Lower halves, int16, in pair form; ``start`` and ``end`` lie in one block."""
+        """Return the lower halves, int16, in pair form; the range must be inside one block."""
 
     def listed_bytes(self) -> int:
-        """Memory of the side list."""
+        """Return the size of the side list in bytes."""
         return sum(each.nbytes for both in self._listed.values() for each in both)
 
     def read(self, start: int, end: int) -> Tensor:
-        """Return a copy of the float32 numbers ``start`` to ``end``, without changing the form."""
+        """Return a copy of the float32 numbers ``start`` to ``end`` in either form."""
         if self.in_master_form:
             return self.master[start:end].clone()
         values = torch.empty(end - start, dtype=torch.float32, device=self.weights.device)
@@ -73,7 +74,7 @@ class SharedStorage(ABC):
         return values
 
     def write(self, start: int, values: Tensor) -> None:
-        """Put float32 numbers in their place from ``start`` on, in pair form; the weights are rounded."""
+        """Store float32 numbers from position ``start`` on, in pair form; the weights are rounded."""
         self._expect_pairs("write")
         for number, first, last in self._blocks(start, start + values.numel()):
             parts = split(values[first - start : last - start].contiguous())
@@ -83,28 +84,28 @@ class SharedStorage(ABC):
             self._list(number, first, parts)
 
     def drop_lower_halves(self) -> None:
-        """Make the float32 numbers equal to the bfloat16 weights, whatever these are now."""
+        """Set the float32 numbers to the current bfloat16 weights, in pair form."""
         self._expect_pairs("drop_lower_halves")
         for _, first, last in self._blocks(0, self.numel):
             self._low(first, last).zero_()
         self._listed.clear()
 
     def spoil(self) -> None:
-        """Pair form with NaN for every weight, also in the middle of a change of form."""
+        """Switch to pair form with NaN weights, even in the middle of a conversion."""
         self.weights.fill_(math.nan)
         self.in_master_form = False
         self.drop_lower_halves()
 
     def spoil_others(self) -> bool:
-        """NaN for weights of others that master form has been written over, in pair form.
+        """Write NaN over other ranks' weights that the master form has overwritten, in pair form.
 
         Returns:
-            Whether there are any.
+            Whether the master form overlaps other ranks' weights.
         """
         return False
 
     def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Number, start and end of each block's part in the range."""
+        """Yield the number, start and end of each block's part of the range."""
         for number in range(start // self.block, -(-end // self.block)):
             yield number, max(start, number * self.block), min(end, (number + 1) * self.block)
 
@@ -114,10 +115,12 @@ class SharedStorage(ABC):
         if where is None or high is None:
             nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
             return Halves(weight, low, nothing, nothing.to(torch.int16))
+        # Listed positions count from the start of the block, so a whole block needs no shift.
         if (first, last) == (number * self.block, min((number + 1) * self.block, self.numel)):
             return Halves(weight, low, where, high)
         shifted = where - (first - number * self.block)
         inside = (shifted >= 0) & (shifted < last - first)
+        # Part of a block: keep the listed numbers inside it.
         return Halves(weight, low, shifted[inside], high[inside])
 
     def _list(self, number: int, first: int, parts: Halves) -> None:
@@ -143,16 +146,16 @@ class SharedStorage(ABC):
 
 
 class InPlaceStorage(SharedStorage):
-    """4 bytes per number, all its own: a parameter, or a parameter buffer on one data parallel rank.
+    """Storage of 4 bytes per number for a parameter, or a parameter buffer of one data parallel rank.
 
-    Of the ``k`` whole blocks of pair form, first lie all lower halves, then all weights; the weights of
-    the last, incomplete block follow, and its lower halves come last. So the weights lie side by side,
-    and whole blocks of halves change places when the form changes.
+    In pair form the storage starts with the lower halves of the ``k`` whole blocks, followed by the weights
+    of these blocks. The weights of the last, incomplete block come next, and its lower halves come last. The
+    weights are therefore contiguous, and a conversion moves whole blocks of halves.
 
     Args:
-        numel: how many numbers.
-        device: where.
-        block: numbers in a block; by default chosen by the device.
+        numel: number of float32 numbers.
+        device: device of the storage.
+        block: numbers per block; the default depends on the device.
     """
 
     def __init__(self, numel: int, device: torch.device | str, block: int | None = None) -> None:
@@ -164,19 +167,21 @@ class InPlaceStorage(SharedStorage):
         self.weights = self._halves[start : start + numel].view(torch.bfloat16)
 
     def to_pairs(self) -> None:
-        """Do as the base class says."""
+        """Convert in place; see :meth:`SharedStorage.to_pairs`."""
         for number, first, last in self._blocks(0, self.numel):
             parts = split(self.master[first:last])
             self._list(number, first, parts)
             weight = parts.weight.view(torch.int16)
+            # The incomplete block has its weights first, next to the weights of the whole blocks.
             ordered = (parts.low, weight) if number < self._whole else (weight, parts.low)
             torch.cat(ordered, out=self._halves[2 * first : 2 * last])
-        # Lower halves and weights take turns now: place j gets 2j, place k + j gets 2j + 1.
+        # Whole blocks now alternate low, weight, low, weight: place j takes 2j, and place k + j takes 2j + 1.
         self._permute(lambda place: 2 * place if place < self._whole else 2 * (place - self._whole) + 1)
         self.in_master_form = False
 
     def to_master(self) -> None:
-        """Do as the base class says."""
+        """Convert in place; see :meth:`SharedStorage.to_master`."""
+        # Inverse of the permutation in `to_pairs`: all low halves first -> low, weight, low, weight.
         self._permute(lambda place: place // 2 + (self._whole if place % 2 else 0))
         for number, first, last in self._blocks(0, self.numel):
             left, right = self._halves[2 * first : 2 * last].view(2, -1)
@@ -191,9 +196,10 @@ class InPlaceStorage(SharedStorage):
         return self._halves[start + shift : end + shift]
 
     def _permute(self, source: Callable[[int], int]) -> None:
-        """Give every place the block of halves at ``source(place)``; one spare block is needed."""
+        """Move the block at ``source(place)`` to every ``place``, with one spare block."""
         places = self._halves[: 2 * self._whole * self.block].view(-1, self.block) if self._whole else ()
         done: set[int] = set()
+        # Follow each cycle of the permutation from its first place.
         for start in range(len(places)):
             if start in done or source(start) == start:
                 continue
@@ -207,25 +213,26 @@ class InPlaceStorage(SharedStorage):
 
 
 class OverBucketStorage(SharedStorage):
-    """A data parallel rank's shard of a bucket of bfloat16 weights.
+    """Storage for one data parallel rank's shard of a bucket of bfloat16 weights.
 
-    The weights lie in the bucket, where they are gathered from. The master form lies over the shard and
-    one neighbour's, whose weights are void from the optimizer's step until the gather that follows it.
-    Only the lower halves are memory beside the bucket: 2 bytes per number of the shard.
+    The weights stay in the bucket, from which they are gathered. The master form covers this rank's shard and
+    one neighbour's, whose weights are invalid from the optimizer step until the next all-gather. The lower
+    halves take extra memory: 2 bytes per number of the shard.
 
     Args:
         bucket: bfloat16 ``[size * n]``, contiguous.
-        rank, size: which shard is ours, and how many there are, at least two.
-        block: numbers in a block; by default chosen by the device.
+        rank, size: index of this rank's shard, and number of shards (at least 2).
+        block: numbers per block; the default depends on the device.
 
     Raises:
-        ValueError: number and length of the shards are odd, which Megatron's padding rules out.
+        ValueError: number and length of the shards are both odd, which Megatron's padding prevents.
     """
 
     def __init__(self, bucket: Tensor, rank: int, size: int, block: int | None = None) -> None:
         numel = bucket.numel() // size
         super().__init__(numel, block or default_block(bucket.device))
-        # A float32 begins at an even position; of the two neighbours one always makes that so.
+        # float32 numbers need an even position, and one of the two neighbours always provides it. With shards
+        # of odd length, (rank - 1) * numel and rank * numel differ in parity.
         self._upper = rank > 0 and ((rank - 1) * numel) % 2 == 0
         start = (rank - 1 if self._upper else rank) * numel
         if start + 2 * numel > bucket.numel():
@@ -239,8 +246,8 @@ class OverBucketStorage(SharedStorage):
         self._lower_halves = torch.zeros(numel, dtype=torch.int16, device=bucket.device)
 
     def to_pairs(self) -> None:
-        """Do as the base class says."""
-        # In this order no word is overwritten before it is read: weights are written behind the words.
+        """Convert in place; see :meth:`SharedStorage.to_pairs`."""
+        # This order writes weights only over words that were read already.
         for number, first, last in self._ordered(descending=self._upper):
             parts = split(self.master[first:last])
             self._list(number, first, parts)
@@ -249,14 +256,14 @@ class OverBucketStorage(SharedStorage):
         self.in_master_form = False
 
     def to_master(self) -> None:
-        """Do as the base class says."""
+        """Convert in place; see :meth:`SharedStorage.to_master`."""
         for number, first, last in self._ordered(descending=not self._upper):
             self.master[first:last] = join(self._pair(number, first, last))
         self._listed.clear()
         self.in_master_form = True
 
     def spoil_others(self) -> bool:
-        """Do as the base class says."""
+        """Overwrite the neighbour's weights with NaN; see :meth:`SharedStorage.spoil_others`."""
         self._others.fill_(math.nan)
         return True
 
@@ -269,5 +276,5 @@ class OverBucketStorage(SharedStorage):
 
 
 def default_block(device: torch.device) -> int:
-    """Return how many numbers a block has on this device."""
+    """Return the default number of words per block on the device."""
     return _BLOCK_CPU if device.type == "cpu" else _BLOCK_DEVICE

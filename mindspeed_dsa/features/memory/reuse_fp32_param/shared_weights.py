@@ -1,9 +1,7 @@
-"""Megatron's two mixed precision optimizers on storages that model and master weights share.
+"""Megatron's two mixed precision optimizers with storages that model and master weights share.
 
-The master weights are freed in pair form: their numbers are the pairs' (``shared_storage.py``).
-
-Master form lasts from the beginning of the step to where the model's weights are made. A skipped step never
-gets there, and stays in pair form.
+In pair form the master weights are freed, and their values are in the pairs (``shared_storage.py``). Master
+form lasts from the start of the step until the model's weights are written. A skipped step never enters it.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ from mindspeed_dsa.megatron.optimizer import OptimizerState, Place, StepIntegrit
 
 
 class SharedWeights(OptimizerState):
-    """The master weights of one optimizer, in storages that they share with the model's weights.
+    """Optimizer state whose master weights share storages with the model's weights.
 
     Attributes:
-        masters: the weights.
+        masters: master weights.
     """
 
     check = staticmethod(check_shared_weights)
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[None]) -> SharedWeights:
-        """Let the weights of a new optimizer share their storages."""
+        """Move the weights of a new optimizer into shared storages."""
         share = _share_buckets if is_sharded(optimizer) else _share_parameters
         return cls(optimizer.optimizer, share(optimizer), StepIntegrity(context.feature))
 
@@ -54,7 +52,8 @@ class SharedWeights(OptimizerState):
             return call()
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Round in place; float32 weights of a model are their own masters."""
+        """Round in place."""
+        # Megatron's copy is not called: float32 weights of the model are their own masters.
         if self.masters.in_master_form:
             self.masters.to_pairs()
 
@@ -69,12 +68,12 @@ class SharedWeights(OptimizerState):
     def state_dict(self, call: Callable[[], Any]) -> Any:
         result = call()
         groups = result["fp32_from_fp16_params"]
-        result["fp32_from_fp16_params"] = [[self.masters.values(each) for each in group] for group in groups]
+        result["fp32_from_fp16_params"] = [[self.masters.values(main) for main in group] for group in groups]
         return result
 
     @torch.no_grad()
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """Read into master form, which needs no other memory."""
+        """Load in master form, which needs no extra memory."""
         self.masters.to_master()
         try:
             return call()
@@ -99,50 +98,51 @@ class SharedWeights(OptimizerState):
 
 @torch.no_grad()
 def _share_parameters(optimizer: Any) -> list[Master]:
-    """Move each bfloat16 parameter into a storage with its master weight, one after the other."""
-    found = []
+    """Move each bfloat16 parameter into a storage shared with its master weight."""
+    masters = []
+    # One parameter at a time: each separate master weight is freed before the next storage is allocated.
     groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
     for models, mains in groups:
         for model, main in zip(models, mains, strict=True):
-            if model.dtype is not torch.bfloat16:  # a weight in float32 is its own master
+            if model.dtype is not torch.bfloat16:  # a float32 weight is its own master
                 continue
             storage = InPlaceStorage(model.numel(), model.device)
             storage.weights.copy_(model.data.flatten())
             model.data = storage.weights.view(model.shape)
-            found.append(Master(main, storage, 0))
+            masters.append(Master(main, storage, 0))
             main.data = storage.master.view(model.shape)  # frees the separate master weight
-    return found
+    return masters
 
 
 @torch.no_grad()
 def _share_buckets(optimizer: Any) -> list[Master]:
-    """Lay master weights over buckets; on one data parallel rank move the buffer to a larger storage."""
+    """Overlay master weights on buckets; with one data parallel rank, move the buffer to a new storage."""
     models = [model for group in optimizer.model_float16_groups for model in group]
     mains = [main for group in optimizer.shard_fp32_from_float16_groups for main in group]
-    for main in mains:  # frees the separate master weights: they equal the bfloat16 weights so far
+    for main in mains:  # free the separate master weights, which still equal the bfloat16 weights
         main.data = torch.zeros((), dtype=main.dtype, device=main.device).expand(main.shape)
     storages: dict[tuple[int, int], SharedStorage] = {}
     for number, buffer in enumerate(optimizer.buffers):
         if buffer.param_dtype is not torch.bfloat16:
             continue
         rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
-        if size == 1:
+        if size == 1:  # no neighbour's shard to cover with the master form
             whole = _move_buffer(optimizer, buffer)
         for place, bucket in enumerate(buffer.buckets):
             storages[number, place] = (
                 whole if size == 1 else OverBucketStorage(bucket.param_data.view(-1), rank, size)
             )
-    found = []
+    masters = []
     for model, main in zip(models, mains, strict=True):
         number, _, place = optimizer.model_param_gbuf_map[model]
         storage = storages[number, place]
         which = "gbuf_world" if isinstance(storage, InPlaceStorage) else "gbuf_local"
-        found.append(Master(main, storage, optimizer._get_model_param_range_map(model)[which].start))
-    return found
+        masters.append(Master(main, storage, optimizer._get_model_param_range_map(model)[which].start))
+    return masters
 
 
 def _move_buffer(optimizer: Any, buffer: Any) -> InPlaceStorage:
-    """Move a parameter buffer and everything that views it."""
+    """Move a parameter buffer, and repoint all its views: buckets, parameters and shards."""
     storage = InPlaceStorage(buffer.param_data.numel(), buffer.param_data.device)
     storage.weights.copy_(buffer.param_data.view(-1))
     buffer.param_data = storage.weights
@@ -154,7 +154,8 @@ def _move_buffer(optimizer: Any, buffer: Any) -> InPlaceStorage:
         for place, model in enumerate(models):
             if model in buffer.param_index_map:
                 span = optimizer._get_model_param_range_map(model)["param"]
-                # Not by assigning to data: a view keeps the storage alive that it was made of.
+                # Make a new view: assigning to `.data` would leave the view's base, and so the old storage,
+                # alive.
                 shard = model.detach().view(-1)[span.start : span.end]
                 shard.__dict__.update(shards[place].__dict__)
                 shards[place] = shard
@@ -166,12 +167,12 @@ def _move_buffer(optimizer: Any, buffer: Any) -> InPlaceStorage:
 
 @dataclass(frozen=True)
 class Master:
-    """One master weight.
+    """Master weight and its position in a shared storage.
 
     Attributes:
-        tensor: float32, what Megatron and the optimizer hold.
-        storage: where its numbers lie.
-        start: position of its first number there.
+        tensor: float32 tensor that Megatron and the optimizer hold.
+        storage: shared storage of its values.
+        start: position of its first number in the storage.
     """
 
     tensor: Tensor
@@ -179,62 +180,63 @@ class Master:
     start: int
 
     def values(self) -> Tensor:
-        """Return a copy in float32, shaped as the tensor."""
+        """Return a float32 copy in the tensor's shape."""
         return self.storage.read(self.start, self.start + self.tensor.numel()).view(self.tensor.shape)
 
 
 class Masters:
-    """All master weights of an optimizer whose numbers lie in shared storages, in pair form at first.
+    """All master weights of an optimizer that are in shared storages, initially in pair form.
 
     Args:
-        masters: the weights.
-        integrity: broken by a step that fails and leaves other numbers than Megatron's would.
+        masters: master weights.
+        integrity: record of broken steps, marked by a step that fails after writing weights.
 
     Attributes:
-        storages: each of them once.
-        in_master_form: whether the tensors hold their numbers.
+        storages: shared storages without duplicates.
+        in_master_form: whether the tensors hold their values.
     """
 
     def __init__(self, masters: Sequence[Master], integrity: StepIntegrity) -> None:
-        self._by_tensor = {each.tensor: each for each in masters}
-        self.storages = list({id(each.storage): each.storage for each in masters}.values())
+        self._by_tensor = {master.tensor: master for master in masters}
+        self.storages = list({id(master.storage): master.storage for master in masters}.values())
         self.in_master_form = False
         self._integrity = integrity
         self._is_changing = False
         self._freed = FreedStorage()
-        for each in masters:
-            self._freed.free(each.tensor)
+        for master in masters:
+            self._freed.free(master.tensor)
 
     def to_master(self) -> None:
-        """Let the tensors hold the float32 weights; the model's bfloat16 weights are gone meanwhile."""
+        """Put the float32 values into the tensors; the model's bfloat16 weights are invalid meanwhile."""
         self._is_changing = True
         for storage in self.storages:
             storage.to_master()
-        for each in self._by_tensor.values():
-            end = each.start + each.tensor.numel()
-            each.tensor.data = each.storage.master[each.start : end].view(each.tensor.shape)
+        for master in self._by_tensor.values():
+            end = master.start + master.tensor.numel()
+            master.tensor.data = master.storage.master[master.start : end].view(master.tensor.shape)
+        # Still set after an exception above, so that `stepping` knows that weights are lost.
         self.in_master_form, self._is_changing = True, False
 
     def to_pairs(self) -> None:
-        """Let the model hold its bfloat16 weights; the tensors are freed."""
+        """Restore the model's bfloat16 weights and free the tensors."""
         self._is_changing = True
-        for each in self._by_tensor.values():
-            self._freed.free(each.tensor)
+        for master in self._by_tensor.values():
+            self._freed.free(master.tensor)
         for storage in self.storages:
             storage.to_pairs()
         self.in_master_form, self._is_changing = False, False
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Take master form for a step, which makes the pairs again at its end.
+        """Enter master form for a step; the step itself converts back at its end.
 
-        A step that fails before it has written anything leaves the weights as they were. Another one leaves
-        Megatron with the old weights and new master weights, which do not fit in one storage: then the pairs
-        are those of the new ones, and the state is that of no step. Weights that are lost are NaN: those
-        of other ranks, which master form lies over, and all if changing the form has failed.
+        A step that fails before any write leaves the weights unchanged. After a later failure stock Megatron
+        would have old weights and new master weights, which one storage cannot hold. The pairs then come from
+        the new master weights, and the state is marked broken. Lost weights become NaN: other ranks' weights
+        under the master form, and all weights if a conversion has failed.
 
         Args:
-            optimizer: the inner one.
+            optimizer: inner optimizer.
         """
         writes = None
         try:
@@ -245,16 +247,16 @@ class Masters:
             if self.in_master_form and not self._is_changing:
                 if writes is None or writes.may_have_happened():
                     self._integrity.mark_broken(self._by_tensor)
-                with contextlib.suppress(Exception):  # the first one is reported
+                with contextlib.suppress(Exception):  # report the first exception, not this one
                     self.to_pairs()
             self._spoil_what_is_lost()
             raise
 
     def _spoil_what_is_lost(self) -> None:
-        """Write NaN for weights that a failed step has left nowhere."""
+        """Overwrite weights that a failed step has lost with NaN."""
         if self._is_changing:
-            for each in self._by_tensor.values():
-                self._freed.free(each.tensor)
+            for master in self._by_tensor.values():
+                self._freed.free(master.tensor)
             for storage in self.storages:
                 storage.spoil()
             self.in_master_form, self._is_changing = False, False
@@ -264,27 +266,27 @@ class Masters:
                 self._integrity.mark_broken(self._by_tensor)
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return a copy of what ``tensor`` holds in master form; the tensor itself if it is none of these."""
+        """Return a copy of the tensor's master values, or ``tensor`` itself if it is not a master weight."""
         return self._by_tensor[tensor].values() if tensor in self._by_tensor else tensor
 
     @contextlib.contextmanager
     def opened(self, tensors: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Put copies of the float32 weights into ``tensors`` (all by default); write them back at the end.
+        """Fill ``tensors`` (default: all) with copies of the float32 weights, and write them back at the end.
 
-        Unlike :meth:`to_master` it leaves everything else in a bucket as it is.
+        Unlike :meth:`to_master`, leave the rest of a bucket unchanged.
         """
-        chosen = self._by_tensor.values() if tensors is None else self._known(tensors)
-        for each in chosen:
-            each.tensor.data = each.values()
+        masters = self._by_tensor.values() if tensors is None else self._known(tensors)
+        for master in masters:
+            master.tensor.data = master.values()
         try:
             yield
         finally:
-            for each in chosen:
-                each.storage.write(each.start, each.tensor.data.flatten())
-                self._freed.free(each.tensor)
+            for master in masters:
+                master.storage.write(master.start, master.tensor.data.flatten())
+                self._freed.free(master.tensor)
 
     def drop_lower_halves(self) -> None:
-        """Set the float32 weights to what the bfloat16 weights are."""
+        """Set the float32 weights to the values of the bfloat16 weights."""
         for storage in self.storages:
             storage.drop_lower_halves()
 

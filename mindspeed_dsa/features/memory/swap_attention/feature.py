@@ -1,4 +1,4 @@
-"""Saved tensors of attention on the host between forward and backward."""
+"""Declaration of swap-attention: saved tensors of attention are kept on the host until backward."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MODULES = {
     "self_attention": "self_attention",
     "post_attention_norm": "pre_mlp_layernorm",
 }
-"""Names for ``--swap-modules``, and what they are called in Megatron's layers."""
+"""Dict from names for ``--swap-modules`` to attributes of Megatron's layers."""
 DEFAULT_MODULES = "self_attention"
 DEFAULT_MIN_BYTES = 1 << 20
 MARGIN = 1.1
-"""Copies are taken to last so many times as long as measured, or as the link's rate says: it is shared."""
+"""Safety factor on measured or nominal copy times, because processes share the link to the host."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Options(LayerOptions):
     """Options of ``--swap-attention``.
 
     Attributes:
-        modules: names with commas between them; ``None`` if unset.
-        min_bytes: smaller storages stay on the device; ``None`` if unset.
-        most_bytes: on the host at one time; ``None`` for all that there are.
-        measures: the first steps decide how much each layer swaps.
+        modules: module names separated by commas; ``None`` if unset.
+        min_bytes: size below which a storage stays on the device; ``None`` if unset.
+        most_bytes: limit for bytes on the host at one time; ``None`` for no limit.
+        measures: whether the first steps decide how much each layer swaps (``--swap-attention auto``).
     """
 
     modules: str | None
@@ -47,7 +47,7 @@ class Options(LayerOptions):
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Read them from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         return cls.from_settings(
             settings,
             "swap_attention",
@@ -59,17 +59,17 @@ class Options(LayerOptions):
 
     @property
     def names(self) -> list[str]:
-        """Return the modules' names, out of :data:`MODULES` once they are validated."""
+        """Return the module names as given; validation restricts them to :data:`MODULES`."""
         return [name.strip() for name in (self.modules or DEFAULT_MODULES).split(",")]
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Return the attributes of a layer whose modules swap."""
+        """Return the layer attributes of the modules that swap."""
         return tuple(MODULES[name] for name in self.names)
 
     @property
     def smallest(self) -> int:
-        """Return the bytes of the smallest storage that swaps."""
+        """Return the size in bytes of the smallest storage that swaps."""
         return DEFAULT_MIN_BYTES if self.min_bytes is None else self.min_bytes
 
 
@@ -77,7 +77,7 @@ _FLAG = "--swap-attention"
 
 
 def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
-    """Yield what in arguments, or in a model's configuration, does not combine with the feature."""
+    """Yield conflicts in the arguments or in a model configuration."""
     yield from check_layers(args, options, _FLAG)
     yield from check_has_effect(
         options.switched_on,
@@ -92,7 +92,7 @@ def check_swapped_attention(args: Any, options: Options) -> Iterator[str]:
 
 
 def _check_values(options: Options) -> Iterator[str]:
-    """Yield names of modules that there are not, and sizes below zero."""
+    """Yield errors for unknown module names and invalid sizes."""
     unknown = [name for name in options.names if name not in MODULES]
     if unknown:
         yield (
@@ -109,7 +109,7 @@ def _check_values(options: Options) -> Iterator[str]:
 
 
 def _check_other_movers(args: Any) -> Iterator[str]:
-    """Yield what else in Megatron moves, frees or hides saved tensors."""
+    """Yield conflicts with other Megatron features that move, free or hide saved tensors."""
     if argument(args, "recompute_granularity") == "full" and argument(args, "recompute_method") != "block":
         yield (
             "--swap-attention has nothing left to swap where --recompute-granularity full recomputes every "
@@ -141,7 +141,7 @@ def _check_other_movers(args: Any) -> Iterator[str]:
 
 
 def _check_host_memory(args: Any, options: Options) -> Iterator[str]:
-    """Yield a problem where the host has less memory than the first pipeline stage certainly needs."""
+    """Yield an error if the host has less memory than the first pipeline stage needs at least."""
     nbytes = least_host_bytes(args, options)
     if nbytes is None:
         return
@@ -157,19 +157,19 @@ def _check_host_memory(args: Any, options: Options) -> Iterator[str]:
 
 
 def _on_first_stage(args: Any) -> int:
-    """Count this host's processes on a first pipeline stage; ranks of a stage follow each other."""
+    """Return the number of this host's processes on the first pipeline stage."""
     local = local_processes()
     world = int(os.environ.get("WORLD_SIZE", local))
+    # The ranks of a stage are consecutive: 16 ranks in 4 stages put ranks 0 to 3 on the first stage.
     return min(local, max(world // (argument(args, "pipeline_model_parallel_size") or 1), 1))
 
 
 def least_host_bytes(args: Any, options: Options) -> int | None:
-    """Return the bytes that the first pipeline stage certainly moves; ``None`` where arguments are missing.
+    """Return the least bytes that the first pipeline stage swaps; ``None`` if arguments are missing.
 
-    That stage has as many microbatches under way as there are stages, or as the batch has. Of each layer and
-    microbatch at least these go to the host: the query and the output of the core attention, and key and
-    value of multi-head attention. Other figures are known once there are tensors; the pool raises if they do
-    not fit.
+    The first stage has as many microbatches in flight as there are stages, or as the batch has. Every layer
+    and microbatch swaps at least the query, the output of the core attention, and key and value of multi-head
+    attention. Later the pool raises if the actual tensors do not fit.
     """
     names = ("seq_length", "micro_batch_size", "num_layers", "num_attention_heads", "hidden_size")
     sizes = [argument(args, name) for name in names]
@@ -180,11 +180,12 @@ def least_host_bytes(args: Any, options: Options) -> int | None:
     ranks = (argument(args, "tensor_model_parallel_size") or 1) * (
         argument(args, "context_parallel_size") or 1
     )
+    # Elements per token: query and output with latent attention, also key and value otherwise.
     if argument(args, "multi_latent_attention"):
         recomputed = "mla_up_proj" in (argument(args, "recompute_modules") or ())
         query = (
             0
-            if recomputed
+            if recomputed  # mla_up_proj recomputes the query in backward
             else (argument(args, "qk_head_dim") or 0) + (argument(args, "qk_pos_emb_head_dim") or 0)
         )
         width = heads * (query + (argument(args, "v_head_dim") or 0))
@@ -195,6 +196,7 @@ def least_host_bytes(args: Any, options: Options) -> int | None:
         ) or heads
         width = 2 * head * (heads + groups)
     of_layer = length * batch * width * _bytes_of_number(args) // ranks
+    # Smaller storages stay on the device.
     if of_layer < options.smallest:
         return None
     of_stage = layers // stages
@@ -209,7 +211,7 @@ def _bytes_of_number(args: Any) -> int:
 
 
 def _microbatches(args: Any) -> int:
-    """Return how many the largest step has."""
+    """Return the largest number of microbatches of a step."""
     steps = batches.of_training(args)
     return 1 if steps is None else max(steps.most_microbatches, 1)
 

@@ -1,10 +1,10 @@
-"""How much each layer swaps under ``--swap-attention auto``: what comes and goes behind computation.
+"""Number of storages that each layer swaps under ``--swap-attention auto``: those whose copies are hidden.
 
-In the first step everything is swapped, and host memory is pinned. In the second one everything is swapped
-once more, and events on the device's streams tell when each storage was saved, copied, asked back and read.
-From the third step on a layer swaps as many of its storages, in the order in which they are saved, as would
-have made nobody wait. Ranks decide apart: a swap has no collectives, and the numbers are the same bits either
-way.
+The first step swaps everything and pins host memory. The second step swaps everything again, and events on
+the device's streams record when each storage was saved, copied, requested and read. From the third step on, a
+layer swaps as many of its storages, in saving order, as would not have stalled the device.
+
+Every rank decides on its own: swapping has no collectives, and the numbers are bitwise the same either way.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mindspeed_dsa.platforms.base import Event
 from mindspeed_dsa.platforms.host_pool import size_class
 
 _SPARE = 0.05
-"""Share of the device's memory that is left free."""
+"""Share of the device memory that is left free."""
 _MEASURED_STEP = 2
 
 
 @dataclass(frozen=True)
 class Times:
-    """One storage of a layer's forward, in seconds.
+    """Times of one storage in a layer's forward and backward, in seconds.
 
     Attributes:
-        nbytes: of it.
-        saved: when it was saved, since the layer's first one was.
-        out: that its copy to the host took.
-        back: that its copy back took.
-        read: when backward first read it, since it was asked back; without the time that the device had
-            waited for other copies until then. Infinite where it was on the device all the time.
+        nbytes: size of the storage.
+        saved: time of its save, since the first save of the layer.
+        out: duration of its copy to the host.
+        back: duration of its copy to the device.
+        read: time of the first read in backward since the request, minus stalls for other copies until then.
+            Infinite if the storage never left the device.
     """
 
     nbytes: int
@@ -49,31 +49,30 @@ class Times:
 
 
 def hidden(storages: Sequence[Times], end: float) -> int:
-    """Return how many of the first storages of a layer are swapped without anybody waiting.
-
-    Copies to the host run one after another and have until the layer's end. Backward reads what was saved
-    last first, and copies come back in that order.
+    """Return the number of leading storages that can be swapped without a stall.
 
     Args:
-        storages: in the order in which they are saved.
-        end: of the layer's forward, in seconds since its first save.
+        storages: times in saving order.
+        end: end of the layer's forward, in seconds since its first save.
     """
+    # Copies to the host run one after another, and must be done at the layer's end. Backward reads the
+    # storages in reverse order, and they are copied back in that order.
     for count in range(len(storages), 0, -1):
-        first = storages[:count]
+        leading = storages[:count]
         gone = back = 0.0
-        for each in first:
-            gone = max(gone, each.saved) + MARGIN * each.out
-        in_time = gone <= end
-        for each in reversed(first):
-            back += MARGIN * each.back
-            in_time = in_time and back <= each.read
+        for times in leading:
+            gone = max(gone, times.saved) + MARGIN * times.out
+        in_time = gone <= end  # the last copy is done before the layer's forward ends
+        for times in reversed(leading):
+            back += MARGIN * times.back
+            in_time = in_time and back <= times.read
         if in_time:
             return count
     return 0
 
 
 class Clock:
-    """Events of one forward of a layer and its backward."""
+    """Events of one layer's forward and backward."""
 
     def __init__(self) -> None:
         self.end: Event | None = None
@@ -81,50 +80,51 @@ class Clock:
         self.saved: list[Event] = []
         self.copies: list[Copies] = []
         self.denied: list[int] = []
-        """Bytes of storages that ``--swap-attention-bytes`` has kept on the device."""
+        """Sizes of the storages that ``--swap-attention-bytes`` has kept on the device."""
         self.above: Clock | None = None
-        """Clock of the layer above, whose backward asks for this one's storages."""
+        """Clock of the layer above, whose backward requests this layer's storages."""
 
     def save(self, copies: Copies) -> None:
-        """Note that a storage has been saved, and its copy to the host begun."""
+        """Record that a storage was saved and its copy to the host started."""
         self.saved.append(now())
         self.copies.append(copies)
 
     def times(self) -> tuple[list[Times], float] | None:
-        """Return the storages' times and the end of the layer; None where a part of it never happened."""
+        """Return the storages' times and the end of the layer; ``None`` if the pass is incomplete."""
         if not self.saved or self.end is None or self.asked is None:
             return None
         asked, stalls = self.asked, self.above.stalls() if self.above is not None else 0.0
-        read = [math.inf if each.read is None else _seconds(asked, each.read) for each in self.copies]
+        read = [math.inf if copies.read is None else _seconds(asked, copies.read) for copies in self.copies]
         computed = dict.fromkeys(range(len(read)), math.inf)
+        # A read that comes after stalls would come earlier without them: subtract all previous stalls.
         for number in sorted(range(len(read)), key=read.__getitem__):
             computed[number] = max(read[number] - stalls, 0.0)
             stalls += self.copies[number].stall()
-        found = [
+        storages = [
             Times(
-                each.nbytes,
+                copies.nbytes,
                 _seconds(self.saved[0], saved),
-                _lasts(each.out),
-                _lasts(each.back),
+                _lasts(copies.out),
+                _lasts(copies.back),
                 computed[number],
             )
-            for number, (each, saved) in enumerate(zip(self.copies, self.saved, strict=True))
+            for number, (copies, saved) in enumerate(zip(self.copies, self.saved, strict=True))
         ]
-        return found, _seconds(self.saved[0], self.end)
+        return storages, _seconds(self.saved[0], self.end)
 
     def stalls(self) -> float:
-        """Return the seconds that the device has waited for copies back in this layer's backward."""
-        return sum(each.stall() for each in self.copies)
+        """Return the seconds that the device stalled for copies back in this layer's backward."""
+        return sum(copies.stall() for copies in self.copies)
 
 
 @dataclass
 class Copies:
-    """Events of one storage.
+    """Events of one storage's copies.
 
     Attributes:
-        nbytes: of it.
-        out, back: begin and end of its copies, on their streams; ``back`` only where it had left the device.
-        read: when backward needed it, on the computing stream, before that waited.
+        nbytes: size of the storage.
+        out, back: begin and end of the copies, on the copy streams; ``back`` is ``None`` if it stayed.
+        read: first read in backward, recorded on the computing stream before it waits for the copy.
     """
 
     nbytes: int
@@ -133,14 +133,14 @@ class Copies:
     read: Event | None = None
 
     def stall(self) -> float:
-        """Return the seconds that the device has waited for the copy back."""
+        """Return the seconds that the device stalled for the copy back."""
         if self.back is None or self.read is None:
             return 0.0
         return max(0.0, _seconds(self.read, self.back[1]))
 
 
 def now(stream: Any = None) -> Event:
-    """Return an event at what a stream, or the current one, has been given so far."""
+    """Record and return a timing event on a stream (default: the current stream)."""
     platform = platforms.current()
     event = platform.new_event(timing=True)
     event.record(platform.current_stream() if stream is None else stream)
@@ -148,24 +148,25 @@ def now(stream: Any = None) -> Event:
 
 
 def _lasts(copy: tuple[Event, Event] | None) -> float:
+    # A storage that stayed on the device has no copy.
     return 0.0 if copy is None else _seconds(*copy)
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    return float(begin.elapsed_time(end)) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3  # milliseconds
 
 
 @dataclass
 class OfLayer:
-    """Knowledge of a layer's passes.
+    """Measurements and decision of one layer.
 
     Attributes:
-        name: of the layer, for messages.
-        clocks: of the passes of the measured step.
-        open: passes whose graph is alive.
-        most: of them at one time.
-        limit: storages that a pass swaps; None: all.
-        nbytes: of the storages that a pass could swap, in their order.
+        name: name of the layer in messages.
+        clocks: clocks of the passes in the measured step.
+        open: number of passes whose graph is alive.
+        most: maximum of ``open``.
+        limit: number of storages that a pass swaps; ``None`` for all.
+        nbytes: sizes of the storages that a pass could swap, in saving order.
     """
 
     name: str
@@ -176,25 +177,27 @@ class OfLayer:
     nbytes: list[int] = field(default_factory=list)
 
     def decide(self, asynchronous: bool) -> None:
-        """Set the limit by the passes that were measured whole; None where there are none.
+        """Set the limit from the completely measured passes; ``None`` if there are none.
 
         Args:
-            asynchronous: copies run beside computation; if not, each is waited for.
+            asynchronous: whether copies overlap with computation; otherwise nothing is swapped.
         """
         clocks, self.clocks = self.clocks, []
-        whole = [each.times() for each in clocks if not each.denied]
+        whole = [clock.times() for clock in clocks if not clock.denied]
+        # The slowest pass decides for all passes of the layer.
         counts = [hidden(*times) if asynchronous else 0 for times in whole if times is not None]
         self.limit = min(counts) if counts else None
-        sizes = [[*(copies.nbytes for copies in each.copies), *each.denied] for each in clocks]
+        # The pass with the most bytes, whether its storages were swapped or denied.
+        sizes = [[*(copies.nbytes for copies in clock.copies), *clock.denied] for clock in clocks]
         self.nbytes = max(sizes, key=sum, default=[])
 
     def stays(self) -> int:
-        """Return the bytes on the device that the limit leaves there, of all open passes."""
+        """Return the bytes that the limit keeps on the device, for all open passes together."""
         return self.most * sum(self.nbytes[self.limit :]) if self.limit is not None else 0
 
 
 class Choice(pipeline_steps.Follower):
-    """The session's layers, and the step that is running."""
+    """Swap decisions for all layers, and the current step."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
@@ -205,32 +208,32 @@ class Choice(pipeline_steps.Follower):
         self._step = 0
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count steps; decide when the measured one is over."""
+        """Count steps, and decide after the measured step."""
         self._step += 1
         if self._measures and self._step == _MEASURED_STEP + 1:
             self._decide()
         return False
 
     def starts(self, layer: Any, layer_pass: Any) -> tuple[int | None, Clock | None]:
-        """Note a pass of a layer: return how many storages it may swap, and its clock if it is measured."""
+        """Register a pass; return its limit of storages, and its clock in the measured step."""
         if not self._measures:
             return None, None
-        known = self._layers.setdefault(layer, OfLayer(f"layer {layer.layer_number}"))
+        record = self._layers.setdefault(layer, OfLayer(f"layer {layer.layer_number}"))
         if self._step != _MEASURED_STEP:
-            return known.limit, None
+            return record.limit, None
         clock = Clock()
-        known.clocks.append(clock)
-        known.open += 1
-        known.most = max(known.most, known.open)
-        weakref.finalize(layer_pass, _closed, known)
+        record.clocks.append(clock)
+        record.open += 1
+        record.most = max(record.most, record.open)
+        weakref.finalize(layer_pass, _closed, record)
         return None, clock
 
     def may_take(self, nbytes: int) -> bool:
-        """Return whether so many bytes more may be on the host."""
+        """Return whether the host may take ``nbytes`` more."""
         return self._most_bytes is None or self._on_host + size_class(nbytes) <= self._most_bytes
 
     def takes(self, swapped: Any) -> None:
-        """Count a storage's buffer until it is gone."""
+        """Count a storage's buffer as long as the storage lives."""
         nbytes = size_class(swapped.nbytes)
         self._on_host += nbytes
         weakref.finalize(swapped, self._gives_back, nbytes)
@@ -244,10 +247,10 @@ class Choice(pipeline_steps.Follower):
         layers = [layer for layer in self._layers.values() if layer.clocks]
         for layer in layers:
             layer.decide(platform.asynchronous)
-        known = [layer.limit for layer in layers if layer.limit is not None]
+        limits = [layer.limit for layer in layers if layer.limit is not None]
         for layer in layers:
-            if layer.limit is None:  # the bound left no whole pass of it to measure
-                layer.limit = min(known, default=0)
+            if layer.limit is None:  # --swap-attention-bytes left no complete pass to measure
+                layer.limit = min(limits, default=0)
         beyond = keep_within(layers, _room(platform))
         swapped = sum(sum(layer.nbytes[: layer.limit]) for layer in layers)
         reason = f"as the copies and the computation of step {_MEASURED_STEP} allow"
@@ -271,18 +274,18 @@ def _closed(layer: OfLayer) -> None:
 
 
 def _room(platform: Any) -> float:
-    """Return the bytes that the device can certainly hold beyond the peak of the steps so far."""
+    """Return the bytes that the device can hold in addition to the peak of the steps so far."""
     memory = platform.memory()
-    # Beside what the allocator counts there are contexts, communication buffers and other processes.
+    # `free` accounts for memory outside the allocator: contexts, communication buffers, other processes.
     return float(min(memory.total * (1 - _SPARE) - memory.peak, memory.free))
 
 
 def keep_within(layers: Sequence[OfLayer], room: float) -> int:
-    """Let layers swap all again, until what stays on the device fits; return how many do.
+    """Let layers swap everything until the rest fits on the device; return the number of these layers.
 
     Args:
-        layers: with their limits, which are changed; those that free most go first.
-        room: bytes.
+        layers: layers with limits, which are modified; the layers that free most come first.
+        room: free device memory in bytes.
     """
     beyond = 0
     for layer in sorted(layers, key=OfLayer.stays, reverse=True):

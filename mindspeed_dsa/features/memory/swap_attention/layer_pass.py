@@ -1,7 +1,7 @@
-"""Saved tensors of chosen modules in one forward of one layer, on their way to the host and back.
+"""Swap of the tensors that selected modules save in one forward of a layer.
 
-There is one :class:`LayerPass` for each microbatch and layer of a chunk, held by the graph of that forward
-alone, so nothing depends on the order in which a schedule runs them.
+Each forward of a layer has its own :class:`LayerPass`, which only the graph of that forward references.
+Nothing therefore depends on the order in which a schedule runs microbatches and layers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from mindspeed_dsa.parallel import saved_tensors
 from mindspeed_dsa.parallel.local_shards import local_of
 
 _chosen: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
-"""Layers that swap, with the attributes of the modules that do."""
+"""Dict from each layer that swaps to the attributes of its modules that do."""
 _pass_of_output: WeakKeyDictionary[Any, LayerPass] = WeakKeyDictionary()
-"""By the storage of a layer's output, which is that of the layer above's input: passes find each other by it.
+"""Dict from the storage of a layer's output to the layer's pass.
 
-The tensor is another one where FSDP2 puts a node of its own between the layers.
+The layer above looks up its input here, to find the pass below. The key is the storage and not the tensor,
+because FSDP2 inserts a node between layers, which returns another tensor.
 """
 
 
@@ -58,10 +59,10 @@ class _Swapping(split_layers.Pass):
     """Forward of a layer that swaps.
 
     Args:
-        context: the feature's.
-        layer: which one.
-        hidden_states: its input.
-        others: what else it is given.
+        context: context of the feature.
+        layer: transformer layer.
+        hidden_states: input of the layer.
+        others: other arguments of the layer's forward.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class _Swapping(split_layers.Pass):
             context.options.smallest,
             _of_others([getattr(layer, name) for name in _chosen[layer]], list(others)),
             _pass_of_output.get(hidden_states.untyped_storage()),
-            # Transformer Engine computes every other part of the sequence on a stream of its own.
+            # Transformer Engine's context parallel attention alternates between two streams.
             of_any_stream=layer.config.context_parallel_size > 1,
             choice=context.state(Choice),
             layer=layer,
@@ -101,9 +102,9 @@ class _Swapping(split_layers.Pass):
 
 
 def _of_others(modules: list[Any], arguments: list[Any]) -> Iterator[Tensor]:
-    """Yield parameters, buffers, and what every layer is given: masks, rotary angles, encoder's output."""
+    """Yield tensors that outlive the layer: parameters, buffers, masks, rotary angles, encoder output."""
     for module in modules:
-        # Shards are gathered into other memory, which is marked.
+        # Sharded parameters are gathered into other memory, which is marked separately.
         yield from (each for each in module.parameters() if local_of(each) is each)
         yield from module.buffers()
     yield from _tensors(arguments)
@@ -152,23 +153,24 @@ def _choose_with(context: Context[Options]) -> Callable[[Any], None]:
 
 
 _entered: WeakKeyDictionary[Any, list[contextlib.ExitStack]] = WeakKeyDictionary()
-"""By module; a module inside itself would have more than one."""
+"""Dict from each module to its open hook contexts, more than one if the module calls itself."""
 
 
 def _leave(module: Any, _: Any, __: Any) -> None:
     stacks = _entered.get(module)
-    if stacks:  # none if another hook has raised before ours was called
+    if stacks:  # empty if another pre-hook raised before ours ran
         stacks.pop().close()
 
 
 @contextlib.contextmanager
 def _with_parameters_kept(megatron: Megatron) -> Iterator[None]:
-    """Let Transformer Engine's linear layers keep weights as parameters, as beside its own such hooks."""
+    """Make Transformer Engine's linear layers save weights as parameters, as under its own offload hooks."""
     engine = getattr(releases.transformer_engine(megatron), "cpu_offload", None)
     if engine is None:
         yield
         return
-    before = getattr(engine, "CPUOffloadEnabled", None)  # not in every release; setting it does no harm
+    # Missing in some releases, where setting it does no harm.
+    before = getattr(engine, "CPUOffloadEnabled", None)
     engine.CPUOffloadEnabled = True
     try:
         yield
@@ -183,7 +185,7 @@ _running: ContextVar[LayerPass | None] = ContextVar("running", default=None)
 
 
 def running() -> LayerPass | None:
-    """Return the pass that this thread is in."""
+    """Return the pass that this thread is running."""
     return _running.get()
 
 
@@ -191,18 +193,17 @@ class LayerPass:
     """Tensors that one forward of a layer has saved.
 
     Args:
-        name: of the layer, for messages.
-        min_bytes: smaller storages stay on the device.
-        stays: tensors whose memory stays on the device: others use it too.
-        previous: the pass of the layer below, whose backward comes next.
-        of_any_stream: the layer may allocate what it saves on more than one stream.
-        choice: how much may be swapped; None: everything.
-        layer: Megatron's, of which this is a forward.
+        name: name of the layer in messages.
+        min_bytes: size below which a storage stays on the device.
+        stays: tensors whose memory stays on the device because it has other users.
+        previous: pass of the layer below, which runs its backward next.
+        of_any_stream: whether the layer may allocate saved tensors on more than one stream.
+        choice: decision on how much to swap; ``None`` swaps everything.
+        layer: Megatron layer that runs the forward.
 
     Attributes:
-        name: as given.
-        largest_too_small: bytes of the largest storage that is too small, if none has been large enough,
-            whether or not it was swapped.
+        name: name of the layer in messages.
+        largest_too_small: size of the largest storage below ``min_bytes``; 0 if any storage was large enough.
     """
 
     def __init__(
@@ -219,18 +220,18 @@ class LayerPass:
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
         self._previous, self._of_any_stream = previous, of_any_stream
         self._leaving: list[SwappedStorage] = []
-        # The last save, by address, which cannot be reused as long as the storage is held here.
+        # Last save by address. An address cannot be reused while the storage is referenced here.
         self._saved: dict[int, _Swapped] = {}
         self._gone: list[ref[SwappedStorage]] = []
         self.largest_too_small, self._has_large = 0, False
         self._choice = choice
-        # Parts of the layer, and of the schedule around it, may run on another one (--two-streams).
+        # Parts of the layer, and of the schedule around it, may run on another stream (--two-streams).
         self._stream = platforms.current().current_stream()
         self._limit, self._clock = (None, None) if choice is None else choice.starts(layer, self)
 
     @contextlib.contextmanager
     def whole_layer(self) -> Iterator[None]:
-        """Surround the layer's forward, at whose end the device's memory goes."""
+        """Surround the layer's whole forward, and release the device memory at its end."""
         with self.piece():
             yield
         self.leave()
@@ -245,36 +246,37 @@ class LayerPass:
             _running.reset(token)
 
     def leave(self) -> None:
-        """Let the device's memory go at the end of the layer's forward."""
+        """Release the device memory at the end of the layer's forward."""
+        # With one large storage, the threshold does not disable the layer: no message is needed.
         if self._has_large:
             self.largest_too_small = 0
         if self._clock is not None:
             self._clock.end = now()
         for swapped in self._leaving:
             swapped.leave()
+        # Weak references: the graph owns the storages, and frees them as backward proceeds.
         self._gone = [ref(swapped) for swapped in self._leaving]
         self._leaving, self._saved = [], {}
 
     def hooks(self) -> Any:
-        """Return a context in which saved tensors are taken over from autograd."""
+        """Return a context that takes saved tensors over from autograd."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def backward_begins(self, _: Tensor) -> None:
-        """Fetch the layer below when the gradient of this layer's output is there.
-
-        The fetch runs a whole layer ahead: this layer has been fetched already, unless it is the last.
-        """
+        """Fetch the storages of the layer below when this layer's output has its gradient."""
+        # The fetch is one layer ahead: this layer was fetched by the layer above, unless it is the last.
         for layer_pass in (self, self._previous):
             if layer_pass is not None:
                 layer_pass._come_back(self)
 
     def _come_back(self, above: LayerPass) -> None:
-        """Fetch what has been swapped; backward reads what was saved last first."""
+        """Copy the swapped storages back, in the order in which backward reads them."""
         if self._clock is not None and self._clock.asked is None:
             self._clock.asked = now()
             self._clock.above = above._clock if above is not self else None
         platform = platforms.current()
-        with platform.use_stream(self._stream):  # whose memory they lie in
+        with platform.use_stream(self._stream):  # the stream that owns their memory
+            # Backward reads the last saved storage first.
             for former in reversed(self._gone):
                 swapped = former()
                 if swapped is not None:
@@ -284,8 +286,8 @@ class LayerPass:
         if not self._may_leave(tensor):
             return _Kept(tensor, self.name)
         storage, self._has_large = tensor.untyped_storage(), True
-        # The copy starts now and not at the module's end, to run behind what is left of the module too. So
-        # a write that no version counter shows is not in it; autograd does not see such a write either.
+        # Copy now and not at the module's end, so that the copy overlaps with the rest of the module. The
+        # copy misses later writes that bypass the version counter, but autograd does not see those either.
         former = self._saved.get(storage.data_ptr())
         if former is not None and former.is_as_saved(tensor):
             return _Swapped(tensor, self.name, former.swapped)
@@ -303,7 +305,7 @@ class LayerPass:
         return saved
 
     def _is_full(self, nbytes: int) -> bool:
-        """Return whether no storage of this size may go any more."""
+        """Return whether the limit excludes a storage of this size."""
         if self._limit is not None and len(self._leaving) >= self._limit:
             return True
         if self._choice is None or self._choice.may_take(nbytes):
@@ -322,7 +324,7 @@ class LayerPass:
             return False
         if tensor.device.type != platforms.current().device_type:
             return False
-        if tensor.is_leaf and tensor.requires_grad:  # held by what reads its gradient
+        if tensor.is_leaf and tensor.requires_grad:  # stays alive for its gradient
             return False
         storage = tensor.untyped_storage()
         bytes_ = storage.nbytes()
@@ -335,10 +337,10 @@ class LayerPass:
 
 
 class _Saved:
-    """Object that autograd holds in place of a tensor.
+    """Base class of the objects that replace saved tensors in the graph.
 
-    Autograd does not watch tensors that hooks have taken, so whether they are changed in place is
-    watched here, by the same counter.
+    Autograd does not check tensors taken by hooks for changes in place, so this class compares the same
+    version counter.
     """
 
     def __init__(self, watched: Tensor, name: str) -> None:
@@ -357,12 +359,12 @@ class _Saved:
 
 
 class _Kept(_Saved):
-    """Tensor that stays where it is."""
+    """Saved tensor that stays on the device."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, Parameter):
             saved_tensors.remember_parameter(tensor)
-        # A node that holds its own output, graph and all, would never be freed.
+        # Detach: a node that holds its own output, graph included, would never be freed.
         super().__init__(tensor if tensor.is_leaf else tensor.detach(), name)
 
     def tensor(self) -> Tensor:
@@ -371,11 +373,11 @@ class _Kept(_Saved):
 
 
 class _Swapped(_Saved):
-    """View of a storage that goes to the host."""
+    """Saved view of a storage that is copied to the host."""
 
     def __init__(self, tensor: Tensor, name: str, swapped: SwappedStorage) -> None:
-        counter = tensor.detach()  # shares the version counter,
-        counter.data = tensor.new_empty(0)  # and no longer the memory
+        counter = tensor.detach()  # shares the version counter
+        counter.data = tensor.new_empty(0)  # drops the memory and keeps the counter
         super().__init__(counter, name)
         self.swapped = swapped
         self._dtype, self._device = tensor.dtype, tensor.device
@@ -388,11 +390,9 @@ class _Swapped(_Saved):
         )
 
     def is_as_saved(self, tensor: Tensor) -> bool:
-        """Return whether the storage has not changed since, by the counters of both tensors.
-
-        Views and detached tensors share a counter; ``tensor.data`` has one of its own, which may show the
-        same number after the other one has moved.
-        """
+        """Return whether the storage is unchanged since the save, by the counters of both tensors."""
+        # Views and detached tensors share a counter, but `tensor.data` has its own. That one may show the
+        # saved number although the shared counter has moved.
         return self._watched._version == self._version == tensor._version
 
 

@@ -1,7 +1,7 @@
-"""Bytes of one device storage that spend the time between forward and backward on the host.
+"""Device storage whose bytes are on the host between forward and backward.
 
-Copies run on two streams of their own, one per direction. Nothing is resized, and no memory is taken from
-other users: the device has the bytes as long as anything holds the storage.
+Copies run on two dedicated streams, one per direction. Storages are never resized, so the bytes stay on the
+device as long as anything else references the storage.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ _REMEDY = (
 
 @functools.cache
 def _streams(platform: Platform) -> tuple[Stream, Stream]:
-    """Return the stream to the host, and the one back."""
+    """Return the copy streams: device to host, and host to device."""
     return platform.new_stream(), platform.new_stream()
 
 
 class SwappedStorage:
     """Storage and its copy on the host.
 
-    The copy to the host starts at once, behind what the current stream has computed so far. The host's
-    buffer goes back to the pool, and the device's memory to its allocator, with the last reference to this
-    object, whatever happens to the graph that it belongs to.
+    The copy to the host starts at once, after the work queued on the current stream. Deleting the last
+    reference to this object returns the host buffer to the pool and the device memory to its allocator.
 
     Args:
-        storage: a ``torch.UntypedStorage`` on the device, not empty.
-        dtype: of the tensors on it: torch_npu describes a storage in numbers of the type that it was made
-            with, and copies tensors whose shape does not fit that description.
-        of_any_stream: it may have been allocated while another stream than the current one was, whose later
-            work does not wait for the copy. The allocator then keeps the memory until it sees the copy done,
-            which is later than the current stream needs where the host runs ahead of the device.
-        copies: events of its copies are noted here.
+        storage: nonempty ``torch.UntypedStorage`` on the device.
+        dtype: dtype of the tensors on the storage. torch_npu describes a storage by the dtype that it was
+            created with, and copies tensors of another shape than that description.
+        of_any_stream: whether the storage may belong to a stream other than the current one. Later work of
+            that stream does not wait for the copy, so the allocator keeps the memory until it has seen the
+            copy finish. This is later than necessary if the host runs ahead of the device.
+        copies: record for the events of the copies.
 
     Raises:
         SettingsError: the host has no memory left.
@@ -57,7 +56,7 @@ class SwappedStorage:
         self.nbytes: int = storage.nbytes()
         self._copies = copies
         self._device = storage.device
-        # A storage may have a few bytes more than whole numbers.
+        # A storage may have a few bytes beyond a multiple of the item size.
         self._dtype = dtype if self.nbytes % dtype.itemsize == 0 else torch.uint8
         self._storage: Any = storage
         self._former: ref[Any] = ref(storage)
@@ -77,18 +76,16 @@ class SwappedStorage:
             platform.record_stream(source, stream)
 
     def leave(self) -> None:
-        """Let the device's memory go.
-
-        What the current stream is given from now on comes after the copy, so it may use the memory.
-        """
+        """Drop the reference to the device memory; the current stream's later work waits for the copy."""
         assert self._last_copy is not None
+        # The memory may therefore be reused by the current stream at once.
         self._last_copy.wait(platforms.current().current_stream())
         self._storage = None
 
     def come_back(self) -> None:
-        """Start copying to the device, unless the bytes are there or on their way.
+        """Start the copy to the device, unless the bytes are there or being copied.
 
-        A storage that has been kept elsewhere is used again instead.
+        Reuse the original storage if another reference has kept it alive.
         """
         if self._storage is not None:
             return
@@ -98,8 +95,8 @@ class SwappedStorage:
             return
         platform = platforms.current()
         _, stream = _streams(platform)
-        # Allocated for the current stream, which is the one that uses it; the copy waits until memory
-        # that the allocator hands out again is no longer in use there.
+        # Allocate on the current stream, which reads the memory. The allocator may return memory that earlier
+        # work of this stream still uses, so the copy waits for that work.
         numbers = self.nbytes // self._dtype.itemsize
         place = torch.empty(numbers, dtype=self._dtype, device=self._device)
         source = self._buffer.tensor.view(self._dtype)
@@ -111,7 +108,7 @@ class SwappedStorage:
         self._storage = place.untyped_storage()
 
     def on_device(self) -> Any:
-        """Return the storage; the current stream waits until its bytes are there."""
+        """Return the storage; the current stream waits for its bytes."""
         self.come_back()
         if self._back is not None:
             platform = platforms.current()
@@ -119,16 +116,17 @@ class SwappedStorage:
             if self._copies is not None and self._copies.read is None:
                 self._copies.read = now()
             self._back.wait(stream)
-            if stream != self._consumer:  # the memory is the consumer's: this one reads it as a guest
+            # The memory belongs to the consumer's stream, and another stream reads it here.
+            if stream != self._consumer:
                 platform.record_stream(bytes_of(self._storage), stream)
         return self._storage
 
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
-        if buffer is None:  # there was no memory for one
+        if buffer is None:  # the constructor failed to get host memory
             return
         if self._back is not None:
-            # Perhaps nothing has waited: the memory must not be handed out under the copy.
+            # Nothing may have waited for the copy: the memory must not be reused while it is written.
             self._back.wait(self._consumer)
         buffer.give_back(after=self._last_copy)
 
@@ -136,7 +134,7 @@ class SwappedStorage:
 def _copy_behind_current(
     platform: Platform, stream: Stream, destination: Tensor, source: Tensor, timed: bool
 ) -> tuple[Event, tuple[Event, Event] | None]:
-    """Copy on a stream what the current one has computed; return the copy's event, and its times if asked."""
+    """Copy after the current stream's work; return the copy's event, and begin and end if ``timed``."""
     ready = platform.new_event()
     ready.record(platform.current_stream())
     with platform.use_stream(stream):

@@ -1,4 +1,4 @@
-"""Optimizer state on the host; the step is a pipeline of loading, updating and storing."""
+"""Declaration of swap-optimizer: optimizer state on the host, and a pipelined step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options:
     """Options of ``--swap-optimizer``.
 
     Attributes:
-        switched_on: the feature's own switch is on.
+        switched_on: state of the feature's own switch.
         times: number of parts of a step; ``None`` if unset.
     """
 
@@ -39,12 +39,12 @@ class Options:
 
     @property
     def parts(self) -> int:
-        """Return the number of parts of a step."""
+        """Return the number of parts of a step, or the default."""
         return DEFAULT_TIMES if self.times is None else self.times
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Read them from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         return cls(
             switched_on=bool(getattr(settings, "swap_optimizer", False)),
             times=getattr(settings, "swap_optimizer_times", None),
@@ -63,7 +63,7 @@ _REFUSED: tuple[Row, ...] = (
 
 
 def check_swapped_state(args: Any, options: Options) -> Iterator[str]:
-    """Yield what in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    """Yield conflicts in the arguments or in an optimizer configuration."""
     yield from check_moved_adam(args, _FLAG)
     yield from check_arguments(args, _FLAG, _REFUSED)
     if options.times is not None and options.times < 1:
@@ -77,17 +77,18 @@ _CHECKPOINTS = "checkpoints are read from the host and written to it"
 
 
 def find_rounding(about: Surroundings) -> Iterator[Finding]:
-    """Yield pinned buffers that torch_npu rounds up."""
-    given = about.variable(_ALLOCATOR)
+    """Yield a finding if torch_npu rounds pinned buffers up to a power of two."""
+    value = about.variable(_ALLOCATOR)
     try:
         knows = Version(about.machine.torch_npu or "0") >= Version(_KNOWS_ROUNDING)
     except InvalidVersion:
         return
-    if knows and _ROUNDING not in given:
-        wanted = ",".join(filter(None, (given, f"{_ROUNDING}:128")))
+    # Older releases of torch_npu do not have the option.
+    if knows and _ROUNDING not in value:
+        wanted = ",".join(filter(None, (value, f"{_ROUNDING}:128")))
         yield Finding(
             "note",
-            f"{_ALLOCATOR} {given or 'not set'}",
+            f"{_ALLOCATOR} {value or 'not set'}",
             "torch_npu rounds the pinned buffers of --swap-optimizer up to a power of two, which takes up to "
             "twice the host memory",
             f"export {_ALLOCATOR}={wanted}",

@@ -1,8 +1,8 @@
-"""Megatron's optimizers with state that lies on the host.
+"""State of Megatron's optimizers on the host.
 
-The master weights, which are keys of the optimizer's state and carry the gradients, stay as tensors on the
-device, without numbers. What Megatron reads and writes of them outside of a step, it
-finds on the host instead, for the duration of that call.
+The master weights are keys of the optimizer's state and carry the gradients, so they stay on the device as
+tensors without values. When Megatron reads or writes master weights outside of a step, it gets the host
+tensors for the duration of that call.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from mindspeed_dsa.platforms.base import Event
 
 _Function = Callable[..., Any]
 _WAITING = "_mindspeed_dsa_swapped"
-# The name that torch has for it since 2.5, and the one before.
+# Name since torch 2.5, and name before.
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _LISTS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
 _freed: ContextVar[FreedStorage | None] = ContextVar("freed", default=None)
-"""Set while an optimizer is constructed: its new master weights are freed."""
+"""Placeholder storage for the master weights of the optimizer under construction; ``None`` otherwise."""
 
 
 class GatherAlone(OptimizerState):
-    """State of an optimizer that has nothing to update, because this rank's part of the buckets is empty.
+    """State of an optimizer with nothing to update, because this rank's shards of the buckets are empty.
 
-    Other ranks gather the buckets early, and this one in the same order.
+    Other ranks gather the buckets early, so this rank must gather them in the same order.
     """
 
     def __init__(self, optimizer: Any, integrity: StepIntegrity) -> None:
@@ -55,10 +55,10 @@ class GatherAlone(OptimizerState):
 
 
 class SwappedState(StateWithMoments):
-    """State on the host of one of Megatron's optimizers.
+    """Host state of one of Megatron's optimizers.
 
     Attributes:
-        pipeline: what a step is done with.
+        pipeline: pipeline that makes the steps.
     """
 
     check = staticmethod(check_swapped_state)
@@ -66,7 +66,7 @@ class SwappedState(StateWithMoments):
     @classmethod
     @contextlib.contextmanager
     def constructing(cls) -> Iterator[None]:
-        """Free each master weight when it has been made."""
+        """Free the memory of each master weight right after its creation."""
         token = _freed.set(FreedStorage())
         try:
             yield
@@ -76,13 +76,13 @@ class SwappedState(StateWithMoments):
     @classmethod
     @torch.no_grad()
     def built(cls, optimizer: Any, context: Context[Options]) -> OptimizerState | None:
-        """Lay out the state of a new optimizer on the host."""
+        """Allocate the state of a new optimizer on the host."""
         parameters = list(_parameters(optimizer))
         integrity = StepIntegrity(context.feature)
         if not parameters:
             return GatherAlone(optimizer, integrity) if _gathers_after_steps(optimizer) else None
         host_pool.require_host_memory(
-            4 * sum(each.rows * each.piece.numel() for each in parameters),
+            4 * sum(param.rows * param.piece.numel() for param in parameters),
             context.feature,
             "use more data parallel ranks with --use-distributed-optimizer or --use-torch-fsdp2, fewer "
             "processes on a host, or omit --swap-optimizer",
@@ -90,7 +90,7 @@ class SwappedState(StateWithMoments):
         state = cls(optimizer, parameters, context.options.parts, integrity)
         for chunk in getattr(optimizer, "model_chunks", ()):
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                # The model may outlive the optimizer.
+                # A weak reference: the model may outlive the optimizer.
                 vars(group).setdefault(_WAITING, weakref.WeakSet()).add(state)
         return state
 
@@ -98,12 +98,13 @@ class SwappedState(StateWithMoments):
         self, optimizer: Any, parameters: list[Parameter], times: int, integrity: StepIntegrity
     ) -> None:
         self._optimizer = optimizer
-        kinds = ([each for each in parameters if each.rows == rows] for rows in (3, 2))
+        # Three rows: master weight and both moments. Two rows: the moments of a float32 model weight.
+        kinds = ([param for param in parameters if param.rows == rows] for rows in (3, 2))
         slabs = [Slab(kind) for kind in kinds if kind]
-        rows = {each: slab.of(each) for slab in slabs for each in slab.parameters}
-        self._weights = {each.main: each.weights for each in parameters if each.weights is not None}
-        self._masters = {each.main: rows[each][0] for each in parameters if each.main in self._weights}
-        places = {each.main: (rows[each][-2], rows[each][-1]) for each in parameters}
+        rows = {param: slab.of(param) for slab in slabs for param in slab.parameters}
+        self._weights = {param.main: param.weights for param in parameters if param.weights is not None}
+        self._masters = {param.main: rows[param][0] for param in parameters if param.main in self._weights}
+        places = {param.main: (rows[param][-2], rows[param][-1]) for param in parameters}
         super().__init__(optimizer, Moments(optimizer.optimizer, places), integrity)
         self.pipeline = Pipeline(optimizer.optimizer, slabs, self.moments, times, integrity)
         self._gather: EarlyGather | None = None
@@ -112,20 +113,20 @@ class SwappedState(StateWithMoments):
         self.reload()
 
     def master(self, main: Tensor) -> Tensor:
-        """Return ``main``'s float32 weight on the host; ``main`` itself if it is the model's weight."""
+        """Return the float32 master weight on the host, or ``main`` itself if it is the model's weight."""
         return self._masters.get(main, main)
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Set the master weights to what the model's weights are, one after the other."""
+        """Set the master weights to the values of the model's weights, one at a time."""
         self.pipeline.settle()
         for main, master in self._masters.items():
             master.view(-1).copy_(self._weights[main]())
 
     def load_early(self) -> None:
-        """Start to load for the step to come, where that goes on beside other work.
+        """Start to load the first chunks of the next step where copies are asynchronous.
 
-        Where the device has no memory yet, as in a backward whose activations are alive, a later call loads.
+        If the device has no memory yet, for example in a backward with live activations, a later call loads.
         """
         if platforms.current().asynchronous:
             with contextlib.suppress(_OUT_OF_MEMORY):
@@ -138,24 +139,25 @@ class SwappedState(StateWithMoments):
         self.pipeline.discard()
 
     def step(self, call: Callable[[], bool]) -> bool:
-        """Let the inner optimizer's step go through the pipeline."""
+        """Run the inner optimizer's step through the pipeline."""
         inner = self._optimizer.optimizer
         step = partial(self.pipeline.step, inner.step)
         with contextlib.ExitStack() as stack:
             if self._gather is not None and platforms.current().asynchronous:
                 step = partial(step, updated=stack.enter_context(self._gather.during_a_step()))
             stack.enter_context(replaced(inner, "step", step))
+            # Megatron's call does more than the inner step, so it can also fail after a completed step.
             completed = self.pipeline.completed
             try:
                 return call()
             except BaseException:
-                # Megatron's own step would not have written the model's weights yet; the pipeline has.
+                # The pipeline has written model weights already; stock Megatron writes them after the step.
                 if self._masters and self.pipeline.completed != completed:
                     self.pipeline.mark_broken()
                 raise
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Do nothing: the pipeline does it."""
+        """Do nothing, because the pipeline writes the model's weights."""
 
     def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
         if not from_state_dict:
@@ -183,14 +185,16 @@ class SwappedState(StateWithMoments):
     def load_parameters(self, call: Callable[[], None]) -> None:
         groups = enumerate(self._optimizer.optimizer.param_groups)
         places = [
-            Place(number, at, main) for number, group in groups for at, main in enumerate(group["params"])
+            Place(number, index, main)
+            for number, group in groups
+            for index, main in enumerate(group["params"])
         ]
         with self.keyed_on_the_host(places):
             call()
 
     @contextlib.contextmanager
     def on_the_host(self) -> Iterator[None]:
-        """Let Megatron find the master weights on the host in its lists."""
+        """Replace master weights by their host tensors in Megatron's lists."""
         self.pipeline.settle()
         with contextlib.ExitStack() as stack:
             for name in _LISTS:
@@ -203,37 +207,39 @@ class SwappedState(StateWithMoments):
 
     @contextlib.contextmanager
     def keyed_on_the_host(self, places: list[Place]) -> Iterator[None]:
-        """Let the inner optimizer's groups and state, too, have these master weights as those on the host."""
+        """Replace master weights by their host tensors in the inner optimizer's param groups and state."""
         self.pipeline.settle()
         inner = self._optimizer.optimizer
-        for group, at, main in places:
-            inner.param_groups[group]["params"][at] = self.master(main)
+        for group, index, main in places:
+            inner.param_groups[group]["params"][index] = self.master(main)
             inner.state[self.master(main)] = inner.state[main]
         try:
             with torch.no_grad():
                 yield
         finally:
-            for group, at, main in places:
-                inner.param_groups[group]["params"][at] = main
+            for group, index, main in places:
+                inner.param_groups[group]["params"][index] = main
                 if self.master(main) is not main:
                     del inner.state[self.master(main)]
 
 
 def without_master(original: _Function) -> _Function:
-    """Decorate ``copy_tensor_model_parallel_attributes``, called once for each new master weight."""
+    """Decorate ``copy_tensor_model_parallel_attributes`` to free each new master weight."""
 
+    # Megatron's optimizers call it once for each master weight that they create.
     def copy_tensor_model_parallel_attributes(destination_tensor: Any, source_tensor: Any) -> None:
         original(destination_tensor, source_tensor)
         freed = _freed.get()
         if freed is not None and destination_tensor.dtype is torch.float32 is not source_tensor.dtype:
-            freed.free(destination_tensor)  # the weights it was made from are still there
+            freed.free(destination_tensor)  # its values are still in the model's weight
 
     return copy_tensor_model_parallel_attributes
 
 
 def load_before_gradients(original: _Function) -> _Function:
-    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync``, whose first call is in the last backward."""
+    """Decorate ``_ParamAndGradBucketGroup.start_grad_sync`` to load the first chunks early."""
 
+    # The first call of a step is in the last microbatch's backward, once a bucket has all its gradients.
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         for swapped in getattr(self, _WAITING, ()):
             swapped.load_early()
@@ -243,7 +249,7 @@ def load_before_gradients(original: _Function) -> _Function:
 
 
 def _parameters(optimizer: Any) -> Iterator[Parameter]:
-    """Yield what is updated, each with a function that gives the model's weights."""
+    """Yield the optimizer's parameters, each with a function that returns the model's weights."""
     weights: dict[Tensor, Callable[[], Tensor]] = {}
     positions: dict[Tensor, int] = {}
     if is_sharded(optimizer):
@@ -266,13 +272,13 @@ def _gathers_after_steps(optimizer: Any) -> bool:
 
 
 def _pairs(models: list[list[Tensor]], mains: list[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's parameters with what the optimizer updates for them."""
+    """Yield pairs of a model parameter and the tensor that the optimizer updates for it."""
     for model_group, main_group in zip(models, mains, strict=True):
         yield from zip(model_group, main_group, strict=True)
 
 
 def _shard_in_bucket(optimizer: Any, model: Tensor) -> Tensor:
-    """Return the parameter's part in this rank's shard of its bucket, from which Megatron gathers it."""
+    """Return the parameter's part of this rank's shard of its bucket, from which Megatron gathers."""
     span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
     number, _, place = optimizer.model_param_gbuf_map[model]
     weights: Tensor = optimizer.buffers[number].buckets[place].param_data.view(-1)[span.start : span.end]
@@ -283,12 +289,12 @@ def _flat(model: Tensor) -> Tensor:
     return local_of(model).detach().view(-1)
 
 
-# -- gathering weights bucket by bucket while the rest of a step is under way --------------------------
+# -- gathering weights bucket by bucket while the rest of a step runs -----------------------------
 #
-# Megatron gathers all buckets after the step. Here each bucket group is gathered, on a stream of its own, as
-# soon as the chunks that hold this rank's part of it are updated; Megatron's own call then finds it done.
-# Ranks have different parts of parameters, so their chunks differ; they agree on the order of bucket groups,
-# also those that have no part at all.
+# Megatron gathers all buckets after the step. Here each bucket group is gathered on a separate stream as soon
+# as the chunks with this rank's part of it are updated. Megatron's own call then finds it gathered. Ranks
+# have different parts of parameters and so different chunks, but gather the bucket groups in the same order.
+# Ranks without any part join in.
 
 
 _GATHERED = "_mindspeed_dsa_gathered"
@@ -298,10 +304,11 @@ class BucketOrder:
     """Bucket groups of a ``DistributedOptimizer`` in the order in which Megatron gathers them.
 
     Args:
-        optimizer: Megatron's.
+        optimizer: Megatron's ``DistributedOptimizer``.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        # A model chunk also has bucket groups of other optimizers, for example of expert parameters.
         own_buckets = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
         self.groups = [
             group
@@ -315,22 +322,22 @@ class BucketOrder:
         self._optimizer = optimizer
 
     def position(self, model: Tensor) -> int:
-        """Return the number of the group that gathers one of the model's parameters."""
+        """Return the index of the group that gathers the parameter."""
         number, _, place = self._optimizer.model_param_gbuf_map[model]
         return self._positions[id(self._optimizer.buffers[number].buckets[place])]
 
 
 class EarlyGather:
-    """Gathers of one optimizer's steps.
+    """Gathers of bucket groups during one optimizer's steps.
 
     Args:
-        groups: bucket groups, in order.
-        chunks: of a step; none on a rank that has nothing to update.
+        groups: bucket groups, in gathering order.
+        chunks: chunks of a step; empty on a rank that has nothing to update.
     """
 
     def __init__(self, groups: Sequence[Any], chunks: Sequence[Chunk]) -> None:
         self._groups = list(groups)
-        self._last = [-1] * len(groups)  # chunk that a group waits for
+        self._last = [-1] * len(groups)  # last chunk that each group waits for; -1: none
         for number, chunk in enumerate(chunks):
             for piece in chunk.pieces:
                 self._last[piece.parameter.position] = number
@@ -339,23 +346,23 @@ class EarlyGather:
 
     @contextmanager
     def during_a_step(self) -> Iterator[Callable[[int, Event], None]]:
-        """Yield a function to call with each chunk's number and the event that its update is recorded in."""
+        """Yield a callback that takes a chunk's number and the event recorded after its update."""
         self._done = 0
         try:
             yield self._updated
         except BaseException:
-            for group in self._groups:  # nothing was gathered that a later step could rely on
+            for group in self._groups:  # a later step must gather them again
                 vars(group).pop(_GATHERED, None)
             raise
         platforms.current().current_stream().wait_stream(self._stream)
 
     @contextmanager
     def with_nothing_to_update(self) -> Iterator[None]:
-        """Gather in a step on a rank that has no part of the buckets, in the order of the others."""
+        """Gather during a step of a rank without any part of the buckets, in the other ranks' order."""
         with self.during_a_step() as updated:
             event = platforms.current().new_event()
             event.record(platforms.current().current_stream())
-            updated(0, event)
+            updated(0, event)  # all groups have `_last` -1, so this gathers all of them
             yield
 
     def _updated(self, number: int, event: Event) -> None:
@@ -369,7 +376,7 @@ class EarlyGather:
 
 
 def unless_gathered(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``_ParamAndGradBucketGroup.start_param_sync``."""
+    """Decorate ``_ParamAndGradBucketGroup.start_param_sync`` to skip groups that are already gathered."""
 
     def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not vars(self).pop(_GATHERED, False):

@@ -1,14 +1,14 @@
-"""Optimizer step over chunks of state that lies on the host: load, update and store at the same time.
+"""Pipelined optimizer step over chunks of host state: load, update and store run at the same time.
 
-A *slab* is one buffer of float32 on the host, ``[rows, numel]``: the parameters of an optimizer one after the
-other, in every row the same columns. Three rows are master weight, ``exp_avg`` and ``exp_avg_sq``; two are
-the moments alone, where the model's own weight is float32. A *chunk* is a range of columns. Adam works
-element by element, so a chunk may begin and end inside a parameter.
+A *slab* is one float32 host buffer ``[rows, numel]`` with the parameters of an optimizer one after the other,
+at the same columns in every row. Three rows are master weight, ``exp_avg`` and ``exp_avg_sq``. Two rows are
+the moments only, for float32 weights of the model. A *chunk* is a range of columns. Adam works element by
+element, so a chunk may begin and end inside a parameter.
 
-Three staging buffers go round. While Adam updates a chunk in one of them on the current stream, the next
-chunk arrives in the second on a stream of its own, and the chunk before leaves the third on another.
-The buffers are there from the first load, which may begin before the gradients are complete, to the end of
-the step.
+There are three staging buffers on the device. While Adam updates one chunk on the current stream, the next
+chunk is loaded into the second buffer and the previous chunk is stored from the third, on separate streams.
+The buffers exist from the first load, which may start before the gradients are complete, to the end of the
+step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Parameter:
     """Tensor that an optimizer updates.
 
     Attributes:
-        main: the optimizer's own tensor, a key of its state. Its numbers are on the host, unless it is the
-            model's float32 weight itself.
-        group: number of its parameter group.
-        weights: gives the model's weights that are made from it, ``[piece.numel()]``; ``None`` if ``main``
-            is the model's weight.
-        position: parameters are updated in this order; with sharding, that of the buckets they lie in.
+        main: optimizer's own tensor, a key of its state. Its values are on the host, unless it is the model's
+            float32 weight itself.
+        group: index of its param group.
+        weights: function that returns the model's weights made from ``main``, ``[piece.numel()]``; ``None``
+            if ``main`` is the model's weight.
+        position: sort key for the update order; under sharding, the position of the parameter's bucket.
     """
 
     main: Tensor
@@ -52,21 +52,21 @@ class Parameter:
 
     @property
     def piece(self) -> Tensor:
-        """Return what this rank has of ``main``: all of it, unless it is sharded."""
+        """Return this rank's shard of ``main``, or all of it without sharding."""
         return local_of(self.main)
 
     @property
     def rows(self) -> int:
-        """Return how many numbers are on the host for each of the parameter's."""
+        """Return the number of host values per element of the parameter."""
         return 2 if self.weights is None else 3
 
 
 class Slab:
-    """Float32 numbers of parameters that have equally many rows.
+    """Host buffer of the parameters with the same number of rows.
 
     Attributes:
-        rows: ``[rows, numel]``, on the host; the moments are zero at first.
-        starts: first column of each parameter.
+        rows: float32 ``[rows, numel]`` on the host, with moments initially zero.
+        starts: dict from parameter to its first column.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -74,23 +74,23 @@ class Slab:
         count = self.parameters[0].rows
         self.starts: dict[Tensor, int] = {}
         numel = 0
-        for each in self.parameters:
-            self.starts[each.main] = numel
-            numel += each.piece.numel()
-        # A padding number: Megatron's writer assumes that a tensor which fills its storage is never changed.
+        for param in self.parameters:
+            self.starts[param.main] = numel
+            numel += param.piece.numel()
+        # One extra number: Megatron's writer assumes that a tensor which fills its storage never changes.
         memory = host_pool.shared.keep(4 * (count * numel + 1), owner=self).view(torch.float32)
         self.rows = memory[:-1].view(count, numel)
         self.rows[-2:].zero_()
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:
-        """Return the parameter's numbers on this rank, one tensor per row, shaped as they are there."""
+        """Return views of the parameter's values on this rank, one per row, in the shard's shape."""
         start, piece = self.starts[parameter.main], parameter.piece
         return tuple(row[start : start + piece.numel()].view(piece.shape) for row in self.rows)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a parameter that lies in a chunk: ``parameter[start:end]``, from ``column`` on."""
+    """Slice ``parameter[start:end]``, stored in a chunk from ``column`` on."""
 
     parameter: Parameter
     start: int
@@ -103,8 +103,8 @@ class Chunk:
     """Range of columns of a slab.
 
     Attributes:
-        host: ``[rows, columns]``, a view of the slab.
-        pieces: the parts of parameters inside, in order, without gaps.
+        host: view of the slab, ``[rows, columns]``.
+        pieces: slices of parameters in the chunk, in order and without gaps.
     """
 
     host: Tensor
@@ -112,7 +112,7 @@ class Chunk:
 
 
 def cut(slab: Slab, columns: int) -> list[Chunk]:
-    """Cut a slab into chunks of ``columns`` columns, at least one; the last one takes what is left."""
+    """Cut a slab into chunks of ``columns`` columns; the last chunk may be shorter."""
     numel = slab.rows.size(1)
     return [
         Chunk(slab.rows[:, first:last], tuple(_pieces(slab, first, last)))
@@ -126,27 +126,28 @@ def _pieces(slab: Slab, first: int, last: int) -> Iterator[Piece]:
     for parameter in slab.parameters:
         begin, numel = slab.starts[parameter.main], parameter.piece.numel()
         start, end = max(first - begin, 0), min(last - begin, numel)
-        # One without elements has no moments, but steps to count: it goes with the column before it.
+        # A parameter without elements has no moments but a step count: it goes with the column before it.
         if start < end or (numel == 0 and max(begin - 1, 0) in range(first, max(last, 1))):
             yield Piece(parameter, start, end, begin + start - first)
 
 
-# -- its way through the device -------------------------------------------------------------------
+# -- staging on the device -------------------------------------------------------------------------
 
 BUFFERS = 3
 _NUMBER = 4  # bytes of a float32
-_SCRATCH = 12  # bytes per number that torch's Adam, where it is not fused, allocates at most
+_SCRATCH = 12  # maximum bytes per number that torch's unfused Adam allocates
 _ALIGNMENT = 64  # columns, for vectorised copies
 
 
 def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
-    """Return how many columns a chunk has: buffers and scratch are at most ``3 / times`` of all state.
+    """Return the columns per chunk such that buffers and scratch take at most ``3 / times`` of the state.
 
     Args:
-        slabs: the state.
+        slabs: host state.
         times: ``N`` of ``--swap-optimizer-times``.
-        scratch: bytes per number that the optimizer allocates for what it updates.
+        scratch: temporary memory of the optimizer's step, in bytes per updated number.
     """
+    # Three rows, unfused Adam: 3 buffers x 3 rows x 4 bytes + 12 bytes = 48 bytes per column.
     total = sum(slab.rows.numel() for slab in slabs) * _NUMBER
     rows = max(slab.rows.size(0) for slab in slabs)
     columns = BUFFERS * total // times // (BUFFERS * rows * _NUMBER + scratch)
@@ -154,14 +155,15 @@ def columns_of(slabs: Sequence[Slab], times: int, scratch: int) -> int:
 
 
 def scratch_of(optimizer: Any) -> int:
-    """Return the bytes per number that this optimizer's step allocates; a fused one needs none."""
+    """Return the bytes per number that the optimizer's step allocates."""
+    # A fused step needs no temporary memory.
     is_fused = all(group["fused"] for group in optimizer.param_groups) if is_torch_adam(optimizer) else True
     return 0 if is_fused else _SCRATCH
 
 
 @dataclass
 class _Buffer:
-    """One staging buffer on the device."""
+    """Staging buffer on the device."""
 
     memory: Tensor  # [rows * columns], float32
     loaded: Event
@@ -169,23 +171,23 @@ class _Buffer:
     stored: Event
 
     def holding(self, chunk: Chunk) -> Tensor:
-        """Return the chunk's rows, ``[rows, columns]``."""
+        """Return the chunk's rows in the buffer, ``[rows, columns]``."""
         return self.memory[: chunk.host.numel()].view(chunk.host.shape)
 
 
 class Pipeline:
-    """The steps of one optimizer.
+    """Pipelined steps of one optimizer.
 
     Args:
-        optimizer: the inner optimizer.
-        slabs: its state.
-        moments: of the same state.
-        times: staging buffers are a ``times``-th of the state each, scratch included.
-        integrity: broken by a step that fails after it has updated anything.
+        optimizer: inner optimizer.
+        slabs: host state of the optimizer.
+        moments: moments in the slabs.
+        times: divisor N; three staging buffers and scratch memory take at most 3 / N of the state.
+        integrity: record of broken steps, marked by a step that fails after an update.
 
     Attributes:
-        integrity: as given.
-        completed: how many steps have been made.
+        integrity: record of broken steps.
+        completed: number of completed steps.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class Pipeline:
         columns = columns_of(slabs, times, scratch_of(optimizer))
         self.chunks = [chunk for slab in slabs for chunk in cut(slab, columns)]
         self._size = max(chunk.host.numel() for chunk in self.chunks)
-        self._slabs = slabs  # their memory is the pool's for as long as they live
+        self._slabs = slabs  # keeps their memory from returning to the pool
         self._optimizer, self._moments = optimizer, moments
         platform = platforms.current()
         self._loader, self._storer = platform.new_stream(), platform.new_stream()
@@ -205,14 +207,14 @@ class Pipeline:
 
     @property
     def staging(self) -> int:
-        """Return the bytes of the staging buffers on the device now."""
+        """Return the current size of the staging buffers in bytes."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def prefetch(self) -> None:
-        """Start to load the first chunks; does nothing if they are loaded.
+        """Start to load the first chunks, unless they are loaded already.
 
         Raises:
-            Exception: the device's, if it has no memory for the buffers; then nothing is loaded.
+            Exception: out-of-memory error of the device, after which nothing is loaded.
         """
         if self._buffers:
             return
@@ -223,7 +225,7 @@ class Pipeline:
             for _ in range(min(BUFFERS, len(self.chunks))):
                 memory = torch.empty(self._size, dtype=torch.float32, device=device)
                 buffers.append(_Buffer(memory, *(platform.new_event() for _ in range(3))))
-            # Earlier work may still use the memory, and the host's may not be written yet.
+            # Earlier work may still use the memory, and the last stores to the host may not be done.
             self._loader.wait_stream(platform.current_stream())
             self._loader.wait_event(self._stored)
             for number, buffer in enumerate(buffers):
@@ -231,21 +233,21 @@ class Pipeline:
         except BaseException:
             _release(buffers, self._loader)
             raise
-        self._buffers = buffers  # all of them hold what they should
+        self._buffers = buffers  # assigned last, when every load was started
 
     def discard(self) -> None:
-        """Drop what is loaded, for a step that does not come; the host's memory may be written afterwards."""
+        """Discard the loaded chunks of a skipped step, after which the host memory may be written."""
         if self._buffers:
             self._loader.synchronize()
             self._drop()
 
     def settle(self) -> None:
-        """Wait until all state is on the host, and nothing else is under way."""
+        """Wait until all state is on the host and no copy is running."""
         self.discard()
         self._stored.synchronize()
 
     def mark_broken(self) -> None:
-        """Say that the state is that of no step."""
+        """Mark the state as broken: it mixes two steps."""
         self.integrity.mark_broken(parameter.main for slab in self._slabs for parameter in slab.parameters)
 
     @torch.no_grad()
@@ -255,12 +257,12 @@ class Pipeline:
         """Make one step over all chunks.
 
         Args:
-            update: the optimizer's own step.
-            updated: called with each chunk's number and the event that its update is recorded in.
+            update: step of the optimizer itself.
+            updated: callback that takes each chunk's number and the event recorded after its update.
 
         Raises:
-            RuntimeError: a step before this one has failed in the middle.
-            Exception: whatever ``update`` raises. If it has written anything, the state is that of no step.
+            RuntimeError: an earlier step failed in the middle.
+            Exception: any error of ``update``. The state is marked broken if anything was written.
         """
         self.integrity.require()
         self.prefetch()
@@ -271,10 +273,12 @@ class Pipeline:
                 self._update(number, update, counters, groups)
                 self._store(number)
                 updated(number, self._buffers[number % BUFFERS].updated)
+                # The buffer is free again once its chunk is stored: `_load` waits for that.
                 if number + BUFFERS < len(self.chunks):
                     self._load(number + BUFFERS, self._buffers[number % BUFFERS])
         finally:
             self._drop()
+        # Counters are written once per step, when all chunks of a parameter are updated.
         for main, counted in counters.items():
             _assign(self._optimizer.state[main], counted)
         for index, counted in groups.items():
@@ -285,7 +289,7 @@ class Pipeline:
     def _load(self, number: int, buffer: _Buffer) -> None:
         chunk = self.chunks[number]
         with platforms.current().use_stream(self._loader):
-            if number >= BUFFERS:
+            if number >= BUFFERS:  # an earlier chunk of this step used the buffer
                 self._loader.wait_event(buffer.stored)
             _copy(buffer.holding(chunk), chunk.host)
             buffer.loaded.record(self._loader)
@@ -311,7 +315,7 @@ class Pipeline:
                 if writes.may_have_happened():
                     self.mark_broken()
                 raise
-        self.mark_broken()  # until the last chunk is updated and all is counted
+        self.mark_broken()  # reset after the last chunk, when all counters are written
         for piece, part in parts.items():
             if part in view.state:
                 counters[piece.parameter.main] = _without_moments(view.state[part])
@@ -334,12 +338,13 @@ class Pipeline:
 
     @contextmanager
     def _only(self, parts: Mapping[Piece, Tensor], rows: Tensor) -> Iterator[_View]:
-        """Let the optimizer see the parts that have a gradient, as if they were its parameters."""
+        """Make the parts with a gradient the optimizer's only parameters inside the block."""
         all_groups, all_state = self._optimizer.param_groups, self._optimizer.state
         view = _View({}, defaultdict(dict))
         for piece, part in parts.items():
             main, index = piece.parameter.main, piece.parameter.group
             if main.grad is None:
+                # As in a stock step, parameters without a gradient are not updated.
                 continue
             part.grad = local_of(main.grad).view(-1)[piece.start : piece.end]
             if index not in view.groups:
@@ -348,6 +353,7 @@ class Pipeline:
             begun = _without_moments(self._moments.begin(main, all_groups[index]))
             columns = slice(piece.column, piece.column + part.numel())
             moments = dict(zip(MOMENTS, rows[-2:, columns], strict=True))
+            # The moments are views of the staging buffer, so the update writes into it.
             view.state[part] = {**_own_tensors(begun), **moments}
         self._optimizer.param_groups, self._optimizer.state = list(view.groups.values()), view.state
         try:
@@ -358,21 +364,21 @@ class Pipeline:
 
 @dataclass
 class _View:
-    """The optimizer's groups and state as it sees them during the update of a chunk."""
+    """Param groups and state that the optimizer sees during the update of a chunk."""
 
     groups: dict[int, dict[str, Any]]
     state: dict[Tensor, dict[str, Any]]
 
 
 def _part(piece: Piece, rows: Tensor) -> Tensor:
-    """Return the weights to update: the master weights that were loaded, or the model's own."""
+    """Return the weights to update: loaded master weights, or the model's own weights."""
     if piece.parameter.weights is None:
         return piece.parameter.piece.detach().view(-1)[piece.start : piece.end]
     return rows[0, piece.column : piece.column + piece.end - piece.start]
 
 
 def _release(buffers: Sequence[_Buffer], *streams: Stream) -> None:
-    """Let the buffers' memory go when the streams are done with it."""
+    """Free the buffers once the streams are done with them."""
     for buffer in buffers:
         for stream in streams:
             platforms.current().record_stream(buffer.memory, stream)
@@ -388,7 +394,9 @@ def _without_moments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy tensors, to count them up in place: a parameter in several chunks is one step older."""
+    """Copy the tensors among the values."""
+    # Adam increments counters in place. A parameter in several chunks must count one step, so every chunk
+    # starts from a copy of the old counter.
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
@@ -397,7 +405,7 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _assign(old: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Take over counters; nothing else in a state or group changes in a step."""
+    """Copy the step counter; nothing else in a state or param group changes in a step."""
     if isinstance(old.get("step"), Tensor):
         old["step"].copy_(new["step"])
     elif "step" in new:

@@ -1,4 +1,4 @@
-"""Adam's moments in host memory that the device addresses directly."""
+"""Declaration of virtual-optimizer: Adam's moments in host memory that the device addresses directly."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Options:
     """Options of ``--virtual-optimizer``.
 
     Attributes:
-        words: of the flag, for all pipeline stages or for each of them; none where it is not set.
+        words: values of the flag, one for all pipeline stages or one per stage; empty if unset.
     """
 
     words: tuple[str | float, ...]
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Read them from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         words = getattr(settings, "virtual_optimizer", None)
         if words is None:
             return cls(())
@@ -39,11 +39,11 @@ class Options:
         """Return the bytes that a process may keep on the host.
 
         Args:
-            stage: the process's pipeline stage.
-            stages: how many there are.
+            stage: pipeline stage of the process.
+            stages: number of pipeline stages.
 
         Raises:
-            ValueError: a quota that is none, or neither one nor one for each stage.
+            ValueError: a quota is invalid, or there is neither one quota nor one per stage.
         """
         quotas = [gibibytes(word) for word in self.words]
         if len(quotas) not in (1, stages):
@@ -58,7 +58,7 @@ def gibibytes(word: str | float) -> float:
     """Parse a quota: ``all``, or a number of GiB.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``word`` is neither.
     """
     quota = math.nan
     with contextlib.suppress(ValueError):
@@ -69,13 +69,14 @@ def gibibytes(word: str | float) -> float:
 
 
 def check_mapped_moments(args: Any, options: Options) -> Iterator[str]:
-    """Yield what in arguments, or in an optimizer's configuration, does not combine with the feature."""
+    """Yield conflicts in the arguments or in an optimizer configuration."""
     yield from check_moved_adam(args, "--virtual-optimizer")
     yield from check_quotas(args, options)
 
 
 def check_quotas(args: Any, options: Options) -> Iterator[str]:
-    """Yield quotas that are none, or do not fit the number of pipeline stages, where ``args`` has it."""
+    """Yield an error for invalid quotas, or for a number of quotas that does not fit the pipeline stages."""
+    # `args` may lack the number of stages, then only the quotas themselves are checked.
     if options.words:
         try:
             options.quota(0, argument(args, "pipeline_model_parallel_size") or len(options.words))

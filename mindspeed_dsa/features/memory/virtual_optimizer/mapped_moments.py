@@ -1,9 +1,9 @@
-"""Megatron's optimizers with moments that lie in host memory and are tensors of the device.
+"""Adam's moments for Megatron's optimizers in host memory that is mapped into the device's address space.
 
-On NPUs only kernels reach that memory: torch_npu documents it for ``fill_``, ``zero_`` and its own AdamW
-operator, so that operator updates the parameters whose moments lie there. For the duration of a call, other
-code finds copies of the moments in the optimizer's state, which are made, and written back, element by
-element.
+On NPUs only kernels can access this memory. torch_npu documents ``fill_``, ``zero_`` and its own AdamW
+operator for it, so that operator updates the parameters with mapped moments. Other code finds copies of the
+moments in the optimizer's state for the duration of a call. Kernels make the copies, and write them back,
+element by element.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from mindspeed_dsa.megatron.optimizer import Place, StepIntegrity
 from mindspeed_dsa.parallel.local_shards import local_of
 from mindspeed_dsa.platforms import host_pool
 
-_BYTES = 8  # of a parameter's two moments
+_BYTES = 8  # two float32 moments per element of a parameter
 _living: weakref.WeakSet[MappedMoments] = weakref.WeakSet()
-"""Moments of all optimizers, which share a quota."""
+"""Moments of all live optimizers, which share one quota."""
 
 
 class MappedMoments(StateWithMoments):
-    """Moments on the host of one of Megatron's optimizers.
+    """Host moments of one of Megatron's optimizers.
 
     Args:
-        optimizer: Megatron's.
-        quota: bytes for moments at most; parameters take from it in the optimizer's order, whole.
-        context: the feature's.
+        optimizer: Megatron's optimizer.
+        quota: maximum bytes for moments. Parameters use it in the optimizer's order, none of them in part.
+        context: context of the feature.
 
     Attributes:
-        nbytes: bytes on the host.
-        megatron: whose optimizer it is.
+        nbytes: size of the moments on the host.
+        megatron: Megatron package of the optimizer.
     """
 
     check = staticmethod(check_mapped_moments)
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Options]) -> MappedMoments:
-        """Give the moments of a new optimizer their places."""
+        """Allocate the moments of a new optimizer, within the rest of the quota."""
         left = _quota(context) - sum(each.nbytes for each in _living if each.megatron == context.megatron)
         state = cls(optimizer, left, context)
         _living.add(state)
@@ -68,12 +68,13 @@ class MappedMoments(StateWithMoments):
 
     def __init__(self, optimizer: Any, quota: float, context: Context[Options]) -> None:
         inner = optimizer.optimizer
-        chosen: list[Tensor] = []
+        mapped: list[Tensor] = []
         self.nbytes = 0
         for parameter in (each for group in inner.param_groups for each in group["params"]):
+            # A parameter that does not fit is skipped, and smaller ones after it may still fit.
             nbytes = _BYTES * local_of(parameter).numel()
             if self.nbytes + nbytes <= quota:
-                chosen.append(parameter)
+                mapped.append(parameter)
                 self.nbytes += nbytes
         host_pool.require_host_memory(
             self.nbytes, context.feature, "give --virtual-optimizer a smaller quota"
@@ -83,11 +84,11 @@ class MappedMoments(StateWithMoments):
         platform = platforms.current()
         if platform.mapped_by_kernels_only:
             require(context, lambda *_: check_adamw(inner))
-        moments = Moments(inner, dict(self._places(chosen)), platform.write_mapped)
+        moments = Moments(inner, dict(self._places(mapped)), platform.write_mapped)
         super().__init__(optimizer, moments, StepIntegrity(context.feature))
 
     def step(self, call: Callable[[], bool]) -> bool:
-        """Give every parameter that is about to be updated its moments."""
+        """Make sure that every parameter with a gradient has its moments, then step."""
         self.moments.begin_step()
         if not platforms.current().mapped_by_kernels_only:
             return call()
@@ -98,12 +99,12 @@ class MappedMoments(StateWithMoments):
         try:
             step_with_kernels(self._inner, self.moments, rest)
         except BaseException:
-            # Kernels update parameters in an order of their own.
+            # Kernels update parameters in their own order, so a failed step leaves an unknown mixture.
             self.integrity.mark_broken(self.moments.places)
             raise
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
-        # The distributed optimizer saves the moments elsewhere.
+        # The distributed optimizer saves its moments through `get_parameter`.
         with contextlib.nullcontext() if self._is_sharded else self._copied():
             return super().state_dict(call)
 
@@ -120,7 +121,7 @@ class MappedMoments(StateWithMoments):
             call()
 
     def _copied(self, **options: Any) -> AbstractContextManager[None]:
-        """Let the optimizer's state have moments that can be copied; see :func:`copied_moments`."""
+        """Put moments that can be copied into the optimizer's state; see :func:`copied_moments`."""
         if not platforms.current().mapped_by_kernels_only:
             return contextlib.nullcontext()
         return copied_moments(self._inner, self.moments, **options)
@@ -128,14 +129,15 @@ class MappedMoments(StateWithMoments):
     def _places(self, chosen: list[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
         platform = platforms.current()
         if platform.mapped_by_kernels_only:
-            # Kernels copy a view to the device and back. What is saved of these are copies, see _copied().
+            # One allocation per moment: kernels would copy a view to the device and back. Checkpoints get
+            # copies of the moments, see `_copied`.
             for parameter in chosen:
                 size = local_of(parameter).shape
                 first, second = (platform.empty_mapped(size, torch.float32, owner=self) for _ in range(2))
                 yield parameter, (first.zero_(), second.zero_())
             return
         numel = self.nbytes // 4
-        # A padding number: Megatron's writer assumes that a tensor which fills its storage is never changed.
+        # One extra number: Megatron's writer assumes that a tensor which fills its storage never changes.
         memory = platform.empty_mapped([numel + 1], torch.float32, owner=self)
         first, second = memory.zero_()[:numel].view(2, numel // 2)
         start = 0
@@ -147,27 +149,27 @@ class MappedMoments(StateWithMoments):
 
 
 def _of_kind(parameter: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return moments as shards where the parameter is one, as the optimizer's own step takes them."""
+    """Return moments as shards if the parameter is one, as the optimizer's own step expects."""
     if local_of(parameter) is parameter:
         return first, second
-    from mindspeed_dsa.parallel.local_shards import like  # torch has what that imports since 2.6
+    from mindspeed_dsa.parallel.local_shards import like  # imports names that torch has since 2.6
 
     return like(first, parameter), like(second, parameter)
 
 
 def _quota(context: Context[Options]) -> float:
-    """Return the bytes for this process, by its pipeline stage."""
+    """Return the quota of this process in bytes."""
     parallel_state = context.megatron("core.parallel_state")
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     require(context, check_quotas, SimpleNamespace(pipeline_model_parallel_size=stages))
     return context.options.quota(parallel_state.get_pipeline_model_parallel_rank(), stages)
 
 
-# -- moments that only kernels reach --------------------------------------------------------------
+# -- moments that only kernels can access ---------------------------------------------------------
 
 
 def check_adamw(optimizer: Any) -> Iterator[str]:
-    """Yield a problem where the operator does not compute what the inner optimizer would."""
+    """Yield an error if torch_npu's AdamW differs from the inner optimizer."""
     if not is_torch_adam(optimizer) or any(
         group["weight_decay"] and not _is_decoupled(optimizer, group) for group in optimizer.param_groups
     ):
@@ -178,7 +180,7 @@ def check_adamw(optimizer: Any) -> Iterator[str]:
 
 
 def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
-    # AdamW's groups have no such key where it is not a subclass of Adam.
+    # Where AdamW is not a subclass of Adam, its param groups lack this key.
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
@@ -186,26 +188,26 @@ def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
 def copied_moments(
     optimizer: Any, moments: Moments, parameters: Sequence[Tensor] | None = None, write_back: bool = False
 ) -> Iterator[None]:
-    """Put copies of the moments into the optimizer's state.
+    """Put copies of the moments into the optimizer's state inside the block.
 
     Args:
-        optimizer: the inner one.
-        moments: its moments.
-        parameters: whose; by default all.
-        write_back: whether the copies are changed.
+        optimizer: inner optimizer.
+        moments: moments of the optimizer.
+        parameters: parameters to copy the moments of; default: all.
+        write_back: whether to write the copies back to the mapped memory.
     """
     platform = platforms.current()
     chosen = moments.places if parameters is None else parameters
-    own = {each: optimizer.state[each] for each in chosen if each in moments.places}
-    for parameter, state in own.items():
-        # A state of its own, which a state dict may keep.
+    mapped = {param: optimizer.state[param] for param in chosen if param in moments.places}
+    for parameter, state in mapped.items():
+        # A new dict, because a state dict may keep a reference to it.
         optimizer.state[parameter] = {
             key: platform.read_mapped(value) if key in MOMENTS else value for key, value in state.items()
         }
     try:
         yield
     finally:
-        for parameter, state in own.items():
+        for parameter, state in mapped.items():
             if write_back:
                 for key in MOMENTS:
                     platform.write_mapped(state[key], optimizer.state[parameter][key])
@@ -214,13 +216,14 @@ def copied_moments(
 
 @torch.no_grad()
 def step_with_kernels(optimizer: Any, moments: Moments, rest: Callable[[], Any]) -> None:
-    """Make a step: the operator for parameters whose moments lie in such memory, ``rest`` for others."""
+    """Step with torch_npu's operator for parameters with mapped moments, and with ``rest`` for others."""
     hidden: dict[Tensor, Tensor] = {}
     try:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in moments.places:
                     apply_adamw(parameter, moments.begin(parameter, group), group)
+                    # Without a gradient, the optimizer's own step skips the parameter.
                     hidden[parameter], parameter.grad = parameter.grad, None
         rest()
     finally:
@@ -229,12 +232,12 @@ def step_with_kernels(optimizer: Any, moments: Moments, rest: Callable[[], Any])
 
 
 def apply_adamw(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Apply torch_npu's AdamW in place to the parameter and its two moments.
+    """Apply torch_npu's AdamW in place to a parameter and its moments.
 
     Args:
-        parameter: with its gradient, of the same type.
-        state: ``step``, which is counted up, and the moments.
-        group: rates, as in torch's Adam.
+        parameter: parameter with a gradient of the same dtype.
+        state: dict with ``step``, which is incremented, and the moments.
+        group: param group with torch's Adam hyperparameters.
     """
     import torch_npu
 
