@@ -1,4 +1,4 @@
-"""The session of this process: ``enable``, ``disable`` and what launchers and jobs call around them."""
+"""Session of this process: ``enable``, ``disable``, and the functions that launchers and jobs call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _current: Session | None = None
 _api: dict[str, Any] = {}
 _argv: tuple[str, ...] = ()
 _fork: str | None = None
-"""The root of Megatron that the job has imported, where nobody has named one."""
+"""Root package of the Megatron that the job has imported, if no setting names one."""
 _watch: forks.Watch | None = None
 
 
@@ -43,12 +43,11 @@ def enable(**switches: Any) -> None:
 
     Args:
         **switches: flags by their ``dest`` names, e.g. ``use_fused_dsa=True`` or
-            ``experimental_attention_variant="dsa"``; they override environment and command line, and
-            add to what earlier calls set.
+            ``experimental_attention_variant="dsa"``. They override environment and command line, and add to
+            the switches of earlier calls.
 
     Raises:
-        SettingsError: unknown switch, invalid value, or an invalid combination; the previous state
-            is kept.
+        SettingsError: unknown switch, invalid value, or invalid combination; the previous state is kept.
         PatchError: a required patch cannot be applied; nothing stays patched.
     """
     with _lock:
@@ -56,14 +55,14 @@ def enable(**switches: Any) -> None:
 
 
 def enable_from_argv(argv: Sequence[str]) -> None:
-    """Enable what environment and command line say, as ``import mindspeed_dsa.megatron_adaptor`` does.
+    """Enable the features of environment and command line, as ``import mindspeed_dsa.megatron_adaptor`` does.
 
-    Raises as :func:`enable` does.
+    A required feature may still be missing, because a job may switch it on later from code. :func:`validate`
+    and :func:`finalize` refuse it if the job does not. A flag that resembles one of ours is only reported,
+    because it may belong to the job's own parser, which decides whether to refuse it.
 
-    A feature that another one needs may still follow from code, as in a job that names its model itself:
-    :func:`validate` and :func:`finalize` refuse it if it does not.
-    A flag that looks like a misspelt one of ours is only reported: it might belong to the job's own parser,
-    which decides whether to refuse it.
+    Raises:
+        SettingsError, PatchError: see :func:`enable`.
     """
     with _lock:
         _start(_api, tuple(argv), complete=False)
@@ -82,7 +81,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(**switches: Any) -> Iterator[None]:
-    """:func:`enable` for the length of a ``with`` block; afterwards everything is as it was before."""
+    """Call :func:`enable` for a ``with`` block, and restore the previous session afterwards."""
     with _lock:
         was_on, api, argv = _current is not None, _api, _argv
     enable(**switches)
@@ -96,12 +95,12 @@ def enabled(**switches: Any) -> Iterator[None]:
 
 
 def apply_environment(args: Any) -> None:
-    """Give a job's arguments the values that environment variables set, which outrank the command line.
+    """Write values from environment variables into a job's arguments; they override the command line.
 
-    For jobs with a parser of their own, which call it when they have parsed; in Megatron's parser it is done.
+    Jobs with a parser of their own call this after parsing. With Megatron's parser it happens automatically.
 
     Raises:
-        SettingsError: a variable is unknown, has an invalid value, or is for a flag of Megatron's that these
+        SettingsError: a variable is unknown or has an invalid value, or belongs to a Megatron flag that these
             arguments do not have.
     """
     flags = [*settings.GENERAL_FLAGS, *features.all_flags()]
@@ -117,24 +116,24 @@ def apply_environment(args: Any) -> None:
 
 
 def current() -> Session | None:
-    """The running session, if any."""
+    """Return the running session, if any."""
     return _current
 
 
 def resolve(
     api: Mapping[str, Any], argv: Sequence[str], complete: bool = True
 ) -> tuple[Settings, list[Feature]]:
-    """Settings and active features; imports torch only to detect the platform.
+    """Return the settings and the active features; imports torch only to detect the platform.
 
     Args:
         api: values by ``dest``.
-        argv: the command line.
-        complete: whether everything is said, so that a feature that another one needs is on, or missing.
+        argv: command line.
+        complete: whether all settings are known, so that a missing required feature is an error.
 
     Raises:
-        SettingsError: as :func:`enable`.
+        SettingsError: see :func:`enable`.
     """
-    known = features.all_features()
+    all_features = features.all_features()
     broken = features.broken_plugins()
     resolved = settings.read(
         [*settings.GENERAL_FLAGS, *features.all_flags()],
@@ -152,7 +151,7 @@ def resolve(
         raise SettingsError(listed("features cannot be switched on:", lost))
     resolved.platform = _platform(resolved.mindspeed_platform)
     active: list[Feature] = []
-    for feature in known:
+    for feature in all_features:
         if ask(feature, feature.is_active, resolved):
             active.append(feature)
             resolved.features_on = (*resolved.features_on, feature.name)
@@ -164,7 +163,7 @@ def resolve(
 
 
 def _platform(requested: str) -> str:
-    """Detected once per session: once the CPU platform replaces a GPU, torch no longer reports it."""
+    """Detect the platform once per session: torch no longer reports a GPU that the CPU platform replaced."""
     if _current is not None and _current.settings.mindspeed_platform == requested:
         return _current.settings.platform
     return platforms.detect(requested)
@@ -214,7 +213,7 @@ def _await_no_fork() -> None:
 
 
 def _adopt(root: str) -> None:
-    """The job imports a fork: start again with its root, before any module of it is executed."""
+    """Restart with the root of a fork that the job is importing, before any of its modules is executed."""
     global _fork
     with _lock:
         _fork = root
@@ -223,15 +222,15 @@ def _adopt(root: str) -> None:
 
 
 def finalize(report_dir: str | None = None) -> None:
-    """Verify every patch site; call it before the model is built.
+    """Verify every patch. Call it before the model is built.
 
-    Jobs that build a Megatron-core language model need not: the first model does it.
+    Jobs that build a Megatron-core language model need not call it: building the first model does.
 
     Args:
         report_dir: folder for ``mindspeed_dsa.json``; default: the setting, or the job's log folder.
 
     Raises:
-        PatchError: lists every failed required site; everything has been undone.
+        PatchError: a required patch failed; the message lists all, and everything has been undone.
     """
     with _lock:
         if _current is not None:
@@ -239,15 +238,15 @@ def finalize(report_dir: str | None = None) -> None:
 
 
 def report() -> list[dict[str, Any]]:
-    """The state of every patch site, as plain data."""
+    """Return the state of every patch site, as plain data."""
     return [] if _current is None else [site.as_dict() for site in _current.report()]
 
 
 def validate(args: Any) -> None:
-    """Let every active feature change and check the job's full arguments, before process groups start.
+    """Let every active feature change and check the job's full arguments, before process groups are created.
 
     Raises:
-        SettingsError: all problems of all features in one message.
+        SettingsError: a feature reports problems; one message lists all.
     """
     if _current is not None:
         _current.validate(args)

@@ -1,4 +1,4 @@
-"""Other libraries that change Megatron in place: two are refused, others named by the sites they changed."""
+"""Other libraries that change Megatron in place. Two are refused; the others are reported by patched site."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mindspeed_dsa.patches import Covered, compose
 from mindspeed_dsa.patches.signatures import is_a
 from mindspeed_dsa.settings import Settings
 
-_NAMED = 3  # a message names so many functions
+_NAMED = 3  # most functions that one message names
 
 
 @dataclass(frozen=True)
 class Patcher:
-    """A library with the same targets and flags: only one of the two can be in a process.
+    """Library with the same targets and flags, which cannot share a process with this one.
 
     Attributes:
-        name: name that its users know.
-        packages: top-level packages, which are also names of its distributions.
-        do: way out for a job.
-        engine: ``module:class`` whose ``patches_info`` lists what it has patched.
+        name: name known to its users.
+        packages: top-level packages, which are also its distribution names.
+        do: remedy for a job.
+        engine: ``module:class`` whose ``patches_info`` lists the functions that it has patched.
         flags: ``module:class`` whose ``register_features_args`` adds its flags to a parser.
-        by: module whose import patches.
+        by: module that applies the patches when imported.
     """
 
     name: str
@@ -63,7 +63,7 @@ PATCHERS = (
     ),
 )
 _MEGATRONS = frozenset({"torch", "transformer_engine", "apex", "triton", "einops", "numpy", "mindspeed_dsa"})
-"""Packages whose functions Megatron itself has under its names, and this one."""
+"""Packages whose functions are found at patched sites in stock Megatron too, plus this package."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Presence:
     """Functions of one package at sites that this library patches.
 
     Attributes:
-        package: top-level package in which they were written.
-        places: sites where they are called.
-        dropped: sites where a replacement of this library has taken their place.
+        package: top-level package that defines the functions.
+        places: sites where they are still called.
+        dropped: sites where a replacement of this library is called instead.
     """
 
     package: str
@@ -81,7 +81,7 @@ class Presence:
     dropped: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields as plain data for JSON."""
         return {"library": self.package, "places": [*self.places], "dropped": [*self.dropped]}
 
     def __str__(self) -> str:
@@ -94,22 +94,22 @@ class Presence:
 
 
 def refusal(active: bool, resolved: Settings) -> str | None:
-    """Say what to do about a library that cannot share a process with this one; None without one.
+    """Return a message about a library that cannot share the process with this one, or ``None``.
 
     Args:
         active: whether a feature of this library is on.
-        resolved: the settings, of which those are named that the other library acts on too.
+        resolved: resolved settings. The message names the flags that both libraries would act on.
     """
-    patched = {each: _patched(each) for each in PATCHERS} if active else {}
-    found = {each: names for each, names in patched.items() if names}
-    if not found:
+    patched = {patcher: _patched(patcher) for patcher in PATCHERS} if active else {}
+    loaded = {patcher: names for patcher, names in patched.items() if names}
+    if not loaded:
         return None
-    who = " and ".join(each.name for each in found)
-    names = list(dict.fromkeys(name for every in found.values() for name in every))
+    who = " and ".join(patcher.name for patcher in loaded)
+    names = list(dict.fromkeys(name for functions in loaded.values() for name in functions))
     return (
         f"mindspeed_dsa: {who} has patched {len(names)} functions of this process ({_listed(names)}), and "
-        f"only one of the two libraries can be in it{_acting_twice(found, resolved)}: "
-        f"{'; '.join(each.do for each in found)}"
+        f"only one of the two libraries can be in it{_acting_twice(loaded, resolved)}: "
+        f"{'; '.join(patcher.do for patcher in loaded)}"
     )
 
 
@@ -120,26 +120,26 @@ def _listed(names: Sequence[str]) -> str:
 
 def _acting_twice(found: Iterable[Patcher], resolved: Settings) -> str:
     ours = {flag.name: flag.dest for flag in features.all_flags() if not flag.megatron}
-    shared = sorted(ours.keys() & {name for each in found for name in _flags(each)})
+    shared = sorted(ours.keys() & {name for patcher in found for name in _flags(patcher)})
     if not shared:
         return ""
-    given = [name for name in shared if ours[name] in resolved.chosen()]
-    if not given:
+    used = [name for name in shared if ours[name] in resolved.chosen()]
+    if not used:
         return f" (both know {len(shared)} flags, as {', '.join(shared[:_NAMED])})"
-    more = len(shared) - len(given)
+    more = len(shared) - len(used)
     also = f", as would {more} more if they were given" if more else ""
-    return f" ({', '.join(given)} would act twice{also})"
+    return f" ({', '.join(used)} would act twice{also})"
 
 
 def _patched(patcher: Patcher) -> list[str]:
-    """Return what an engine has patched in this process, by its own account."""
+    """Return the functions that a library reports to have patched in this process."""
     return [str(name) for name in getattr(_loaded(patcher.engine), "patches_info", None) or ()]
 
 
 def _flags(patcher: Patcher) -> list[str]:
-    """Return the flags of a library that is loaded; none where it cannot say."""
+    """Return the flags of a library that is loaded, as far as they can be listed."""
     parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
-    with contextlib.suppress(Exception):  # its own code, whose failure is not what is to be told here
+    with contextlib.suppress(Exception):  # foreign code: its failure only shortens our message
         _loaded(patcher.flags).register_features_args(parser)
     return [name for action in parser._actions for name in action.option_strings]
 
@@ -150,25 +150,26 @@ def _loaded(dotted: str) -> Any:
 
 
 def present(root: str, covered: Iterable[Covered]) -> list[Presence]:
-    """Return the packages whose functions stand at patched sites, or did until a patch replaced them.
+    """Return the packages with functions at patched sites, called or replaced by a patch.
 
     Args:
         root: top-level package of Megatron.
-        covered: objects that other code has, or had, in the places of patches.
+        covered: objects of other code at the targets of patches.
     """
-    found: dict[str, tuple[list[str], list[str]]] = {}
-    for each in covered:
-        package = _home(each.found).partition(".")[0]
-        known = {"", root, each.name.partition(".")[0]} | _MEGATRONS | sys.stdlib_module_names
-        if package not in known:
-            found.setdefault(package, ([], []))[not each.is_called].append(each.name)
-    return [Presence(package, tuple(places), tuple(gone)) for package, (places, gone) in found.items()]
+    by_package: dict[str, tuple[list[str], list[str]]] = {}
+    for place in covered:
+        package = _home(place.found).partition(".")[0]
+        expected = {"", root, place.name.partition(".")[0]} | _MEGATRONS | sys.stdlib_module_names
+        if package not in expected:
+            by_package.setdefault(package, ([], []))[not place.is_called].append(place.name)
+    return [Presence(package, tuple(places), tuple(gone)) for package, (places, gone) in by_package.items()]
 
 
 def _home(thing: Any) -> str:
-    """Return the module in whose source a function or class was written; empty for anything else.
+    """Return the module that defines a function or class; empty for anything else.
 
-    A wrapper made with ``functools.wraps`` has the original's ``__module__``, but not its globals.
+    A function's globals are used, because ``functools.wraps`` copies the original's ``__module__`` to a
+    wrapper.
     """
     thing = compose.underlying(thing)
     if is_a(thing, partial):
@@ -184,13 +185,13 @@ def _of(module: str) -> Patcher | None:
 
 
 def installed() -> dict[Patcher, str]:
-    """Return the libraries that could be imported here, each with its release; nothing is imported."""
-    found = {}
+    """Return the libraries that can be imported here, with their release; imports nothing."""
+    releases = {}
     for patcher in PATCHERS:
         release = next(filter(None, map(_release, patcher.packages)), "")
         if release or any(_exists(package) for package in patcher.packages):
-            found[patcher] = release or "of unknown release"
-    return found
+            releases[patcher] = release or "of unknown release"
+    return releases
 
 
 def _release(distribution: str) -> str | None:
@@ -201,7 +202,7 @@ def _release(distribution: str) -> str | None:
 
 
 def _exists(package: str) -> bool:
-    """Return whether a package lies on the path; a folder without modules in it, as a checkout's, is none."""
+    """Return whether a package can be imported. A folder without ``__init__.py`` does not count."""
     with contextlib.suppress(ImportError, ValueError):
         spec = find_spec(package)
         return spec is not None and spec.origin is not None
@@ -209,22 +210,22 @@ def _exists(package: str) -> bool:
 
 
 def imported_by(script: str) -> dict[Patcher, list[str]]:
-    """Return the libraries that a script imports, each with the imports, as ``line 3: import x``.
+    """Return the libraries that a script imports, with the import statements as ``line 3: import x``.
 
     Args:
-        script: path of a Python file; one that cannot be read imports nothing.
+        script: path of a Python file; the result is empty if it cannot be read.
     """
-    found: dict[Patcher, list[str]] = {}
+    statements: dict[Patcher, list[str]] = {}
     try:
         tree = ast.parse(Path(script).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return found
+        return statements
     for node in ast.walk(tree):
         for module in _imports(node):
             if (patcher := _of(module)) is not None:
                 line = getattr(node, "lineno", 0)
-                found.setdefault(patcher, []).append(f"line {line}: {ast.unparse(node)}")
-    return found
+                statements.setdefault(patcher, []).append(f"line {line}: {ast.unparse(node)}")
+    return statements
 
 
 def _imports(node: ast.AST) -> Sequence[str]:
@@ -236,7 +237,7 @@ def _imports(node: ast.AST) -> Sequence[str]:
 
 
 def refused_imports(found: Mapping[Patcher, Sequence[str]]) -> Iterator[str]:
-    """Yield a problem for each import of a script that would patch what this library patches."""
+    """Yield a problem for each import statement of a script that would apply another library's patches."""
     for patcher, lines in found.items():
         for line in lines:
             if patcher.by in line:

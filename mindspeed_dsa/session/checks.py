@@ -1,4 +1,4 @@
-"""Checks of the features that are on and of a job's arguments: every problem, reported at once."""
+"""Checks of the active features and of a job's arguments. Every problem is reported at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
-    """Every conflict, and everything that the machine lacks, each with a fix."""
-    found: list[str] = []
+    """Return every conflict and every unmet requirement of the active features, with a remedy."""
+    messages: list[str] = []
     names = {feature.name for feature in active}
     for feature in active:
         switch = _switched_on_by(feature, settings)
         requires = feature.requires
         if settings.platform not in requires.platforms:
-            found.append(
+            messages.append(
                 f"{feature.name}{switch} runs on {', '.join(requires.platforms)}, but this is platform "
                 f"{settings.platform}; switch it off here"
             )
@@ -35,30 +35,30 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
             version = versions.of_distribution(distribution, settings.megatron_root)
             if version is None:
                 ours = ", or name your fork's package with --megatron-root"
-                found.append(
+                messages.append(
                     f"{feature.name}{switch} needs {distribution} {wanted}, which is not installed; "
                     f"pip install '{distribution}{wanted}'"
                     f"{ours if distribution == versions.MEGATRON_DISTRIBUTION else ''}"
                 )
             elif not SpecifierSet(wanted).contains(version, prereleases=True):
-                found.append(
+                messages.append(
                     f"{feature.name}{switch} needs {distribution} {wanted}, but {version} is installed; "
                     "install a release in that range or switch the feature off"
                 )
         for package, command in requires.packages.items():
             if find_spec(package) is None:
-                found.append(f"{feature.name}{switch} needs the package {package}: {command}")
-        found += [
+                messages.append(f"{feature.name}{switch} needs the package {package}: {command}")
+        messages += [
             f"{feature.name}{switch} cannot be combined with {conflict.feature}: {conflict.why}"
             for conflict in feature.conflicting(names, settings)
         ]
-    return found
+    return messages
 
 
 def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]:
-    """Every feature that another one needs and that is not on, with what switches it on.
+    """Return a message for every required feature that is not on, with the flag that switches it on.
 
-    Apart from :func:`problems`: what a command line leaves out, the job may say later, from code.
+    Separate from :func:`problems`, because a job may still switch the feature on later, from code.
     """
     names = {feature.name for feature in active}
     return [
@@ -70,13 +70,13 @@ def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]
 
 
 def _how_to_get(name: str) -> str:
-    known = next((feature for feature in features.all_features() if feature.name == name), None)
-    if known is None:
+    wanted = next((feature for feature in features.all_features() if feature.name == name), None)
+    if wanted is None:
         return "which is not installed"
-    if known.when:
-        return f"which is on for {known.when}; train such a model, or omit the flag"
-    own = [flag.name for flag in known.flags[:1] if not flag.megatron]
-    return f"which is off; add {own[0]}" if own else f"which is off; see its page, {known.doc}"
+    if wanted.when:
+        return f"which is on for {wanted.when}; train such a model, or omit the flag"
+    own = [flag.name for flag in wanted.flags[:1] if not flag.megatron]
+    return f"which is off; add {own[0]}" if own else f"which is off; see its page, {wanted.doc}"
 
 
 def _switched_on_by(feature: Feature, settings: Settings) -> str:
@@ -91,19 +91,19 @@ def _who(feature: Feature, settings: Settings) -> str:
 
 
 def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
-    """Switches of which a job's arguments and the session have different values: one would have no effect.
+    """Yield switches for which a job's arguments and the session disagree, so that one would have no effect.
 
     Args:
-        args: the job's arguments.
-        armed: the session's settings.
-        told: whether the arguments have got the values of API and environment; what Megatron has made of its
-            own flags since is its own affair.
+        args: job's arguments.
+        armed: session's settings.
+        told: whether values from API and environment were already written into the arguments. Megatron may
+            have changed its own flags since, which is not an error.
     """
-    chosen = armed.chosen()
+    explicit = armed.chosen()
     for flag in features.all_flags():
         wanted = getattr(args, flag.dest, flag.unset)
-        if flag.field:  # who makes the model's configuration from other arguments is told then
-            said = chosen.get(flag.dest)
+        if flag.field:  # code that builds the model's configuration from other arguments reports it itself
+            said = explicit.get(flag.dest)
             outside = said is not None and said.source in ("API", "environment") and hasattr(args, flag.dest)
             if said is not None and outside and not told and wanted != said.value:
                 yield _told_apart(flag, wanted, said)
@@ -112,18 +112,18 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
             if wanted != flag.unset and wanted != getattr(armed, flag.dest):
                 yield _told_apart(flag, wanted, armed.setting(flag.dest))
             continue
-        setting = chosen.get(flag.dest)
+        setting = explicit.get(flag.dest)
         if setting is None or setting.source not in ("API", "environment"):
             continue
         if not hasattr(args, flag.dest):
-            if setting.source == "environment":  # the API may say what a job always does
+            if setting.source == "environment":  # the API may set a value that the job has hard-coded
                 yield without_effect(flag, setting)
         elif not told and _plain(wanted) != _plain(setting.value):
             yield _told_apart(flag, wanted, setting)
 
 
 def without_effect(flag: Flag, setting: Setting) -> str:
-    """The problem of a variable for a flag of Megatron's that the job's arguments do not have."""
+    """Return the problem of a variable for a Megatron flag that the job's arguments do not have."""
     return (
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, which this job does not "
         f"read; unset {flag.env}"
@@ -131,56 +131,56 @@ def without_effect(flag: Flag, setting: Setting) -> str:
 
 
 def for_megatron(armed: Settings) -> dict[str, Any]:
-    """Values of Megatron's own flags that API or environment set, by ``dest``."""
-    chosen = armed.chosen()
+    """Return the values of Megatron's own flags that API or environment set, by ``dest``."""
+    explicit = armed.chosen()
     return {
-        flag.dest: chosen[flag.dest].value
+        flag.dest: explicit[flag.dest].value
         for flag in features.all_flags()
-        if flag.megatron and flag.dest in chosen and chosen[flag.dest].source in ("API", "environment")
+        if flag.megatron and flag.dest in explicit and explicit[flag.dest].source in ("API", "environment")
     }
 
 
 def not_passed_on(armed: Settings) -> list[str]:
-    """Variables for Megatron's own flags, in a job whose arguments have not got their values."""
-    chosen = armed.chosen()
+    """Return a message for each variable of a Megatron flag whose value never reached the job's arguments."""
+    explicit = armed.chosen()
     return [
         f"environment variable {setting.detail} is for Megatron's own {flag.name}, and this job's arguments "
         "have not got it: they come neither from Megatron's parser nor through "
         f"mindspeed_dsa.apply_environment(args); unset {flag.env}, and set it where the job is configured"
         for flag in features.all_flags()
-        if flag.megatron and (setting := chosen.get(flag.dest)) and setting.source == "environment"
+        if flag.megatron and (setting := explicit.get(flag.dest)) and setting.source == "environment"
     ]
 
 
 def _told_apart(flag: Flag, wanted: Any, setting: Setting) -> str:
-    found = (
+    difference = (
         f"the job's arguments have {flag.dest}={wanted!r}, and mindspeed_dsa was set up with "
         f"{setting.value!r} ({setting.who}): "
     )
     if setting.source == "environment":
         return (
-            f"{found}unset {flag.env}, or omit {flag.name}, or have the job call "
+            f"{difference}unset {flag.env}, or omit {flag.name}, or have the job call "
             "mindspeed_dsa.apply_environment(args) when it has parsed its arguments"
         )
     if setting.source == "API":
-        return f"{found}give the job's arguments and mindspeed_dsa.enable() the same value"
+        return f"{difference}give the job's arguments and mindspeed_dsa.enable() the same value"
     return (
-        f"{found}arguments that do not come from the process's command line need "
+        f"{difference}arguments that do not come from the process's command line need "
         f"mindspeed_dsa.enable({flag.dest}={wanted!r})"
     )
 
 
 def _plain(value: Any) -> Any:
-    """A value of Megatron's: ``none`` and nothing are the same, and so are one word and a list of it."""
+    """Normalize a Megatron value: ``none`` equals no value, and a one-element list equals its element."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         return value[0]
     return None if value in (False, "none", [], ()) else value
 
 
 def with_own_switches(args: Any, armed: Settings) -> Any:
-    """A view of a job's arguments in which our switches have the values of the settings.
+    """Return a view of a job's arguments in which our switches have the values of the settings.
 
-    A field of the model's configuration that the settings leave open is what the arguments say.
+    A field of the model's configuration that the settings leave open keeps the arguments' value.
     """
     chosen = armed.chosen()
     own = [*GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
@@ -197,7 +197,7 @@ class _Overruled:
 
 
 def checker(root: str = "megatron") -> Checker:
-    """Checks patches against the installed sources of Megatron, or of the fork ``root``."""
+    """Build a checker of patches against the installed sources of Megatron, or of the fork ``root``."""
     from mindspeed_dsa.patches.drift import Checker
     from mindspeed_dsa.patches.source_tree import SourceTree
     from mindspeed_dsa.session import records
@@ -207,6 +207,7 @@ def checker(root: str = "megatron") -> Checker:
 
 
 def static_check(root: str = "megatron") -> Callable[[Patch], tuple[list[str], list[str]]]:
-    """The patch manager's look at sources: ``patch -> (problems, notes)``."""
+    """Return the patch manager's source check: ``patch -> (problems, notes)``."""
+    # The checker is built on first use: it reads the records and the sources.
     checker_once = cache(lambda: checker(root))
     return lambda patch: checker_once()(patch)

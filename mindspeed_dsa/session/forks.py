@@ -1,4 +1,4 @@
-"""A Megatron under another root than ``megatron``, known by what the job imports.
+"""Detection of a Megatron with another root package than ``megatron``, from the job's imports.
 
 Imports neither torch nor Megatron.
 """
@@ -17,7 +17,7 @@ _CORE = ".core"
 
 
 def imported() -> str | None:
-    """Return the root of a fork that has been imported; ``None`` without one, or beside stock Megatron."""
+    """Return the root package of an imported fork; ``None`` without one or if stock Megatron is loaded."""
     if f"megatron{_CORE}" in sys.modules:
         return None
     for name, module in sys.modules.copy().items():
@@ -27,10 +27,10 @@ def imported() -> str | None:
 
 
 class Watch:
-    """Waits for the import of a fork, and says so before any module of it is executed.
+    """Waits for the import of a fork, and reports it before any of its modules is executed.
 
     Args:
-        found: called once with the fork's root; not if stock Megatron is imported first.
+        found: function that is called once with the fork's root, unless stock Megatron is imported first.
     """
 
     def __init__(self, found: Callable[[str], None]) -> None:
@@ -38,19 +38,19 @@ class Watch:
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self._found = None
-        # Another list: an import that goes through the old one would pass over our neighbour.
+        # Build a new list: an import that is iterating over the old one would skip the next finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """Part of the import system; finds nothing itself."""
+        """Implement the import system's finder protocol; finds nothing itself."""
         if name == f"megatron{_CORE}" or f"megatron{_CORE}" in sys.modules:
             self.end()
         elif _may_be_core(name) and self._found and _holds_core(Path(each, "core") for each in path or ()):
-            found = self._found
+            callback = self._found
             self.end()
-            found(name.removesuffix(_CORE))
+            callback(name.removesuffix(_CORE))
         return None
 
 
@@ -59,7 +59,7 @@ def _may_be_core(name: str) -> bool:
 
 
 def _holds_core(folders: Iterable[str | Path] | None) -> bool:
-    """Return whether Megatron-core lies in one of these folders, by its version file and its models."""
+    """Return whether one of these folders is Megatron-core: has its version file and its language models."""
     for folder in map(Path, folders or ()):
         file = folder / "package_info.py"
         if (folder / "models" / "common" / "language_module").is_dir() and file.is_file():

@@ -1,4 +1,4 @@
-"""The committed record: targets, the parameters that patches need, and fingerprints per Megatron release."""
+"""Committed record of patch targets: needed parameters and fingerprints per Megatron-core release."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ RELEASES = (
     "0.19.0",
     "0.19.2",
 )
-"""Releases of Megatron-core that are recorded, oldest first."""
+"""Recorded releases of Megatron-core, oldest first."""
 
 MAIN = "main"
-"""What is recorded of Megatron-LM's development branch, like a release that comes after all others."""
+"""Key of Megatron-LM's development branch in the record, treated as a release after all others."""
 
 ROOT = "megatron"
 
 
 @dataclass(frozen=True)
 class Development:
-    """A commit of Megatron-LM's development branch.
+    """Commit of Megatron-LM's development branch.
 
     Attributes:
-        version: the release that its sources declare.
-        commit: its hash.
-        date: when it was committed, ``YYYY-MM-DD``.
+        version: release that its sources declare.
+        commit: commit hash.
+        date: commit date, ``YYYY-MM-DD``.
     """
 
     version: str
@@ -56,26 +56,26 @@ class Development:
 
 @dataclass(frozen=True)
 class Records:
-    """Facts by label of the target, then by release; :data:`MAIN` is one of them if it has been read."""
+    """Facts by target label, then by release. :data:`MAIN` is one of the releases if it has been read."""
 
     facts: Mapping[str, Mapping[str, TargetFacts]]
     main: Development | None = None
 
     @property
     def releases(self) -> tuple[str, ...]:
-        """Return the releases that there is a verdict on, oldest first."""
+        """Recorded releases, oldest first."""
         return RELEASES if self.main is None else (*RELEASES, MAIN)
 
     def version(self, release: str) -> str:
-        """The number that a release's sources declare."""
+        """Return the version number that a release's sources declare."""
         return self.main.version if self.main is not None and release == MAIN else release
 
     def of(self, patch: Patch, release: str) -> TargetFacts | None:
-        """The recorded facts; ``None`` if this target was never read in this release."""
+        """Return the recorded facts, or ``None`` if this target was never read in this release."""
         return self.facts.get(patch.label, {}).get(release)
 
     def fingerprints(self) -> KnownSources:
-        """Fingerprints that the drift check compares with."""
+        """Return the fingerprints that the drift check compares with."""
         return {
             target: {release: facts.fingerprint for release, facts in by_release.items() if facts.fingerprint}
             for target, by_release in self.facts.items()
@@ -84,12 +84,12 @@ class Records:
 
 @cache
 def load() -> Records:
-    """The record shipped with this version of the library."""
+    """Return the record shipped with this version of the library."""
     return parse(FILE.read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> Records:
-    """Read what :func:`dump` wrote."""
+    """Parse the output of :func:`dump`."""
     facts: dict[str, dict[str, TargetFacts]] = {}
     content = json.loads(text)
     for target, groups in content["targets"].items():
@@ -101,7 +101,7 @@ def parse(text: str) -> Records:
 
 
 def dump(records: Records) -> str:
-    """JSON with one line for each group of releases in which a target is the same."""
+    """Format as JSON, with one line for each group of releases that have the same facts about a target."""
     targets = []
     for target, by_release in sorted(records.facts.items()):
         groups: dict[TargetFacts, list[str]] = {}
@@ -116,7 +116,7 @@ def dump(records: Records) -> str:
 
 
 def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tuple[Feature, Patch]]:
-    """Every patch of Megatron, with its feature."""
+    """Yield every patch of Megatron with its feature."""
     for feature in shipped() if features is None else features:
         for patch in feature.patches:
             if patch.module.partition(".")[0] == ROOT:
@@ -124,7 +124,7 @@ def megatron_patches(features: Iterable[Feature] | None = None) -> Iterator[tupl
 
 
 def needed_parameters(features: Iterable[Feature] | None = None) -> dict[str, frozenset[str]]:
-    """Parameters that the patches of each target rely on, by label of the target."""
+    """Return the parameters that the patches of each target rely on, by target label."""
     needed: dict[str, frozenset[str]] = {}
     for _, patch in megatron_patches(features):
         needed[patch.label] = needed.get(patch.label, frozenset()) | frozenset(patch.params)
@@ -132,7 +132,7 @@ def needed_parameters(features: Iterable[Feature] | None = None) -> dict[str, fr
 
 
 def recorded(facts: TargetFacts, needed: frozenset[str]) -> TargetFacts:
-    """Facts without the parameters that no patch relies on, and without a position in a file."""
+    """Return facts without the parameters that no patch relies on, and without a file position."""
     params = None if facts.params is None else tuple(name for name in facts.params if name in needed)
     return replace(facts, params=params, file="", line=0)
 
@@ -144,13 +144,13 @@ def _in_order(releases: Iterable[str]) -> list[str]:
 def _to_json(target: str, facts: TargetFacts) -> dict[str, Any]:
     if not facts.exists:
         return {"exists": facts.exists, "reason": facts.reason}
-    found: dict[str, Any] = {"params": None if facts.params is None else list(facts.params)}
+    content: dict[str, Any] = {"params": None if facts.params is None else list(facts.params)}
     if facts.has_var_keyword:
-        found["var_keyword"] = True
-    found["fingerprint"] = facts.fingerprint
+        content["var_keyword"] = True
+    content["fingerprint"] = facts.fingerprint
     if facts.defined_in != target:
-        found["defined_in"] = facts.defined_in
-    return found
+        content["defined_in"] = facts.defined_in
+    return content
 
 
 def _from_json(target: str, group: Mapping[str, Any]) -> TargetFacts:

@@ -1,4 +1,4 @@
-"""One session: settings -> features -> plan -> check -> arm, and the way back.
+"""Session: settings -> features -> plan -> check -> arm, and undo.
 
 It has no shared state: two sessions for two Megatron packages in one process are independent.
 """
@@ -28,18 +28,18 @@ from mindspeed_dsa.settings import Settings
 
 
 class Session:
-    """Resolved settings, the features they enable, and the engine that holds their patches.
+    """Resolved settings, the features that they enable, and the patch manager of their patches.
 
     Args:
-        resolved: the settings.
-        active: the enabled features, in the order in which their wrappers nest.
+        resolved: resolved settings.
+        active: enabled features, in the order in which their wrappers nest.
 
     Attributes:
-        contexts: by feature name, the context of each feature's patches.
-        arguments: the job's, once they are known.
-        log_folder: where the job keeps its logs, once its arguments are known.
-        checkpoint_size: returns the bytes of a checkpoint from the job's arguments, where the command line
-            tells the model's sizes.
+        contexts: dict from feature name to the context of the feature's patches.
+        arguments: job's arguments, once they are known.
+        log_folder: job's log folder, once its arguments are known.
+        checkpoint_size: function from the job's arguments to the size of a checkpoint in bytes, ``None`` if
+            the command line does not determine the model's size.
     """
 
     def __init__(self, resolved: Settings, active: Sequence[Feature]) -> None:
@@ -48,7 +48,7 @@ class Session:
         self.arguments: Any = None
         self.log_folder: str | None = None
         self.checkpoint_size: Callable[[Any], float | None] = lambda args: None
-        # Once this session has ended: returns the one in its place.
+        # Set when this session ends: returns the session that has replaced it.
         self._running: Callable[[], Session | None] | None = None
         root = resolved.megatron_root
         self.contexts = {
@@ -66,15 +66,16 @@ class Session:
             static_check=checks.static_check(root),
         )
         self._finalized = False
-        # Whether the job's arguments have got what API and environment say about Megatron's own flags.
+        # Whether values of Megatron's own flags from API and environment were written into the job's
+        # arguments.
         self._told = False
-        # What finalize() raised: every patch is undone, and no model may be built.
+        # Error that finalize() raised: every patch is undone, and no model may be built.
         self._refused: PatchError | None = None
-        # After a refusal: keeps the patch that lets every further model raise it again.
+        # After such an error: holds the patch that makes every further model raise it again.
         self._guard: PatchManager | None = None
 
     def arm(self) -> None:
-        """Plan, check and apply every patch; modules that are not imported yet are patched at their import.
+        """Plan, check and apply every patch. Modules that are not imported yet are patched when imported.
 
         Raises:
             PatchError: a required patch cannot be applied; nothing stays patched.
@@ -89,8 +90,9 @@ class Session:
         self._manager.arm()
 
     def _services(self) -> list[Claim]:
-        """The session's own rows; without an active feature or a flag of ours nothing is patched."""
-        overruled = bool(checks.for_megatron(self.settings))  # with every feature off, too
+        """Return the session's own patches; none without an active feature or a flag of ours."""
+        # Values for Megatron's own flags need the argument patch even if every feature is off.
+        overruled = bool(checks.for_megatron(self.settings))
         wanted = {
             "megatron-arguments": bool(self.settings.mentioned or self.features) or overruled,
             "verify-before-model": bool(self.features) or overruled,
@@ -109,16 +111,16 @@ class Session:
             self._guard.undo()
 
     def end(self, running: Callable[[], Session | None]) -> None:
-        """:meth:`undo`, because another session, or none, takes this one's place.
+        """Undo the patches, because another session, or none, takes over.
 
         Args:
-            running: returns the session of the process, if any.
+            running: function that returns the session of the process, if any.
         """
         self._running = running
         self.undo()
 
     def finalize(self, report_dir: str | None = None) -> None:
-        """Verify every patch site; see ``mindspeed_dsa.finalize``."""
+        """Verify every patch; see ``mindspeed_dsa.finalize``."""
         missing = checks.missing_features(self.features, self.settings)
         missing += [] if self._told else checks.not_passed_on(self.settings)
         if missing:
@@ -140,14 +142,14 @@ class Session:
         )
 
     def _require_alone(self) -> None:
-        """MindSpeed may have come after us: its replacements drop ours, and flags of both act twice."""
+        """Refuse a library loaded after arm(): its patches drop ours, and shared flags act twice."""
         problem = beside.refusal(bool(self.features), self.settings)
         if problem is not None:
             self._manager.undo()
             raise PatchError([problem], "no model can be built, all patches were undone")
 
     def _stay_refused(self, error: PatchError) -> None:
-        """Everything is undone, and a retry must not quietly build its model on stock Megatron."""
+        """Keep raising ``error``: all patches are undone, and a retry must not train on stock Megatron."""
         self._refused = error
         self._guard = PatchManager(root=self.settings.megatron_root)
         verify = [claim for claim in self._services() if claim.feature == job.VERIFY_BEFORE_MODEL.name]
@@ -155,16 +157,16 @@ class Session:
         self._guard.arm()
 
     def finalize_once(self) -> None:
-        """:meth:`finalize`, unless it has been done since the patches were armed.
+        """Call :meth:`finalize`, unless it has been done since the patches were armed.
 
         Raises:
-            PatchError: also for every later model of a session that was refused.
+            PatchError: a required patch failed. Raised again for every later model of the session.
         """
         if self._finalized:
             return
         if self._refused is not None:
             raise self._refused
-        self._finalized = True  # a model built by a finalize hook must not come back here
+        self._finalized = True  # a finalize hook may build a model, which must not call finalize() again
         try:
             self.finalize()
         except BaseException:
@@ -172,32 +174,32 @@ class Session:
             raise
 
     def verify(self) -> None:
-        """Verify every site, including harmless holders of originals; prints and writes nothing.
+        """Verify every patch, including originals held in harmless places; prints and writes nothing.
 
         Raises:
-            PatchError: as :meth:`finalize` does.
+            PatchError: see :meth:`finalize`.
         """
         self._require_alone()
         self._manager.finalize(thorough=True)
 
     def beside(self) -> list[beside.Presence]:
-        """Other libraries that have changed Megatron in this process."""
+        """Return the other libraries that have changed Megatron in this process."""
         return beside.present(self.settings.megatron_root, self._manager.covered())
 
     def report(self) -> list[SiteReport]:
-        """The state of every patch site."""
+        """Return the state of every patch site."""
         return self._manager.report()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add the flags of all features, on a parser of the job's own."""
+        """Add the flags of all features to a job's own parser."""
         return add_arguments(parser)
 
     def write_back(self, namespace: argparse.Namespace) -> None:
-        """Make a job's argument namespace agree with the settings: API and environment override argv.
+        """Write settings from API and environment into a job's argument namespace; they override argv.
 
-        A flag of Megatron's that the namespace lacks is left to :meth:`validate`: nobody would read it.
-        A job whose own argument provider calls ``enable`` replaces the session while its parser runs; the
-        namespace then agrees with the new one.
+        A Megatron flag that the namespace lacks is not added, because no code would read it; :meth:`validate`
+        reports it. If the job's argument provider calls ``enable`` while its parser runs, the settings of the
+        new session are written.
         """
         running = self if self._running is None else self._running()
         if running is None:
@@ -206,17 +208,17 @@ class Session:
         running._told = True
 
     def follow(self, previous: Session) -> None:
-        """Take over what the session before this one knows of the job."""
+        """Copy the previous session's knowledge of the job."""
         self.arguments, self.log_folder = previous.arguments, previous.log_folder
         self.checkpoint_size = previous.checkpoint_size
 
     def carry_on(self, previous: Session) -> None:
-        """Take over what the session before this one has told the job's arguments, if it is still true."""
+        """Keep the flag that the arguments are up to date, if the previous session had the same values."""
         ours, theirs = checks.for_megatron(self.settings), checks.for_megatron(previous.settings)
         self._told = previous._told and ours == theirs
 
     def rewrite(self, args: Any) -> None:
-        """Let every active feature change the job's arguments, and say what it has changed."""
+        """Let every active feature change the job's arguments, and log the changes."""
         for feature in self.features:
             for change in ask(feature, feature.rewrite, args):
                 self.contexts[feature.name].log.info("%s", change)
@@ -224,7 +226,7 @@ class Session:
     def validate(self, args: Any) -> None:
         """Let every active feature change and check a job's arguments; see ``mindspeed_dsa.validate``."""
         problem = beside.refusal(bool(self.features), self.settings)
-        if problem is not None:  # sooner than at the first model: before process groups start
+        if problem is not None:  # report it now, before process groups are created
             raise SettingsError(problem)
         unheard = list(checks.unheard(args, self.settings, self._told))
         self.rewrite(args)
@@ -241,35 +243,35 @@ class Session:
         self._told = True
 
     def look_at_installation(self) -> None:
-        """Log what is wrong with what is installed; with nothing switched on nobody asks.
+        """Log problems of the installed software, if any feature is on.
 
         Raises:
-            SettingsError: no job starts so.
+            SettingsError: no job can start with this installation.
         """
         problems = environment.refused(self.settings, self.arguments) if self.features else []
         if problems:
             raise SettingsError(listed("no job starts here:", problems))
 
     def problems(self, args: Any) -> list[str]:
-        """Problems that the features find in these arguments, each with the feature's name.
+        """Return the problems that the features report for these arguments, prefixed by the feature's name.
 
-        A job's own namespace may lack our switches, or values from the environment: in the view that features
-        get, our switches have the values of the settings.
+        A job's namespace may lack our switches, or values from the environment. The features therefore get a
+        view in which our switches have the values of the settings.
         """
         seen = checks.with_own_switches(args, self.settings)
         return [f"{f.label}: {text}" for f in self.features for text in ask(f, _check_of(f), seen)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of all features to any argparse parser, and suggestions for misspelt ones."""
+    """Add the flags of all features to any argparse parser, and suggestions for misspelt flags."""
     settings.add_flags(parser, "mindspeed_dsa", settings.GENERAL_FLAGS)
     for feature in features.all_features():
         settings.add_flags(parser, f"mindspeed_dsa: {feature.name}", feature.flags)
-    known = features.all_flags()
+    all_flags = features.all_flags()
     plain_error = parser.error
 
     def error(message: str) -> NoReturn:
-        hints = settings.near_misses(message.split(), known)
+        hints = settings.near_misses(message.split(), all_flags)
         message += "".join(f" ({typed}: did you mean {meant}?)" for typed, meant in hints.items())
         if message.startswith("unrecognized"):
             message += "".join(f" ({plugin.message})" for plugin in features.broken_plugins())
@@ -280,7 +282,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
-    """Write what these sources have set into a job's arguments; Megatron's flags only where it has them."""
+    """Write the settings from these sources into a job's arguments; Megatron's flags only if it has them."""
     megatron = {flag.dest for flag in features.all_flags() if flag.megatron}
     for dest, setting in resolved.chosen().items():
         if setting.source in sources and (dest not in megatron or hasattr(args, dest)):
@@ -288,7 +290,7 @@ def put(resolved: Settings, args: Any, sources: Sequence[str]) -> None:
 
 
 def _check_of(feature: Feature) -> Callable[[Any], list[str]]:
-    """Return the feature's check as a function of arguments alone; messages name it as the check."""
+    """Return the feature's check as a function of arguments only, keeping its name for messages."""
 
     @functools.wraps(feature.check)
     def problems(args: Any) -> list[str]:
@@ -298,10 +300,10 @@ def _check_of(feature: Feature) -> Callable[[Any], list[str]]:
 
 
 def ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:
-    """Call a feature's own function; an exception from it is attributed to the feature.
+    """Call a feature's function, and attribute an exception to the feature.
 
     Raises:
-        SettingsError: the function raises.
+        SettingsError: the function raised.
     """
     try:
         return function(of)
@@ -313,5 +315,5 @@ def ask(feature: Feature, function: Callable[[Any], Any], of: Any) -> Any:
 
 
 def listed(headline: str, problems: Sequence[str]) -> str:
-    """Write problems below a headline."""
+    """Format problems below a headline."""
     return "mindspeed_dsa: " + "\n  - ".join([headline, *problems])

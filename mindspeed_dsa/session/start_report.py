@@ -1,4 +1,4 @@
-"""The startup report of a run: one line for the platform, one table, one JSON file."""
+"""Start report of a run: one line about the platform, one table, one JSON file."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _log = log.get()
 
 
 def warn_of_near_misses(found: Mapping[str, str]) -> None:
-    """One line for each flag that is nearly one of ours."""
+    """Log one line for each flag that resembles one of ours."""
     for typed, meant in found.items():
         _log.warning("%s is not a flag of mindspeed_dsa and has no effect; did you mean %s?", typed, meant)
 
 
 def warn_of_overruled(found: Mapping[str, str]) -> None:
-    """One line for each flag on the command line that a variable outranks."""
+    """Log one line for each command line flag that an environment variable overrides."""
     for flag, variable in found.items():
         _log.warning("environment variable %s outranks %s of the command line", variable, flag, once=True)
 
 
 def announce_platform(settings: Settings) -> None:
-    """Report once that Megatron runs on the CPU in place of an accelerator."""
+    """Log once that Megatron runs on the CPU instead of an accelerator."""
     if settings.platform == "cpu":
         _log.info("no accelerator in use, Megatron runs on the CPU platform (gloo)", once=True)
 
 
 def warn_of_untried_torch() -> None:
-    """One line where torch is older or newer than what the tests were run on."""
+    """Log one line if torch is outside the tested range."""
     if (version := versions.untried_torch()) is not None:
         _log.warning(
             "torch %s was not tried with this release (%s was); compare a few steps with the features off",
@@ -57,34 +57,34 @@ def publish(
     environment: Sequence[Mapping[str, str]],
     beside: Sequence[Presence],
 ) -> None:
-    """On rank 0: print the table, and write the same as JSON into ``folder``, if there is one.
+    """Print the table on rank 0, and write the same as JSON into ``folder`` if given.
 
     Args:
-        settings: of the session.
-        features: that are on.
-        sites: of their patches.
-        folder: of the JSON file.
-        environment: what the checks of the job's surroundings have found, which is printed already.
+        settings: session's settings.
+        features: features that are on.
+        sites: states of their patches.
+        folder: folder of the JSON file.
+        environment: findings of the environment checks, which are already printed.
         beside: other libraries that have changed Megatron.
     """
     if not log.is_first_rank():
         return
-    notes = [f"note: {each}" for each in beside]
+    notes = [f"note: {presence}" for presence in beside]
     print("\n".join([table(settings, features, sites), *notes]), file=sys.stderr, flush=True)
     if folder:
         path = Path(folder)
         record = {**as_dict(settings, features, sites), "environment": environment}
-        record["beside"] = [each.as_dict() for each in beside]
+        record["beside"] = [presence.as_dict() for presence in beside]
         text = json.dumps(record, indent=1)
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:  # a missing record must not stop a run that is ready to train
+        except OSError as error:  # a missing record must not stop a run that can train
             _log.warning("%s cannot be written to %s: %s", REPORT_FILE, folder, error)
 
 
 def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> str:
-    """Features that are on, what enabled them, and the state of their sites."""
+    """Return a table of the active features, the settings that enabled them, and their patches' state."""
     megatron = versions.of_megatron(settings.megatron_root) or "not found"
     rows = [("feature", "set by", "sites")]
     for feature in features:
@@ -103,7 +103,7 @@ def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteR
 
 
 def as_dict(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteReport]) -> dict[str, Any]:
-    """The same as plain data."""
+    """Return the content of :func:`table` as plain data."""
     return {
         "versions": versions.installed(settings.megatron_root),
         "platform": settings.platform,
@@ -116,11 +116,11 @@ def as_dict(settings: Settings, features: Sequence[Feature], sites: Sequence[Sit
 
 
 def who_set(feature: Feature, settings: Settings) -> str:
-    """The settings that switched a feature on or off, in words."""
-    chosen = settings.chosen()
+    """Return the settings that switched a feature on or off, in words."""
+    explicit = settings.chosen()
     on = feature.name in settings.features_on
-    # A flag of Megatron's explains why a feature is on; only its own switch explains why it is off.
-    setters = [chosen[f.dest].who for f in feature.flags if f.dest in chosen and (on or not f.megatron)]
+    # One of Megatron's flags explains why a feature is on; only its own switch explains why it is off.
+    setters = [explicit[f.dest].who for f in feature.flags if f.dest in explicit and (on or not f.megatron)]
     if setters:
         return ", ".join(setters)
     if feature.platform_support:
@@ -129,12 +129,12 @@ def who_set(feature: Feature, settings: Settings) -> str:
 
 
 def counted(states: dict[str, int]) -> str:
-    """``3 applied, 1 pending``."""
+    """Format counts as ``3 applied, 1 pending``."""
     return ", ".join(f"{count} {state}" for state, count in states.items()) or "no patches"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of text, padded by what a terminal shows."""
+    """Align columns of text by their width in a terminal."""
     widths = [max(_columns(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = (
         (cell + " " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True))
@@ -149,12 +149,12 @@ def _columns(text: str) -> int:
 
 
 def _remarks(site: SiteReport, support: set[str]) -> list[str]:
-    # sites that were never imported are reported by doctor only
-    found = [] if site.state == "pending" else list(site.notes)
+    # doctor reports patches of modules that were never imported; a run does not
+    remarks = [] if site.state == "pending" else list(site.notes)
     if site.state in ("foreign", "failed"):
-        found.append(site.reason)
-    # torch keeps tables of its own functions, which a platform's redirections deliberately do not change;
-    # doctor lists them.
+        remarks.append(site.reason)
+    # torch keeps tables of its own functions, which platform redirections leave unchanged on purpose. doctor
+    # lists them.
     if site.stale and not support.issuperset(site.features):
-        found.append(f"the original is still held by {', '.join(site.stale)}")
-    return found
+        remarks.append(f"the original is still held by {', '.join(site.stale)}")
+    return remarks

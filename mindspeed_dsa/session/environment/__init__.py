@@ -1,4 +1,4 @@
-"""Checks of a job's surroundings: which there are, what they find, and how that is told."""
+"""Environment checks of a job: their list, their execution, and the log output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECKS: tuple[EnvironmentCheck, ...] = (
     *installation.CHECKS,
     *npu.CHECKS,
 )
-"""Those that are no feature's own."""
+"""Checks that belong to no feature."""
 _MEGATRON = {
     "overlap_grad_reduce": "the reduction of gradients",
     "overlap_param_gather": "the gather of weights",
@@ -45,14 +45,14 @@ _MEGATRON = {
     "moe_shared_expert_overlap": "all-to-alls of experts",
     "tp_comm_overlap": "tensor parallel transfers",
 }
-"""Arguments of Megatron's that hide transfers behind computation, and what they hide."""
+"""Megatron's arguments that hide communication behind computation, with the hidden communication."""
 Found = tuple[EnvironmentCheck, Finding]
 
 
 def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
-    """Return what is sent while something is computed, each with what asks for it."""
-    found = [f"{feature.overlaps} ({feature.name})" for feature in active if feature.overlaps]
-    found += [
+    """Return the communication that is hidden behind computation, each item with the feature or flag."""
+    hidden = [f"{feature.overlaps} ({feature.name})" for feature in active if feature.overlaps]
+    hidden += [
         f"{what} (--{name.replace('_', '-')})"
         for name, what in _MEGATRON.items()
         if getattr(args, name, None)
@@ -60,12 +60,12 @@ def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
     kinds = getattr(args, "cp_comm_type", None) or ()
     sent = getattr(args, "context_parallel_size", 1) > 1 and "p2p" in kinds
     if sent and getattr(args, "experimental_attention_variant", None) != "dsa":
-        found.append("keys and values on their way round a ring (--cp-comm-type p2p)")
-    return tuple(found)
+        hidden.append("keys and values on their way round a ring (--cp-comm-type p2p)")
+    return tuple(hidden)
 
 
 def checks_of(active: Sequence[Feature]) -> Iterator[EnvironmentCheck]:
-    """Yield all checks of a job with these features."""
+    """Yield all checks that apply to a job with these features."""
     yield from CHECKS
     for feature in active:
         yield from feature.environment
@@ -74,32 +74,33 @@ def checks_of(active: Sequence[Feature]) -> Iterator[EnvironmentCheck]:
 def examine(
     about: Surroundings, active: Sequence[Feature], per_node: bool | None = None, early: bool = False
 ) -> list[Found]:
-    """Ask every check that applies to the platform.
+    """Run every check that applies to the platform.
 
     Args:
-        about: what checks look at.
-        active: features that are on, whose own checks are asked as well.
-        per_node: only those of a node, or only those of the job; None: all of them.
-        early: only those that are about what is installed.
+        about: input of the checks.
+        active: features that are on; their own checks run too.
+        per_node: whether to run only the checks of a node (True) or only the checks of the job (False).
+            ``None`` runs all.
+        early: whether to run only the checks of installed software.
 
     Returns:
-        What they find, the worst first. A check that raises is a finding of its own: it must not stop a job.
+        Findings, the worst first. A check that raises yields a note instead, because it must not stop a job.
     """
-    found: list[Found] = []
+    findings: list[Found] = []
     for check in checks_of(active):
         if not _applies(check, about.platform) or per_node not in (None, check.per_node):
             continue
         if early and not check.early:
             continue
         try:
-            found += [(check, finding) for finding in check.find(about)]
+            findings += [(check, finding) for finding in check.find(about)]
         except Exception as error:
-            found.append((check, _failed(check, error)))
-    return sorted(found, key=lambda each: LEVELS.index(each[1].level))
+            findings.append((check, _failed(check, error)))
+    return sorted(findings, key=lambda each: LEVELS.index(each[1].level))
 
 
 def _applies(check: EnvironmentCheck, platform: str) -> bool:
-    """Return whether a check is for a platform; an unknown one, as without torch, may be any."""
+    """Return whether a check is for the platform. With an unknown platform, only checks for all apply."""
     return platform in check.platforms or (not platform and len(check.platforms) == len(get_args(Platform)))
 
 
@@ -110,7 +111,7 @@ def _failed(check: EnvironmentCheck, error: Exception) -> Finding:
 
 
 def records(found: Sequence[Found]) -> list[dict[str, str]]:
-    """Return findings as plain data."""
+    """Return the findings as plain data."""
     return [
         {"check": check.name, "level": each.level, "who": each.who, "what": each.what, "do": each.do}
         for check, each in found
@@ -118,12 +119,12 @@ def records(found: Sequence[Found]) -> list[dict[str, str]]:
 
 
 def early(settings: Settings, args: Any = None, variables: Mapping[str, str] = os.environ) -> list[Found]:
-    """Examine what is installed, which needs no job.
+    """Run the checks of installed software, which need no job.
 
     Args:
-        settings: of the session.
-        args: the job's arguments, where there is one.
-        variables: the environment.
+        settings: session's settings.
+        args: job's arguments, if there is a job.
+        variables: environment variables.
     """
     machine = _machine(settings, variables)
     return examine(
@@ -132,22 +133,22 @@ def early(settings: Settings, args: Any = None, variables: Mapping[str, str] = o
 
 
 def refused(settings: Settings, args: Any) -> list[str]:
-    """Log what is wrong with what is installed, before process groups start.
+    """Log problems of the installed software, before process groups are created.
 
-    Most of it ends a job before its first model, and so before :func:`at_start`.
+    Most of them would end the job before its first model is built, so before :func:`at_start` runs.
 
     Returns:
-        what no job survives.
+        Errors that no job survives.
     """
     try:
-        found = early(settings, args)
-    except Exception as error:  # a look around must not stop a job
+        findings = early(settings, args)
+    except Exception as error:  # an error in the examination must not stop a job
         log.get().warning("environment: not examined: %r; report it as a bug", error, once=True)
         return []
-    for check, finding in found:
+    for check, finding in findings:
         if not check.stops:
             _tell(check, finding, "")
-    return [str(finding) for check, finding in found if check.stops and finding.level == "error"]
+    return [str(finding) for check, finding in findings if check.stops and finding.level == "error"]
 
 
 def at_start(
@@ -156,16 +157,18 @@ def at_start(
     args: Any,
     checkpoint_size: Callable[[Any], float | None],
 ) -> list[Found]:
-    """Examine a job that is about to build its model, on ranks that speak for it or for their node, and log.
+    """Run all checks right before the model is built, and log the findings.
+
+    Rank 0 runs every check. Local rank 0 of each other node runs the checks of its node.
 
     Args:
-        settings: of the session.
+        settings: session's settings.
         active: features that are on.
-        args: the job's arguments; None where it has shown none.
-        checkpoint_size: returns the bytes of a checkpoint of these arguments, where the job's flags say so.
+        args: job's arguments, ``None`` if unknown.
+        checkpoint_size: function from arguments to the size of a checkpoint in bytes, ``None`` if unknown.
 
     Returns:
-        What this rank has logged.
+        Findings that this rank has logged.
     """
     variables: Mapping[str, str] = os.environ
     first = log.is_first_rank()
@@ -175,14 +178,14 @@ def at_start(
         machine = _machine(settings, variables)
         about = Surroundings(settings.platform, args, variables=variables, machine=machine)
         about = completed(about, active, lambda: checkpoint_size(args) if about.argument("save") else None)
-    except Exception as error:  # a look around must not stop a job
+    except Exception as error:  # an error in the examination must not stop a job
         log.get().warning("environment: not examined: %r; report it as a bug", error, once=True)
         return []
-    found = examine(about, active, None if first else True)
+    findings = examine(about, active, None if first else True)
     where = "" if first else f" of node {socket.gethostname()}"
-    for check, finding in found:
+    for check, finding in findings:
         _tell(check, finding, where, ranks="all")
-    return found
+    return findings
 
 
 def _tell(check: EnvironmentCheck, finding: Finding, where: str, ranks: log.Ranks = "first") -> None:
@@ -194,13 +197,13 @@ def _tell(check: EnvironmentCheck, finding: Finding, where: str, ranks: log.Rank
 def completed(
     about: Surroundings, active: Sequence[Feature], planned_size: Callable[[], float | None]
 ) -> Surroundings:
-    """Add what features, and the folder that the job saves to, say of its surroundings.
+    """Add to ``about`` the information from features and from the folder that the job saves to.
 
     Args:
-        about: what else checks look at.
+        about: input of the checks so far.
         active: features that are on.
-        planned_size: returns the bytes of a checkpoint, where the job's flags say so; asked where no
-            checkpoint is there that says it.
+        planned_size: function that returns the size of a checkpoint in bytes, ``None`` if unknown. Called
+            only if no existing checkpoint states it.
     """
     iteration, size = newest(about.args)
     return replace(
@@ -213,7 +216,8 @@ def completed(
 
 
 def _machine(settings: Settings, variables: Mapping[str, str]) -> Machine:
-    # Launchers other than torchrun, such as srun, leave it open how many ranks a node has.
+    # Launchers other than torchrun, such as srun, do not say how many ranks a node has. A world of one rank
+    # has one.
     alone = {"LOCAL_WORLD_SIZE": "1"} if variables.get("WORLD_SIZE", "1") == "1" else {}
     return installation.read(settings.platform, settings.megatron_root, {**alone, **variables})
 
@@ -222,8 +226,8 @@ def newest(args: Any) -> tuple[int, float | None]:
     """Look at the folder that a job saves to.
 
     Returns:
-        The iteration from which it goes on, if it loads from there; and the bytes of the newest checkpoint,
-        where that has a manifest.
+        Iteration from which the job resumes (0 if it does not load from there), and the size in bytes of the
+        newest checkpoint, ``None`` without a manifest.
     """
     named = getattr(args, "save", None)
     if not named or "://" in str(named):
@@ -233,6 +237,6 @@ def newest(args: Any) -> tuple[int, float | None]:
         for iteration in whole_checkpoints.iterations(folder)[:1]:
             listed = manifest.read(folder / whole_checkpoints.name_of(iteration))
             return iteration if goes_on else 0, None if listed is None else float(listed.size)
-    except (RunError, OSError):  # which loading reports
+    except (RunError, OSError):  # loading the checkpoint reports it
         pass
     return 0, None

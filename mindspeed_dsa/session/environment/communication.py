@@ -1,4 +1,4 @@
-"""Checks of what HCCL, NCCL and torch.distributed read from the environment."""
+"""Checks of environment variables of HCCL, NCCL and torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HCCL = "CANN, environment variable reference"
 _TORCH = "PyTorch, ProcessGroupNCCL environment variables"
 _NCCL = "NCCL, environment variables"
 _HCCL_ERRORS = ("HCCL_ASYNC_ERROR_HANDLING", "TORCH_HCCL_ASYNC_ERROR_HANDLING")
-"""What torch_npu calls it: up to 2.7.1, and in its manual since then."""
+"""Name of the variable in torch_npu up to 2.7.1, and in its manual since then."""
 _MIB = 2**20
 _EXEC_S, _EXEC_AIV_S = 1836, 1091
 """Seconds: default of HCCL_EXEC_TIMEOUT, and its default and upper bound in AIV mode (CANN 8.5)."""
@@ -25,7 +25,7 @@ def _aiv(about: Surroundings) -> bool:
 
 
 def find_expansion_mode(about: Surroundings) -> Iterator[Finding]:
-    """Yield AIV beside transfers that are to run behind computation."""
+    """Check for AIV mode, whose collectives take vector cores from the computation that should hide them."""
     if _aiv(about) and about.overlaps:
         yield Finding(
             "warning",
@@ -37,15 +37,15 @@ def find_expansion_mode(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_timeouts(about: Surroundings) -> Iterator[Finding]:
-    """Yield a limit of HCCL's that makes the job's own one void, or hides HCCL's message."""
+    """Check whether HCCL's timeout ends a collective before the job's timeout, or later than torch does."""
     minutes = about.argument("distributed_timeout_minutes")
     if not minutes:
         return
     text = about.variable("HCCL_EXEC_TIMEOUT")
     if text and not text.isdigit():
         return
-    given = int(text) if text else _EXEC_S
-    limit = min(given or _EXEC_AIV_S, _EXEC_AIV_S) if _aiv(about) else given or math.inf
+    configured = int(text) if text else _EXEC_S
+    limit = min(configured or _EXEC_AIV_S, _EXEC_AIV_S) if _aiv(about) else configured or math.inf
     who = f"--distributed-timeout-minutes {minutes}"
     if minutes * 60 > limit and minutes > _GROUP_MINUTES and (_aiv(about) or not text):
         cause = ", the most that AIV mode has" if _aiv(about) else ", its default"
@@ -72,10 +72,10 @@ def find_timeouts(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_reductions(about: Surroundings) -> Iterator[Finding]:
-    """Yield reductions of HCCL's in any order beside --deterministic-mode."""
+    """Check for nondeterministic reductions of HCCL in spite of --deterministic-mode."""
     if not about.argument("deterministic_mode"):
         return
-    # Atlas A3 unfolds collectives on the AI CPU by default, where reductions are deterministic anyway.
+    # Atlas A3 runs collectives on the AI CPU by default, where reductions are deterministic anyway.
     if not _aiv(about) and "A2" not in about.machine.product:
         return
     if about.variable("HCCL_DETERMINISTIC").lower() not in ("true", "strict"):
@@ -89,7 +89,7 @@ def find_reductions(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_buffer(about: Surroundings) -> Iterator[Finding]:
-    """Yield an all-to-all of experts that is larger than a communicator's buffer."""
+    """Check whether the all-to-all of experts is larger than a communicator's buffer."""
     text = about.variable("HCCL_BUFFSIZE") or str(_BUFFER_MB)
     hidden, rows = about.argument("hidden_size"), about.argument("seq_length")
     experts = about.argument("num_experts") or about.argument("num_moe_experts")
@@ -101,6 +101,7 @@ def find_buffer(about: Surroundings) -> Iterator[Finding]:
     samples = max(about.size("micro_batch_size"), about.size("eval_micro_batch_size"))
     tokens = rows * samples / parts * about.size("moe_router_topk")
     message = math.ceil(tokens * hidden * number / _MIB)
+    # 4096 tokens x top-8 x hidden 7168 x 2 bytes = 448 MiB, more than the default buffer of 200 MB.
     if message > int(text):
         yield Finding(
             "note",
@@ -113,7 +114,7 @@ def find_buffer(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_error_handling(about: Surroundings) -> Iterator[Finding]:
-    """Yield errors of collectives that nobody would hear of."""
+    """Check for disabled error handling: a failed collective would then not end the job."""
     if about.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0" and about.platform == "cuda":
         yield Finding(
             "warning",
@@ -134,7 +135,7 @@ def find_error_handling(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_blocking_wait(about: Surroundings) -> Iterator[Finding]:
-    """Yield waits that block the host beside transfers that are to be hidden."""
+    """Check for waits that block the host while it should launch the computation that hides communication."""
     if about.is_set("TORCH_NCCL_BLOCKING_WAIT") and about.overlaps:
         yield Finding(
             "warning",
@@ -146,7 +147,7 @@ def find_blocking_wait(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_transports(about: Surroundings) -> Iterator[Finding]:
-    """Yield transports of NCCL that are off though the layout has ranks for them."""
+    """Check for disabled NCCL transports that the job's ranks could use."""
     level = about.variable("NCCL_P2P_LEVEL").upper()
     off = "NCCL_P2P_DISABLE=1" if about.variable("NCCL_P2P_DISABLE") == "1" else ""
     off = off or (f"NCCL_P2P_LEVEL={level}" if level in ("LOC", "0") else "")
@@ -170,7 +171,7 @@ def find_transports(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_debugging(about: Surroundings) -> Iterator[Finding]:
-    """Yield torch's own look at every collective."""
+    """Check for torch's consistency check of every collective, which synchronizes all ranks."""
     if about.variable("TORCH_DISTRIBUTED_DEBUG").upper() == "DETAIL":
         yield Finding(
             "warning",

@@ -1,6 +1,6 @@
-"""Checks of what devices and their allocators read from the environment.
+"""Checks of environment variables of devices and their allocators.
 
-Megatron-LM's own asserts about variables come seconds later, and are not repeated here.
+Megatron-LM asserts about some variables itself a few seconds later; those are not repeated here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from mindspeed_dsa.environment import EnvironmentCheck, Finding, Surroundings
 from mindspeed_dsa.megatron.configuration import argument
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_BLACKWELL = 10
+_BLACKWELL = 10  # major compute capability
 
 
 def _sharded(about: Surroundings) -> str:
-    """Return the flag of an FSDP that is on."""
+    """Return the flag of the FSDP implementation that is on, or an empty string."""
     for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp"):
         if argument(about.args, name):
             return f"--{name.replace('_', '-')}"
@@ -23,7 +23,7 @@ def _sharded(about: Surroundings) -> str:
 
 
 def find_connections(about: Surroundings) -> Iterator[Finding]:
-    """Yield a number of the GPU's queues with which less is hidden."""
+    """Check for a number of GPU work queues that hides less communication."""
     value, tp = about.variable(CONNECTIONS), about.size("tensor_model_parallel_size")
     older = about.machine.architecture is not None and about.machine.architecture < _BLACKWELL
     if fsdp := _sharded(about):
@@ -53,7 +53,7 @@ def find_connections(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_launches(about: Surroundings) -> Iterator[Finding]:
-    """Yield launches that wait for the device."""
+    """Check for kernel launches that wait for the device."""
     name = "ASCEND_LAUNCH_BLOCKING" if about.platform == "npu" else "CUDA_LAUNCH_BLOCKING"
     if not about.is_set(name):
         return
@@ -69,7 +69,7 @@ def find_launches(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_task_queue(about: Surroundings) -> Iterator[Finding]:
-    """Yield a queue of launches that is off beside transfers that the host has to launch ahead."""
+    """Check for a disabled launch queue when the host has to launch ahead to hide communication."""
     if about.variable("TASK_QUEUE_ENABLE") == "0" and about.overlaps:
         yield Finding(
             "warning",
@@ -81,7 +81,7 @@ def find_task_queue(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_uncached(about: Surroundings) -> Iterator[Finding]:
-    """Yield an allocator that asks the driver for every tensor."""
+    """Check for a disabled caching allocator, which calls the driver for every tensor."""
     name = f"PYTORCH_NO_{'NPU' if about.platform == 'npu' else 'CUDA'}_MEMORY_CACHING"
     if about.variable(name):
         yield Finding(

@@ -1,4 +1,4 @@
-"""Checks of the host: processors, limits, memory, and room for the next checkpoint."""
+"""Checks of the host: processors, limits, memory, and disk space for the next checkpoint."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from mindspeed_dsa.environment import EnvironmentCheck, Finding, Surroundings
 from mindspeed_dsa.runs.files import amount
 
 _FILES, _FILES_PER_RANK = 128, 12
-"""Descriptors of a process, and more of them for each other rank; measured with the example job over gloo: 91
-with one rank, 122 with four in two kinds of groups."""
+"""File descriptors of one process, and additional ones per other rank.
+
+Measured with the example job over gloo: 91 with one rank, 122 with four ranks in two kinds of groups."""
 _PREFETCHED = 2
-"""Batches that each worker of torch's DataLoader prepares ahead."""
+"""Batches that each DataLoader worker of torch prepares ahead."""
 _ROW = 8 + 8 + 4 + 8
-"""Bytes of a token in a batch of Megatron's: token, label, mask of the loss, position."""
+"""Bytes per token in a Megatron batch: token (8), label (8), loss mask (4), position (8)."""
 _LOCKED = 64 * 2**20
-"""Below this, NCCL's own buffers cannot be registered."""
+"""Bytes; below this limit NCCL cannot register its own buffers."""
 
 
 def find_threads(about: Surroundings) -> Iterator[Finding]:
-    """Yield ranks whose threads spin while others need the processors."""
-    machine, given = about.machine, about.variable("OMP_NUM_THREADS")
-    if given and not given.isdigit():
+    """Check for more threads than processors: threads of one rank that spin take time from other ranks."""
+    machine, omp_threads = about.machine, about.variable("OMP_NUM_THREADS")
+    if omp_threads and not omp_threads.isdigit():
         return
-    threads = int(given) if given else machine.processors
+    threads = int(omp_threads) if omp_threads else machine.processors
     if machine.local_ranks < 2 or threads < 2 or machine.local_ranks * threads <= machine.processors:
         return
     passive = about.variable("OMP_WAIT_POLICY").lower() == "passive"
-    who = f"OMP_NUM_THREADS {given or 'not set'}"
+    who = f"OMP_NUM_THREADS {omp_threads or 'not set'}"
     share = max(1, machine.processors // machine.local_ranks)
     if not passive:
         yield Finding(
@@ -49,7 +50,7 @@ def find_threads(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_files(about: Surroundings) -> Iterator[Finding]:
-    """Yield a limit of open files below what gloo's connections need."""
+    """Check for a limit of open files below the number of gloo's connections."""
     limit, world = about.machine.open_files, about.machine.world
     needed = _FILES + _FILES_PER_RANK * (world - 1)
     if limit is not None and world and limit < needed:
@@ -63,18 +64,19 @@ def find_files(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
-    """Yield batches of data loader workers that do not fit into shared memory."""
+    """Check whether the batches of all data loader workers fit into shared memory."""
     free, ranks = about.machine.shared_memory, about.machine.local_ranks
     workers, length = about.argument("num_workers"), about.argument("seq_length")
     if free is None or not (ranks and workers and length):
         return
     loading = math.ceil(ranks / about.size("tensor_model_parallel_size"))
     stages = about.size("pipeline_model_parallel_size")
-    if stages > 1 and about.machine.world and not about.argument("sft"):  # which loads packs on all stages
+    if stages > 1 and about.machine.world and not about.argument("sft"):  # with sft all stages load packs
         in_two = 2 * about.machine.world / (stages * about.size("tensor_model_parallel_size"))
-        loading = min(loading, math.ceil(in_two))  # of the first stage and of the last
+        loading = min(loading, math.ceil(in_two))  # only the first and the last stage load data
     masked = about.argument("create_attention_mask_in_dataloader")
     samples = max(about.size("micro_batch_size"), about.size("eval_micro_batch_size"))
+    # 1 sample x 4096 tokens x 28 bytes = 112 KiB; an attention mask adds 4096 x 4096 bytes = 16 MiB.
     batch = samples * (length * _ROW + (length * length if masked else 0))
     needed = loading * workers * _PREFETCHED * batch
     if needed > free:
@@ -92,7 +94,7 @@ def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_locked_memory(about: Surroundings) -> Iterator[Finding]:
-    """Yield a limit of locked memory in which RDMA registers nothing."""
+    """Check for a limit of locked memory in which RDMA devices cannot register buffers."""
     limit, machine = about.machine.locked_memory, about.machine
     if limit is None or limit >= _LOCKED or machine.nodes < 2 or not machine.infiniband:
         return
@@ -106,7 +108,7 @@ def find_locked_memory(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_staging(about: Surroundings) -> Iterator[Finding]:
-    """Yield a copy for asynchronous saves that host memory has no room for."""
+    """Check whether host memory has room for the copy that an asynchronous save makes."""
     machine, size = about.machine, about.checkpoint
     if not (about.argument("async_save") and size and machine.memory and machine.local_ranks):
         return
@@ -122,14 +124,15 @@ def find_staging(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_disk(about: Surroundings) -> Iterator[Finding]:
-    """Yield a disk that the next checkpoint, or those that are to come, will fill."""
+    """Check whether the disk has room for the next checkpoint, and for all later ones."""
     folder, size = about.argument("save"), about.checkpoint
     if not folder or "://" in str(folder) or not size or about.argument("no_save"):
         return
     free = about.machine.free(Path(folder))
     if free is None:
         return
-    # A folder may be each node's own; where nobody says how many ranks a node has, it may be each rank's.
+    # The folder may be local to each node, so a node holds only its share. If the ranks per node are unknown,
+    # a node may have only one rank.
     nodes = about.machine.nodes if about.machine.local_ranks else max(1, about.machine.world)
     share = size / nodes
     who = f"--save {folder}"
@@ -149,11 +152,11 @@ def find_disk(about: Surroundings) -> Iterator[Finding]:
     kept = about.argument("save_retain_interval")
     number = 1 + left // kept if kept else math.ceil(left / every)
     if number * share > free:
-        each = f"at least {amount(int(share))} here" if nodes > 1 else f"about {amount(int(share))}"
+        size_text = f"at least {amount(int(share))} here" if nodes > 1 else f"about {amount(int(share))}"
         yield Finding(
             "warning",
             who,
-            f"{number} checkpoints of {each} are to come, and {amount(free)} are free: full after "
+            f"{number} checkpoints of {size_text} are to come, and {amount(free)} are free: full after "
             f"{int(free // share)}",
             f"python -m mindspeed_dsa checkpoints {folder} --keep 2 from time to time, or a larger "
             "--save-interval",

@@ -1,4 +1,4 @@
-"""Checks of what is installed, and the reading of the machine that all checks ask."""
+"""Checks of installed software, and the description of the machine that all checks read."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from mindspeed_dsa.platforms.npu_releases import installed_cann
 _SHARED_MEMORY = Path("/dev/shm")
 _RDMA = Path("/sys/class/infiniband")
 _IMPORTED: tuple[tuple[str, str, str], ...] = (
-    ("einops", "einops", "<0.13"),  # vision models, which its tokenizers import
-    ("psutil", "psutil", ""),  # checkpoints: without it the first save fails, or hangs for ever
+    ("einops", "einops", "<0.13"),  # vision models, imported by Megatron's tokenizers
+    ("psutil", "psutil", ""),  # checkpoints: without it the first save fails, or hangs forever
     ("pydantic", "pydantic", ">=0.16,<0.17"),  # megatron.rl
     ("regex", "regex", "<0.17"),  # tokenizers
     ("setuptools", "setuptools", ""),
     ("six", "six", "<0.17"),  # tokenizers
-    ("triton", "triton", ">=0.16,!=0.17.*"),  # kernels that no job here calls
+    ("triton", "triton", ">=0.16,!=0.17.*"),  # imported for kernels that no job here calls
     ("yaml", "pyyaml", "<0.19"),
 )
-"""A module, the package that has it, and the releases that import it."""
+"""Module, package that provides it, and Megatron-core releases that import it."""
 _HELPERS, _BUILDER = "helpers_cpp", "pybind11"
 
 
 def find_copies(about: Surroundings) -> Iterator[Finding]:
-    """Yield a Megatron-core that hides another one, or runs beneath the training loop of another one."""
+    """Check for a Megatron-core that hides another copy, or whose ``megatron.training`` is another copy's."""
     if len(about.machine.megatrons) < 2:
         return
     used, *hidden = about.machine.megatrons
     shown = " and ".join(map(str, hidden))
-    # megatron is a namespace package: each part of it comes from the first folder that has that part.
+    # megatron is a namespace package: each subpackage comes from the first folder that has it.
     level: Level
-    training = next((each for each in about.machine.megatrons if each.has_training), used)
+    training = next((copy for copy in about.machine.megatrons if copy.has_training), used)
     if training is not used:
         level, what = "warning", f"it hides {shown}, and megatron.training, which it lacks, comes from there"
-    elif any(each.version != used.version for each in hidden):
+    elif any(copy.version != used.version for copy in hidden):
         level, what = "warning", f"it comes first on the path and hides {shown}"
     else:
         level, what = "note", f"it hides {shown}, whose changes, if there are any, are not run"
@@ -58,7 +58,7 @@ def find_copies(about: Surroundings) -> Iterator[Finding]:
 
 
 def find_packages(about: Surroundings) -> Iterator[Finding]:
-    """Yield packages that Megatron-LM imports and that are not installed."""
+    """Check for missing packages that Megatron-LM imports."""
     if absent := about.machine.absent:
         yield Finding(
             "error",
@@ -93,16 +93,16 @@ CHECKS = (
 def read(
     platform: str, root: str, variables: Mapping[str, str], path: Sequence[str] | None = None
 ) -> Machine:
-    """Look at this node, without waiting for anything.
+    """Describe this node, without waiting for anything.
 
     Args:
-        platform: of the job.
+        platform: platform of the job.
         root: top-level package of Megatron.
-        variables: the environment, in which launchers say how many ranks there are.
-        path: on which the job looks for Megatron; None: the one of this process.
+        variables: environment variables, in which launchers state the number of ranks.
+        path: search path for Megatron; ``None`` means this process's path.
     """
     local = int(variables.get("LOCAL_WORLD_SIZE", 0))
-    found = copies(root, path)
+    megatrons = copies(root, path)
     return Machine(
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         local_ranks=local,
@@ -114,14 +114,14 @@ def read(
         shared_memory=_free(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None,
         memory=host_memory_free(),
         infiniband=_has_rdma(),
-        megatrons=found,
-        release=found[0].version if found else versions.of_megatron(root),
+        megatrons=megatrons,
+        release=megatrons[0].version if megatrons else versions.of_megatron(root),
         torch=versions.of_package("torch") if platform == "npu" else None,
         torch_npu=versions.of_package("torch_npu") if platform == "npu" else None,
         cann=installed_cann(variables) if platform == "npu" else None,
         lacking=_lacking(platform),
         devices=_devices(platform),
-        absent=absent(found),
+        absent=absent(megatrons),
         free=_free,
     )
 
@@ -134,7 +134,7 @@ def _has_rdma() -> bool:
 
 
 def _limit(name: str) -> int | None:
-    """Return a soft limit; None where there is none, or where the system does not know it."""
+    """Return a soft limit, or ``None`` if there is no limit or the system does not support it."""
     if not hasattr(resource, name):
         return None
     soft, _ = resource.getrlimit(getattr(resource, name))
@@ -142,22 +142,22 @@ def _limit(name: str) -> int | None:
 
 
 def _free(folder: Path) -> int | None:
-    """Return the bytes that are free where a folder is, or will be made."""
+    """Return the free bytes of the file system of a folder, which may not exist yet."""
     folder = folder.absolute()
-    for each in (folder, *folder.parents):
+    for existing in (folder, *folder.parents):
         with contextlib.suppress(OSError):
-            found = os.statvfs(each)
+            found = os.statvfs(existing)
             return found.f_bavail * found.f_frsize
     return None
 
 
 def copies(root: str, path: Sequence[str] | None = None) -> tuple[Installation, ...]:
-    """Return every copy of Megatron-core on a path, each folder once.
+    """Return every copy of Megatron-core on a path, without duplicates.
 
     Args:
         root: top-level package of Megatron.
-        path: to be searched; None: the one of this process, and where it has Megatron from, since an editable
-            installation is on no path.
+        path: search path; ``None`` means this process's path, plus the folder of the Megatron that is already
+            imported (an editable installation is on no path).
     """
     if path is not None:
         return tuple(_copies(root, path))
@@ -178,7 +178,7 @@ def _copies(root: str, path: Sequence[str]) -> Iterator[Installation]:
 
 
 def _architecture(platform: str) -> int | None:
-    """Return the major compute capability of the GPU; None where there is none to ask."""
+    """Return the major compute capability of the GPU, or ``None`` without a GPU."""
     if platform != "cuda":
         return None
     with contextlib.suppress(ImportError, AssertionError, RuntimeError):
@@ -189,7 +189,7 @@ def _architecture(platform: str) -> int | None:
 
 
 def _product(platform: str) -> str:
-    """Return the family of the NPU; empty where there is none to ask."""
+    """Return the family of the NPU, or an empty string without an NPU."""
     if platform == "npu":
         with contextlib.suppress(MindSpeedDSAError, AttributeError, RuntimeError):
             return product_of(platforms.get(platform).device_name()).name
@@ -197,7 +197,7 @@ def _product(platform: str) -> str:
 
 
 def _devices(platform: str) -> int | None:
-    """Return the number of accelerators that this process sees; None where nobody can tell."""
+    """Return the number of accelerators visible to this process, or ``None`` if unknown."""
     if platform not in ("cuda", "npu"):
         return None
     with contextlib.suppress(MindSpeedDSAError, ImportError, AttributeError, RuntimeError):
@@ -206,11 +206,11 @@ def _devices(platform: str) -> int | None:
 
 
 def _lacking(platform: str) -> Mapping[str, str]:
-    """Return the operators of torch_npu that cannot be called here, with the reason; none without an NPU."""
+    """Return the torch_npu operators that cannot be called, with the reason; empty without an NPU."""
     try:
         if platform != "npu" or not platforms.get("npu").is_available():
             return {}
-    except MindSpeedDSAError:  # of which other checks speak
+    except MindSpeedDSAError:  # other checks report it
         return {}
     from mindspeed_dsa.ops.npu.device import unavailable
 
@@ -219,11 +219,11 @@ def _lacking(platform: str) -> Mapping[str, str]:
 
 
 def absent(megatrons: Sequence[Installation]) -> tuple[str, ...]:
-    """Return the packages that are not installed and that the checkout which is used needs.
+    """Return the missing packages that the Megatron-LM checkout in use needs.
 
     Args:
-        megatrons: copies on the search path, the one that is used first. Those without ``megatron.training``
-            are no checkouts.
+        megatrons: copies on the search path, the one in use first. A copy without ``megatron.training`` is
+            not a checkout.
     """
     used = next((each for each in megatrons if each.has_training), None)
     return () if used is None else tuple(sorted(_absent_beside(used)))
@@ -233,7 +233,7 @@ def _absent_beside(checkout: Installation) -> Iterator[str]:
     for module, package, releases in _IMPORTED:
         if _is_of(checkout.version, releases) and find_spec(module) is None:
             yield package
-    # Its helpers for datasets are built by the first job, and stay.
+    # The first job builds the dataset helpers, which needs pybind11; later jobs find them built.
     helpers = _HELPERS + (sysconfig.get_config_var("EXT_SUFFIX") or ".so")
     datasets = checkout.folder / "megatron" / "core" / "datasets"
     if (
@@ -247,5 +247,5 @@ def _absent_beside(checkout: Installation) -> Iterator[str]:
 def _is_of(release: str | None, releases: str) -> bool:
     try:
         return release is None or SpecifierSet(releases).contains(Version(release), prereleases=True)
-    except InvalidVersion:  # a fork's own
+    except InvalidVersion:  # a fork's own version scheme
         return True

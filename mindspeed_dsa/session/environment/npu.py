@@ -1,4 +1,4 @@
-"""Checks of an NPU's installation: releases that go together, operators, and devices for all ranks."""
+"""Checks of an NPU installation: matching releases, operators, and a device for every rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PARTS = {
     "ascend-mc2": ("tensor parallel linear layers",),
     "virtual-optimizer": ("virtual optimizer",),
 }
-"""Parts of the table of operators that a feature calls."""
+"""Parts of the operator table (``npu_operators``) that each feature calls."""
 _ALONE = ("ascend-mc2", "virtual-optimizer")
-"""Features that have nothing to run in an operator's place."""
+"""Features without a fallback for a missing operator."""
 
 
 def find_releases(about: Surroundings) -> Iterator[Finding]:
-    """Yield a torch_npu that was built for another torch, or does not go with the CANN beside it."""
+    """Check for a torch_npu that was built for another torch, or that does not match the sourced CANN."""
     machine = about.machine
     yield from npu_releases.disagreements(machine.torch, machine.torch_npu, machine.cann)
 
 
 def find_operators(about: Surroundings) -> Iterator[Finding]:
-    """Yield operators of features that are on, which torch_npu or CANN lacks."""
+    """Check for operators of active features that torch_npu or CANN lacks."""
     for feature in sorted(about.features & _PARTS.keys()):
         parts = _PARTS[feature] + (_losses(about) if feature == "fused-dsa" else ())
         lacking = {
@@ -55,7 +55,7 @@ def find_operators(about: Surroundings) -> Iterator[Finding]:
 
 
 def _losses(about: Surroundings) -> tuple[str, ...]:
-    """Return the parts of the indexer's loss that a job asks for."""
+    """Return the parts for the indexer loss that the job uses."""
     if not about.argument("dsa_indexer_loss_coeff"):
         return ()
     warm = about.argument("dsa_stage") == "warmup"
@@ -64,11 +64,12 @@ def _losses(about: Surroundings) -> tuple[str, ...]:
 
 
 def find_devices(about: Surroundings) -> Iterator[Finding]:
-    """Yield ranks of this node for which there are no devices."""
+    """Check for more ranks than devices on this node."""
     devices, rank = about.machine.devices, about.variable("LOCAL_RANK")
     visible = "ASCEND_RT_VISIBLE_DEVICES" if about.platform == "npu" else "CUDA_VISIBLE_DEVICES"
-    # Launchers other than torchrun, and wrappers between it and the job, may give each rank a device of its
-    # own, and all of them the number 0. Where there are too few devices, ranks of higher numbers say so.
+    # Launchers other than torchrun, and wrapper scripts, may show each rank a single device and set
+    # LOCAL_RANK=0 on all of them. If they set other ranks and there are too few devices, the higher ranks
+    # report it.
     hidden = devices == 1 and rank == "0" and about.variable(visible)
     alone = hidden or (rank.isdigit() and not about.variable("TORCHELASTIC_RUN_ID"))
     ranks = int(rank) + 1 if alone else about.machine.local_ranks
