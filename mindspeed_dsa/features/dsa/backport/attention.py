@@ -1,9 +1,9 @@
-"""DSA's classes, with the names, parameters and shapes of Megatron-core 0.16.
+"""DSA modules with the names, parameters and shapes of Megatron-core 0.16.
 
-Always on the operators of ``mindspeed_dsa.ops``. Shapes are Megatron's, sequence first: ``s`` is the whole
-sequence, a rank's part of it only where sequence parallelism is mentioned.
+They always run on the operators of ``mindspeed_dsa.ops``. Shapes are Megatron's, sequence first. ``s`` is the
+whole sequence, or a rank's shard of it where sequence parallelism is mentioned.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ except ImportError:
 
 
 def rotate_activation(x: Tensor) -> Tensor:
-    """Multiply the last dimension by the orthonormal Hadamard matrix; same shape and dtype."""
+    """Multiply the last dimension by the orthonormal Hadamard matrix. Keeps shape and dtype."""
     if x.is_cuda and x.dtype == torch.bfloat16 and hadamard_transform is not None:
         rotated: Tensor = hadamard_transform(x, scale=x.size(-1) ** -0.5)
         return rotated
@@ -54,7 +54,7 @@ def rotate_activation(x: Tensor) -> Tensor:
 
 @dataclass
 class DSAIndexerSubmodules:
-    """Modules of the indexer."""
+    """Specs of the indexer's modules."""
 
     linear_wq_b: Any = None
     linear_wk: Any = None
@@ -64,21 +64,21 @@ class DSAIndexerSubmodules:
 
 @dataclass
 class DSAttentionSubmodules:
-    """Modules of the core attention."""
+    """Specs of the core attention's modules."""
 
     indexer: Any = None
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups that DSA uses, with the names of Megatron's ``ProcessGroupCollection``."""
+    """Process groups that DSA uses, under the names of Megatron's ``ProcessGroupCollection``."""
 
     tp: ProcessGroup
     cp: ProcessGroup
 
     @classmethod
     def of(cls, megatron: Megatron, passed: Any = None) -> ProcessGroups:
-        """Return the groups passed to a module (0.13 and later), else Megatron's global ones."""
+        """Return the groups passed to a module (0.13 and later), or else Megatron's global ones."""
         state = megatron("core.parallel_state")
         tp, cp = getattr(passed, "tp", None), getattr(passed, "cp", None)
         return cls(
@@ -88,15 +88,15 @@ class ProcessGroups:
 
 
 class Indexer(torch.nn.Module):
-    """Lightning Indexer: projections whose products score the keys for each query.
+    """Lightning Indexer: projections for the scores of all keys per query.
 
-    Replicated on every tensor parallel rank, which sees the whole sequence; so each rank computes the full
-    gradient. The parameters are marked to be averaged, not summed, over tensor parallel ranks.
+    Replicated on every tensor parallel rank. Each rank sees the whole sequence and computes the full
+    gradient, so parameters are marked to be averaged, not summed, over tensor parallel ranks.
 
     Args:
-        config: Megatron's, with the fields of :class:`.job.DSAFields` and of dsa-model.
-        submodules: the four modules.
-        pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+        config: Megatron's configuration, with the fields of :class:`.job.DSAFields` and of dsa-model.
+        submodules: specs of the four modules.
+        pg_collection: Megatron's process groups; None: the groups of ``parallel_state``.
     """
 
     megatron: ClassVar[Megatron]
@@ -135,6 +135,7 @@ class Indexer(torch.nn.Module):
                 parallel_mode="duplicated",
             )
 
+        # Also with --no-initialization: a dense model's checkpoint has no indexer weights.
         with initialising(config):
             self.linear_wq_b = linear(
                 submodules.linear_wq_b, self.q_lora_rank, self.index_n_heads * self.index_head_dim
@@ -150,43 +151,46 @@ class Indexer(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        # Under context and sequence parallelism, key and weights are projected from this rank's shard only.
         if self.pg_collection.cp.size() > 1 and config.sequence_parallel and self.pg_collection.tp.size() > 1:
             sum_gradients_of_own_rows(self)
 
     def forward_before_topk(
         self, x: Tensor, qr: Tensor, packed_seq_params: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project for the indexer.
+        """Project hidden states for the indexer.
 
         Args:
-            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism, which is a
-                rank's rows of the sequence under context parallelism.
-            qr: latent query ``[s, b, q_lora_rank]``, likewise.
-            packed_seq_params: ignored; who calls for packed documents supplies their angles.
+            x: hidden states ``[s, b, hidden]`` of this context parallel rank, a shard of them under sequence
+                parallelism.
+            qr: latent query ``[s, b, q_lora_rank]``, sharded like ``x``.
+            packed_seq_params: ignored; callers with packed documents set the angles of their positions.
 
         Returns:
-            query ``[s, b, heads, head_dim]``, key ``[s, b, head_dim]`` and weights ``[s, b, heads]``, every
-            scale included.
+            Query ``[s, b, heads, head_dim]``, key ``[s, b, head_dim]`` and weights ``[s, b, heads]``, with
+            all scales multiplied in.
         """
         if self.config.sequence_parallel and self.pg_collection.tp.size() > 1:
             gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
             x, qr = gather(x), gather(qr)
-        # The embedding makes the angles of the whole sequence and returns those of its context parallel rank.
+        # rotary_pos_emb takes the length of the whole sequence and returns the angles of this rank's tokens.
         angles, mscale = self.rotary_pos_emb(x.size(0) * self.pg_collection.cp.size()), 1.0
         if isinstance(angles, tuple):  # YaRN
             angles, mscale = angles
         angles = angles_of_rows(angles)
+        # [s, b, heads * head_dim] -> [s, b, heads, head_dim]
         query = self.linear_wq_b(qr)[0].unflatten(-1, (self.index_n_heads, self.index_head_dim))
-        key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)
+        key = self.k_norm(self.linear_wk(x)[0]).unsqueeze(2)  # [s, b, 1, head_dim]
         query = self._apply_rope(query, angles, mscale)
-        key = self._apply_rope(key, angles, mscale).squeeze(2)
+        key = self._apply_rope(key, angles, mscale).squeeze(2)  # [s, b, head_dim]
         if self.config.dsa_indexer_rotate_activation:
             query, key = rotate_activation(query), rotate_activation(key)
+        # [s, b, heads]
         weights = self.linear_weights_proj(x)[0] * (self.index_n_heads**-0.5 * self.softmax_scale)
         return query, key, weights
 
     def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
-        """Rotate the last dimensions of ``[s, b, heads, head_dim]``, or the first ones."""
+        """Rotate the last or first dimensions of ``[s, b, heads, head_dim]``, as configured."""
         if self.config.dsa_indexer_rope_first:
             return rotate_first_dimensions(self.megatron, self, x, rotary_pos_emb, mscale)
         plain, rotary = x.split(
@@ -199,8 +203,8 @@ class Indexer(torch.nn.Module):
 class Attention(torch.nn.Module):
     """Core attention over the keys that its indexer selects.
 
-    Takes the arguments of Megatron's core attentions, and ``options``. ``x`` and ``qr``, which attention
-    layers of these releases do not pass on, may be set before the call instead.
+    Takes the arguments of Megatron's core attentions, and ``options``. The attention layers of these releases
+    do not pass ``x`` and ``qr``, so these can also be set before the call with :meth:`hand_over`.
     """
 
     megatron: ClassVar[Megatron]
@@ -255,17 +259,21 @@ class Attention(torch.nn.Module):
         Args:
             query: ``[s, b, heads, dim]``, this rank's heads.
             key: ``[s, b, heads, dim]``, or ``[s, b, 1, dim]`` in absorbed form.
-            value: ``[s, b, heads, value_dim]``; in absorbed form the value's up-projection
-                ``[heads, value_dim, latent]``.
+            value: ``[s, b, heads, value_dim]``, or the up-projection ``[heads, value_dim, latent]`` in
+                absorbed form.
             attention_mask: ignored, attention is causal.
-            x: hidden states ``[s, b, hidden]``; a rank's part of ``s`` under sequence parallelism.
-            qr: latent query ``[s, b, q_lora_rank]``, likewise.
-            attn_mask_type: must be causal where given.
+            x: hidden states ``[s, b, hidden]``, a rank's shard under sequence parallelism.
+            qr: latent query ``[s, b, q_lora_rank]``, sharded like ``x``.
+            attn_mask_type: mask type, causal or None.
             attention_bias: must be None.
             packed_seq_params: Megatron's description of documents, for a batch of 1, or None.
 
         Returns:
-            ``[s, b, heads * value_dim]``.
+            Attention output ``[s, b, heads * value_dim]``.
+
+        Raises:
+            RuntimeError: ``x`` and ``qr`` were neither passed nor set.
+            ValueError: another mask type than causal, or a bias.
         """
         if x is None or qr is None:
             if self._handed_over is None:
@@ -274,8 +282,9 @@ class Attention(torch.nn.Module):
                     "MLASelfAttention while dsa-backport is on"
                 )
             x, qr = self._handed_over
+        # Release the tensors: the module must not keep them until its next call.
         self._handed_over = None
-        # The indexer loss must not train the model.
+        # The indexer loss must not train the rest of the model.
         x, qr = x.detach(), qr.detach()
         kind = getattr(attn_mask_type, "name", "causal")
         if kind not in ("causal", "padding_causal") or attention_bias is not None:
@@ -284,7 +293,8 @@ class Attention(torch.nn.Module):
                 "it has causal attention without a bias"
             )
         if self.training and torch.is_grad_enabled() and recomputes(self.config):
-            # The first pass runs without gradients and computes no indexer loss, so it is computed once.
+            # The checkpointed forward runs without gradients and skips the indexer loss. Only the
+            # recomputation computes it.
             checkpoint = self.megatron("core.tensor_parallel").checkpoint
             exchange = key_exchange(self, self.options.dsa, self.megatron)
             again = partial(self._attend, packed_seq_params)
@@ -300,13 +310,14 @@ class Attention(torch.nn.Module):
     ) -> Tensor:
         call = call_of(self, query, key, value, x, qr, self.options.dsa, self.megatron, packed_seq_params)
         out = core_attention.attend(call)
+        # Without a loss, indexer parameters get zero gradients: overlapped gradient reduction waits for them.
         if self.training and torch.is_grad_enabled() and coefficient(self.config) == 0:
             return out if self.indexer is None else with_zero_gradients(out, self.indexer)
         return out
 
 
 class Classes(NamedTuple):
-    """DSA's modules."""
+    """DSA module classes of one Megatron."""
 
     attention: type
     indexer: type
@@ -314,7 +325,7 @@ class Classes(NamedTuple):
 
 @cache
 def dsa_classes(megatron: Megatron) -> Classes:
-    """Build subclasses of that Megatron's ``MegatronModule``, by the names of later releases."""
+    """Build the module classes for a Megatron, as subclasses of its ``MegatronModule``, under later names."""
     base: Any = megatron("core.transformer.module").MegatronModule
 
     class DSAttention(Attention, base):
@@ -328,7 +339,7 @@ def dsa_classes(megatron: Megatron) -> Classes:
 
 
 def core_attention_spec(options: Options, megatron: Megatron) -> Any:
-    """Build the spec of a DSA core attention: PyTorch modules, regardless of the rest of the layer."""
+    """Build the spec of a DSA core attention. Uses PyTorch modules, whatever the rest of the layer uses."""
     spec, classes = megatron("core.transformer.spec_utils").ModuleSpec, dsa_classes(megatron)
     linear = duplicated_linear(megatron)
     return spec(
@@ -349,10 +360,10 @@ def core_attention_spec(options: Options, megatron: Megatron) -> Any:
 
 
 def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -> Any:
-    """Build the rotary embedding as MLA does: RoPE or YaRN, with this context parallel rank's angles."""
+    """Build MLA's rotary embedding, RoPE or YaRN. It returns this context parallel rank's angles."""
     embeddings = megatron("core.models.common.embeddings")
     plain, yarn = embeddings.RotaryEmbedding, embeddings.YarnRotaryEmbedding
-    # Before 0.14 the embedding itself gets the group from parallel_state.
+    # Before 0.14 the embedding takes the group from parallel_state.
     group = {"cp_group": cp_group} if "cp_group" in inspect.signature(plain).parameters else {}
     if config.rope_type == "rope":
         return plain(
@@ -361,7 +372,7 @@ def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -
             rotary_base=config.rotary_base,
             **group,
         )
-    # Renamed in 0.14, when max_position_embeddings got another meaning.
+    # Since 0.14, max_position_embeddings is the stretched length, and this one has a name of its own.
     stretched = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     same_names = ("rotary_base", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     return yarn(

@@ -1,4 +1,4 @@
-"""DSA on Megatron-core releases that have none: indexer, core attention, fields, flags and log.
+"""DSA for Megatron-core releases without it: indexer, core attention, config fields, flags and log.
 
 tests: tests/matrix/test_backport.py
 """
@@ -35,7 +35,7 @@ FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def with_dsa_flags(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``megatron.training.arguments.parse_args`` through its own extension point."""
+    """Decorate ``megatron.training.arguments.parse_args`` to add DSA's flags with ``extra_args_provider``."""
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def provider(parser: Any) -> Any:
@@ -49,7 +49,7 @@ def with_dsa_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_dsa_flags(parser: Any) -> Any:
-    """Add the flags that an argparse parser lacks, under Megatron's names; a fork may have some."""
+    """Add DSA's flags to an argparse parser, except flags that it has already, e.g. from a fork."""
     missing = [(name, options) for name, options in FLAGS if name not in parser._option_string_actions]
     if missing:
         group = parser.add_argument_group(title="DeepSeek sparse attention")
@@ -60,10 +60,10 @@ def add_dsa_flags(parser: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Requested settings.
+    """Requested DSA options.
 
     Attributes:
-        dsa: every part runs on our operators: Megatron has no implementation to fall back to.
+        dsa: options with every part on our operators, as Megatron has no implementation to fall back to.
     """
 
     dsa: dsa.Options
@@ -95,7 +95,7 @@ BACKPORT = Flag(
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether a job asks for the backport, or has a DSA model and does not refuse it."""
+    """Return whether the job asks for the backport, or has a DSA model and does not refuse it."""
     choice = getattr(settings, BACKPORT.dest, None)
     return uses_dsa(settings) if choice is None else bool(choice)
 
@@ -106,7 +106,7 @@ FEATURE = Feature(
     flags=(BACKPORT, EXPERIMENTAL_ATTENTION_VARIANT),
     active=wanted,
     options=Options.of,
-    # Its classes compute the same as those of later releases with their fixes, and read the same switches.
+    # The classes include the fixes of later releases and read the same flags as fused-dsa and dsa-absorb.
     supplies=("fused-dsa", "dsa-absorb"),
     doc="dsa-backport.md",
     patches=(

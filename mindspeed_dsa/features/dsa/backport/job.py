@@ -1,6 +1,6 @@
-"""Parts of a job around the attention that these releases lack: configuration, numbers, gradients, log.
+"""Job code around the attention that these releases lack: config fields, layer numbers, gradients, log.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindspeed_dsa.megatron.indexer_loss import keep_step_loss
 
 @dataclasses.dataclass
 class DSAFields:
-    """Names, types and defaults as in ``TransformerConfig`` of Megatron-core 0.16."""
+    """DSA fields with names, types and defaults as in Megatron-core 0.16's ``TransformerConfig``."""
 
     experimental_attention_variant: str | None = None
     dsa_indexer_n_heads: int | None = None
@@ -35,12 +35,12 @@ class DSAFields:
 
 
 FIELDS = SimpleNamespace(**{field.name: field for field in dataclasses.fields(DSAFields)})
-"""``dataclasses.Field`` objects by name; in a class's ``__dataclass_fields__`` they are found by code that
-copies arguments to fields, replaces fields, or derives a dataclass."""
+"""``dataclasses.Field`` objects by name. Code that copies arguments to fields, replaces fields or derives a
+dataclass finds them in the class's ``__dataclass_fields__``."""
 
 
 def check_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__``: refuse a DSA model that cannot be built."""
+    """Decorate ``TransformerConfig.__post_init__`` to raise for DSA models that cannot be built."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         problems = problems_of(self)
@@ -52,7 +52,7 @@ def check_dsa_fields(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def problems_of(config: Any) -> list[str]:
-    """Return problems that prevent a DSA model with this configuration; each message includes a fix."""
+    """Return problems with a DSA configuration. Each message includes a fix."""
     variant = getattr(config, "experimental_attention_variant", None)
     if variant is None:
         return []
@@ -75,13 +75,13 @@ def problems_of(config: Any) -> list[str]:
     return problems
 
 
-# -- layers' numbers in the whole model, by which their indexer loss is logged -----------------
+# -- layer numbers within the whole model, under which the indexer loss is logged ---------------
 #
-# These releases give the attention its number within a pipeline stage, or an MTP module, at best.
+# These releases number attention layers within a pipeline stage or MTP module, if at all.
 
 
 def number_in_model(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__``: its attention gets its number in the model."""
+    """Decorate ``TransformerLayer.__init__`` to number its attention within the model."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -91,7 +91,7 @@ def number_in_model(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def number_after_decoder(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__``: MTP layers follow the decoder's."""
+    """Decorate ``MultiTokenPredictionLayer.__init__`` to number MTP layers after the decoder's."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -106,14 +106,14 @@ def _number(layer: Any, number: int) -> None:
         core_attention.layer_number = number
 
 
-# -- gradients that are complete on every tensor parallel rank ---------------------------------
+# -- average of replicated gradients over tensor parallel ranks --------------------------------
 
 
 def average_marked_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``_allreduce_layernorm_grads``: then average the gradients that later releases average.
+    """Decorate ``_allreduce_layernorm_grads`` to average marked gradients, as later releases do.
 
-    The copies of the indexer start equal and get equal gradients; with nondeterministic kernels these differ
-    by rounding, and without the mean the copies would drift apart.
+    Replicas of the indexer start equal and get equal gradients up to rounding. With nondeterministic kernels
+    they would drift apart without the average.
     """
 
     def _allreduce_layernorm_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -128,7 +128,8 @@ def average_marked_gradients(original: Callable[..., None], context: Context[Opt
                 gradient = getattr(parameter, "main_grad", parameter.grad)
                 if gradient is None:  # not trained
                     continue
-                if "q_layernorm" not in name:  # already summed, because of its name
+                # Megatron sums q_layernorm gradients, because of the name: only divide these.
+                if "q_layernorm" not in name:
                     dist.all_reduce(gradient, group=group)
                 gradient /= group.size()
 
@@ -139,12 +140,12 @@ def average_marked_gradients(original: Callable[..., None], context: Context[Opt
 
 
 def log_indexer_loss(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``megatron.training.training.training_log``; a collective of all ranks, once per step."""
+    """Decorate ``megatron.training.training.training_log``; once per step. All ranks must call it."""
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training.global_vars")
         if coefficient(job.get_args()) > 0:
-            # Parameters moved between releases; names did not.
+            # Parameter positions differ between releases, names do not.
             signature = inspect.signature(context.megatron("training.training").training_log)
             arguments = signature.bind(*args, **kwargs).arguments
             keep_step_loss(indexer_loss(context.megatron).tracker.track_indexer_metrics, context)(

@@ -1,6 +1,6 @@
-"""MLA layers with a DSA core attention, and its inputs.
+"""Wrappers that give MLA layers a DSA core attention and pass its inputs.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from mindspeed_dsa.megatron.mla_projections import Projections, Rotate, derived_
 
 
 def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MLASelfAttention.__init__``: DSA becomes its core attention, whatever the spec.
+    """Decorate ``MLASelfAttention.__init__`` to build a DSA core attention, whatever the layer's spec."""
 
-    This is not done in spec functions, because those of these releases do not get the configuration, and
-    because a custom spec must work as well.
-    """
-
+    # Not done in spec functions: these releases call them without the configuration, and custom specs must
+    # work as well.
     def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         if not uses_dsa(config):
             original(self, config, submodules, *args, **kwargs)
@@ -47,8 +45,8 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
         spec = core_attention_spec(context.options, context.megatron)
         submodules = dataclasses.replace(submodules, core_attention=spec)
         original(self, config, submodules, *args, **kwargs)
-        # MLA's own checkpointed path calls the core attention again without the indexer's inputs; the DSA
-        # core attention recomputes itself.
+        # MLA's own checkpoint calls the core attention again without the indexer's inputs. The DSA core
+        # attention has its own recomputation.
         self.checkpoint_core_attention = False
         if not config.sequence_parallel and hasattr(self, "q_layernorm"):
             # Each rank has the full gradient, but Megatron sums parameters with this name over ranks.
@@ -59,7 +57,7 @@ def build_with_dsa(original: Callable[..., None], context: Context[Options]) -> 
 
 
 def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: for DSA, pass its inputs on as well."""
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to derive DSA's inputs as well."""
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
         if not uses_dsa(layer.config):
@@ -78,16 +76,16 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
 def _derive(
     projections: Projections, hidden_states: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value by head or in absorbed form.
+    """Return query, key and value, per head or in absorbed form, and set the indexer's inputs.
 
     Args:
-        projections: of an ``MLASelfAttention``.
-        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
-        options: choose the form.
+        projections: projections of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's shard of the sequence under sequence parallelism.
+        options: options that choose the form.
 
     Returns:
-        query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``;
-        in absorbed form the value's up-projection ``[heads, value_dim, latent]``. Of the whole sequence.
+        Query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``
+        of the whole sequence. In absorbed form the value is the up-projection ``[heads, value_dim, latent]``.
     """
     attention, config = projections.layer, projections.layer.config
 
@@ -99,11 +97,11 @@ def _derive(
 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     latent, rotary_key = projections.down(attention.linear_kv_down_proj, hidden_states, sizes)
-    latent = projections.own_part(latent, hidden_states)
+    latent = projections.own_part(latent, hidden_states)  # [s, b, latent], the shard's tokens
     exchange = key_exchange(
         attention.core_attention, options.dsa, projections.megatron, projections.documents
     )
-    # First, because it waits for the layer's weights, of which the key's norm may be one.
+    # First, because this waits for the layer's gathered weights, which may include the key's norm.
     keeps_heads = exchange is None and by_head_is_faster(projections, hidden_states, options.dsa)
     up = up_projections(attention) if options.dsa.absorb and not keeps_heads else None
     started = None
@@ -150,7 +148,7 @@ def _derive(
 def _start_with_key(
     projections: Projections, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, exchange: KeyExchange
 ) -> Tensor | None:
-    """Start to gather the absorbed key from context parallel ranks, as :func:`start_with_key` does."""
+    """Start to gather the absorbed key from context parallel ranks; see :func:`start_with_key`."""
     rotate = projections.rotation(hidden_states.size(0) * exchange.parts, exchange.own_part)
     latent = projections.layer.kv_layernorm(latent)
     key = projections.own_absorbed_key(rotate, latent, rotary_key, hidden_states, is_summed=False)
@@ -167,21 +165,24 @@ def _by_head(
     """Return query and key ``[s, b, heads, qk_head_dim + rope]``, value ``[s, b, heads, value_dim]``."""
     attention = projections.layer
     config, heads = attention.config, attention.num_attention_heads_per_partition
-    plain, rotary = projections.query_parts(latent_query)
+    plain, rotary = projections.query_parts(latent_query)  # [s, b, heads, qk_head_dim], [s, b, heads, rope]
     query = torch.cat([plain, rotate(rotary)], dim=-1)
     key_value, _ = attention.linear_kv_up_proj(attention.kv_layernorm(latent))
+    # [s, b, heads * (qk_head_dim + value_dim)] -> [s, b, heads, qk_head_dim], [s, b, heads, value_dim]
     key, value = key_value.unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.v_head_dim], dim=-1)
+    # [s, b, rope] -> [s, b, heads, rope]: all heads share the rotary key
     shared = rotate(rotary_key.unsqueeze(2)).expand(-1, -1, heads, -1)
     return query, torch.cat([key, shared], dim=-1), value.contiguous()
 
 
 def _hand_over(attention: Any, hidden_states: Tensor, latent_query: Tensor) -> None:
-    """Pass the indexer's inputs to the core attention, detached."""
+    """Set the core attention's indexer inputs for its next call."""
     config = attention.config
     if config.dsa_indexer_normalised_query and config.q_lora_rank is not None:
+        # The indexer does not train the model: no gradient for the norm.
         with torch.no_grad():
             latent_query = attention.q_layernorm(latent_query)
             if hasattr(attention.linear_q_up_proj, "layer_norm_weight"):
-                wait_for_weights(attention.linear_q_up_proj)  # it is called later
+                wait_for_weights(attention.linear_q_up_proj)  # not gathered yet: it is called later
                 latent_query = norm_of_fused_layer(attention.linear_q_up_proj, latent_query, config)
     attention.core_attention.hand_over(hidden_states, latent_query)

@@ -1,9 +1,9 @@
-"""One layer's keys on their way between the ranks that share a sequence.
+"""Exchange of one DSA layer's keys between context parallel ranks.
 
-Queries stay where their rows are. What is gathered is small: the latent key that all heads share and the
-indexer's key, each projected from a rank's own rows.
+Queries stay on their ranks. Only small tensors are gathered: the latent key that all heads share and the
+indexer's key, both projected from a rank's own tokens.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from mindspeed_dsa.patches import versions
 
 _graph_task_id = versions.private("torch._C:_current_graph_task_id", "DSA's context parallelism")
 ATTRIBUTE = "_key_exchange"
-"""Of a core attention that shares keys."""
+"""Name of the attribute in which a core attention stores its :class:`KeyExchange`."""
 
 
 class KeyExchange:
     """Exchange of one DSA layer's keys between context parallel ranks.
 
     Args:
-        context: context parallel ranks.
-        block_rows: as ``--cp-block-rows``, of whole sequences.
-        tensor: tensor parallel ranks.
-        everyone: context times tensor parallel ranks where sequence parallelism splits a context parallel
-            rank's rows; None: every tensor parallel rank has them all.
+        context: process group of context parallel ranks.
+        block_rows: value of ``--cp-block-rows``, for whole sequences.
+        tensor: process group of tensor parallel ranks.
+        everyone: process group of context times tensor parallel ranks, if sequence parallelism splits the
+            tokens of a context parallel rank. None: every tensor parallel rank has all of them.
         keeps: whether gathered keys stay in memory until backward.
     """
 
@@ -61,69 +61,70 @@ class KeyExchange:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Return whether a key was handed over that nobody has taken yet."""
+        """Whether a key is being gathered that the core attention has not taken yet."""
         return bool(self._pending)
 
     def share(self, layout: Layout | None) -> None:
-        """Take this layout of rows from now on; None: that of whole sequences."""
+        """Set the layout of tokens for the next calls; None: the layout of whole sequences."""
         self.strategy = self._whole if layout is None else KeyGather(self._whole.group, layout)
 
     @property
     def parts(self) -> int:
-        """Tensor parallel ranks that each have a part of this context parallel rank's rows, or 1."""
+        """Number of tensor parallel ranks that the tokens of this context parallel rank are split over."""
         return 1 if self._everyone is None else self._tensor.size()
 
     def own_part(self, rows: Tensor) -> Tensor:
-        """Return this tensor parallel rank's part of the context parallel rank's rows."""
+        """Return this tensor parallel rank's shard of the context parallel rank's tokens (dimension 0)."""
         return rows.chunk(self.parts)[self._tensor.rank()] if self.parts > 1 else rows
 
     def ends(self, rows: int, device: torch.device) -> Tensor:
-        """Return, for each of this rank's queries, one past the last visible key: ``[rows]`` int32."""
+        """Return the end of the visible keys of each query of this rank: ``[rows]`` int32."""
         return _ends(self.strategy.layout, self.strategy.rank, rows, device)
 
     def runs(self, rows: int) -> list[tuple[int, int, int, int]]:
-        """List runs of neighbours in this rank's rows: first row, end, first and one past the last key."""
+        """List runs of contiguous tokens: first row, end row, first key, end of the keys of the last row."""
+        # Rank 0 of 2 has positions 0 1 6 7: ends 1 2 7 8, a break at row 2: (0, 2, 0, 2), (2, 4, 0, 8).
         ends = self.strategy.positions(rows) + 1
         breaks = (ends.diff() != 1).nonzero().flatten() + 1
         bounds = [0, *breaks.tolist(), rows]
         return [(first, end, 0, int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def gather(self, local: Tensor, is_replicated: bool = False) -> GatheredRows:
-        """Start to gather the whole sequence's rows.
+        """Start to gather the tokens of the whole sequence.
 
         Args:
-            local: ``[rows, ...]``, a part of them under sequence parallelism.
-            is_replicated: whether tensor parallel ranks compute the same from what was gathered, so that
-                their gradients are one gradient; otherwise each has that of its own heads.
+            local: ``[rows, ...]``, a shard of this rank's tokens under sequence parallelism.
+            is_replicated: whether all tensor parallel ranks compute the same from the result, so that the
+                gradient of one of them is complete. Otherwise gradients are summed over ranks, each with its
+                own heads.
         """
         group = self.strategy.group if self._everyone is None else self._everyone
         members = self.strategy.members(local.size(0) * group.size(), group)
         if not (is_replicated and self.parts > 1):
             return GatheredRows(local, members)
+        # Gradients are summed over context parallel ranks only, as tensor parallel ranks have equal ones.
         return GatheredRows(local, members, members.part(self.strategy.group, self._tensor.rank()))
 
     def hand_over(self, *parts: Tensor) -> Tensor:
-        """Start to gather the layer's key, in one part or two, and leave it for its core attention.
+        """Start to gather the layer's key. The core attention takes it with :meth:`take`.
 
         Args:
-            *parts: ``[rows, b, 1, dim]`` each, as :meth:`gather` takes them.
+            *parts: key ``[rows, b, 1, dim]``, in one part or two; see :meth:`gather`.
 
         Returns:
-            The argument of the core attention in the key's place, if the key is in one part.
+            Placeholder for the core attention's key argument, if the key is in one part.
         """
         self._pending = [self.gather(part) for part in parts]
         return self._pending[0].started
 
     def take(self) -> list[GatheredRows]:
-        """Return the parts of the key that was handed over, none if somebody has taken it."""
+        """Return the gathers started by :meth:`hand_over`, once; empty if they were taken already."""
         pending, self._pending = self._pending, []
         return pending
 
     def free(self, out: Tensor, gathered: list[GatheredRows]) -> Tensor:
-        """Free what was gathered until backward; returns what is used in place of ``out``.
-
-        A layer that is recomputed in backward keeps it: its own backward comes next.
-        """
+        """Free gathered tensors until backward, and return a replacement for ``out``."""
+        # != -1: autograd is running, so this is a recomputation. Its backward comes next: keep the tensors.
         in_backward = _graph_task_id() != -1
         if self.keeps or in_backward or not out.requires_grad or not gathered:
             return out
@@ -131,8 +132,9 @@ class KeyExchange:
         return freed_until_backward(out, gathered)
 
     def start_again_with(self, output: Tensor) -> None:
-        """Gather what was freed as soon as the gradient of ``output`` is known, behind the backward of what
-        lies between.
+        """Gather freed tensors again as soon as the gradient of ``output`` is available.
+
+        The gather then overlaps the backward between ``output`` and the core attention.
         """
         gathered, self._freed = self._freed, []
         if not gathered or not output.requires_grad:
@@ -146,9 +148,9 @@ class KeyExchange:
 
 
 @lru_cache(maxsize=LATEST)
-@torch.inference_mode(False)  # what an evaluation finds first, training uses as well
+@torch.inference_mode(False)  # a cached tensor may be created in evaluation and used in training
 def _ends(layout: Layout, rank: int, rows: int, device: torch.device) -> Tensor:
-    """Make the ends that all layers of a rank share."""
+    """Return the ends of visible keys, cached for all layers of a rank."""
     return (layout.rows_of_rank(rank, rows * layout.ranks) + 1).to(device, torch.int32)
 
 
@@ -158,10 +160,10 @@ def key_exchange(
     """Return the layer's key exchange, created on first use; None without context parallelism.
 
     Args:
-        attention: a ``DSAttention``, Megatron's or ours.
-        options: say which rows ranks have, and whether gathered keys stay.
-        megatron: the attention's Megatron.
-        documents: that this microbatch's rows belong to; None for whole sequences.
+        attention: ``DSAttention`` module, Megatron's or ours.
+        options: options with the layout of ranks' tokens and whether gathered keys stay.
+        megatron: Megatron that the attention belongs to.
+        documents: packed documents of this microbatch; None for whole sequences.
     """
     groups = groups_of(attention)
     if groups.cp.size() == 1:
@@ -182,8 +184,8 @@ def key_exchange(
 def groups_of(attention: Any) -> Any:
     """Return a ``DSAttention``'s process groups.
 
-    An attention of 0.19 holds them; its indexer may be missing, or replaced for a call by one without them.
-    Before, the indexer holds them, and a layer that shares a selection got them when it lost its indexer.
+    From 0.19 on the attention has them; its indexer may be missing or replaced by one without groups. Before
+    0.19 the indexer has them, and a layer that lost its indexer to sharing got them then.
     """
-    own = getattr(attention, "pg_collection", None)
-    return attention.indexer.pg_collection if own is None else own
+    groups = getattr(attention, "pg_collection", None)
+    return attention.indexer.pg_collection if groups is None else groups

@@ -1,4 +1,4 @@
-"""DSA under context parallelism: keys that are gathered, and rows dealt in blocks that balance the work."""
+"""DSA under context parallelism: gathered keys, and tokens dealt to ranks in blocks to balance the work."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def gather_keys(args: Any) -> Sequence[str]:
-    """Replace the default of ``--cp-comm-type``; ``Feature.rewrite``."""
-    chosen = Options.of(args)
-    if getattr(args, "cp_comm_type", None) == [GATHER] or chosen.names not in ((), ("p2p",), (GATHER,)):
+    """Replace the default of ``--cp-comm-type`` by allgather; a ``Feature.rewrite``."""
+    options = Options.of(args)
+    if getattr(args, "cp_comm_type", None) == [GATHER] or options.names not in ((), ("p2p",), (GATHER,)):
         return ()
     args.cp_comm_type = [GATHER]
-    return (f"DSA gathers keys over --context-parallel-size {chosen.ranks}: --cp-comm-type {GATHER}",)
+    return (f"DSA gathers keys over --context-parallel-size {options.ranks}: --cp-comm-type {GATHER}",)
 
 
 GATHER = "allgather"
@@ -36,28 +36,28 @@ GATHER = "allgather"
 
 @dataclass(frozen=True)
 class Options(Algorithms):
-    """Algorithms of a job's layers, which all gather keys."""
+    """Context parallel algorithms of a job's layers; DSA only accepts allgather."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build as :meth:`Algorithms.of` does.
+        """Build like :meth:`Algorithms.of`.
 
         Raises:
-            SettingsError: also where somebody named another algorithm: each row of sparse attention chooses
-                among the index keys of the whole sequence, so that they are on every rank first.
+            SettingsError: invalid settings, or a setting names another algorithm than allgather.
         """
-        chosen = super().of(settings)
-        # Arguments may have Megatron's default, which is changed later.
-        if isinstance(settings, Settings) and chosen.all_of(GATHER) != {GATHER}:
+        # Each query selects among the index keys of the whole sequence, so every rank has to gather them.
+        options = super().of(settings)
+        # Job arguments may have Megatron's default here, which gather_keys changes later.
+        if isinstance(settings, Settings) and options.all_of(GATHER) != {GATHER}:
             raise SettingsError(
-                f"mindspeed_dsa: DSA's attention gathers keys, and {', '.join(chosen.names)} was named; use "
+                f"mindspeed_dsa: DSA's attention gathers keys, and {', '.join(options.names)} was named; use "
                 "--context-parallel-algo kvallgather_cp_algo or --cp-comm-type allgather"
             )
-        return chosen
+        return options
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether a DSA model is trained on several context parallel ranks."""
+    """Return whether a DSA model runs with context parallelism."""
     is_dsa = uses_dsa(settings)
     return is_dsa and (getattr(settings, "context_parallel_size", None) or 1) > 1
 
@@ -67,7 +67,7 @@ _WHOLE_ROLL = SpecifierSet("<0.14", prereleases=True)
 
 
 def check_dsa_context_parallel(args: Any, options: Options) -> Iterator[str]:
-    """Report what cannot be trained; absent arguments are not checked."""
+    """Report unsupported combinations. Missing arguments are not checked."""
     if options.ranks == 1:
         return
     others = options.all_of(GATHER) - {GATHER}
@@ -130,7 +130,7 @@ KEYS = Feature(
             f"{_IMPL}.layers:mark_gradients_of_own_rows",
             "key and weights are projected from a rank's own rows: their gradients are parts, to be summed",
             versions=_RELEASES,
-            priority=100,  # after the mark that asks for an average
+            priority=100,  # after the wrapper that marks gradients as averages
         ),
         Patch(
             f"{DSA}:DSAttention.forward",
@@ -139,7 +139,7 @@ KEYS = Feature(
             "a gather of keys under way cannot be recomputed",
             params=("query", "key", "value", "attention_mask"),
             versions=_RELEASES,
-            priority=200,  # outside of the recomputation
+            priority=200,  # outside the recomputation
         ),
         Patch(
             f"{MLA}:MultiLatentAttention.forward",
@@ -157,17 +157,17 @@ KEYS = Feature(
 
 @dataclass(frozen=True)
 class BlockOptions(Algorithms):
-    """Rows of a job's context parallel ranks."""
+    """Layout options of context parallel ranks, for ``--cp-block-rows``."""
 
 
 def deals_blocks(settings: Any) -> bool:
-    """Return whether rows are dealt in blocks."""
-    chosen = BlockOptions.of(settings)
-    return chosen.ranks > 1 and chosen.block_rows > 0
+    """Return whether tokens are dealt to context parallel ranks in blocks."""
+    options = BlockOptions.of(settings)
+    return options.ranks > 1 and options.block_rows > 0
 
 
 def check_block_rows(args: Any, options: BlockOptions) -> Iterator[str]:
-    """Report attentions and batches that know Megatron's rows only; absent arguments are not checked."""
+    """Report attentions that only support Megatron's layout. Missing arguments are not checked."""
     if options.ranks == 1 or not options.block_rows:
         return
     if argument(args, "experimental_attention_variant") != "dsa":

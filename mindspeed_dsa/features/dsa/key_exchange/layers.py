@@ -1,6 +1,6 @@
-"""DSA's layers on context parallel ranks: accepted, marked, and attending to keys that arrive and are freed.
+"""Wrappers that let DSA layers run under context parallelism: config check, gradient marks, gathers.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def accept_context_parallel_dsa(original: Callable[..., None]) -> Callable[..., 
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         ranks = self.context_parallel_size
+        # Megatron's assertion passes with 1; the real value is restored below.
         if self.experimental_attention_variant == "dsa":
             self.context_parallel_size = 1
         try:
@@ -29,9 +30,10 @@ def accept_context_parallel_dsa(original: Callable[..., None]) -> Callable[..., 
 
 
 def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__``: under sequence parallelism, mark parameters that see own rows only.
+    """Decorate ``DSAIndexer.__init__`` to mark key and weights parameters under sequence parallelism.
 
-    Their gradients are parts, to be summed over tensor parallel ranks; the other parameters see all rows.
+    These parameters see this rank's shard of the tokens only, so their gradients are partial sums. The other
+    parameters see all tokens.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +46,7 @@ def mark_gradients_of_own_rows(original: Callable[..., None]) -> Callable[..., N
 
 
 def sum_gradients_of_own_rows(indexer: Any) -> None:
-    """Mark the parameters of key and weights, for Megatron's sum over tensor parallel ranks."""
+    """Mark the parameters of key and weights for Megatron's gradient sum over tensor parallel ranks."""
     for module in (indexer.linear_wk, indexer.k_norm, indexer.linear_weights_proj):
         for parameter in module.parameters():
             parameter.average_gradients_across_tp_domain = False
@@ -52,37 +54,35 @@ def sum_gradients_of_own_rows(indexer: Any) -> None:
 
 
 def wait_before_recompute(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward`` outside of its checkpoint: wait for the key there.
-
-    A key that was handed over is a graph's node, which recomputation cannot make again.
-    """
+    """Decorate ``DSAttention.forward`` outside its checkpoint to wait for the gathered key there."""
 
     def forward(self: Any, query: Tensor, key: Tensor, *rest: Any, **kw: Any) -> Tensor:
         exchange = vars(self).get(ATTRIBUTE)
         if exchange is None or not recomputes(self.config):
             return original(self, query, key, *rest, **kw)
+        # The gather is a node of the graph that recomputation cannot repeat: keep it out of the checkpoint.
         return with_whole_key(exchange, key, lambda whole: original(self, query, whole, *rest, **kw))
 
     return forward
 
 
 def with_whole_key(exchange: KeyExchange, key: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Call ``attend`` with the layer's whole key, which is freed until backward."""
+    """Call ``attend`` with the gathered key of the whole sequence. The key is freed until backward."""
     gathered = exchange.take()
     if not gathered:
         return attend(key)
-    (whole,) = gathered  # two are for layers without recomputation
+    (whole,) = gathered  # two parts only occur without recomputation
     return exchange.free(attend(whole.wait(key)), gathered)
 
 
 def recomputes(config: Any) -> bool:
-    """Return whether core attentions are recomputed in backward."""
+    """Return whether core attention is recomputed in backward."""
     modules = getattr(config, "recompute_modules", None) or ()
     return config.recompute_granularity == "selective" and "core_attn" in modules
 
 
 def gather_again_early(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiLatentAttention.forward``: the backward of its output projection hides the gather."""
+    """Decorate ``MultiLatentAttention.forward``: gather keys again in its output projection's backward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Megatron's functions that know a rank's rows, for rows that are dealt in blocks.
+"""Wrappers of Megatron functions that assume two chunks of tokens per rank, for ``--cp-block-rows``.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Do not import Megatron, because they are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from mindspeed_dsa.features.dsa.key_exchange.feature import BlockOptions
 
 
 def slice_batch(original: Callable[..., Any], context: Context[BlockOptions]) -> Callable[..., Any]:
-    """Decorate ``get_batch_on_this_cp_rank``."""
+    """Decorate ``get_batch_on_this_cp_rank`` to slice batches by blocks."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        # From 0.19 on kinds of context parallelism come before the group, and documents with the batch.
+        # From 0.19 on, context parallelism flags precede the group, and the batch can describe documents.
         if batch.get("cu_seqlens") is not None or any(value is True for value in (*args, *kwargs.values())):
             raise ValueError(
                 "cp-block-rows: batches are whole sequences here, and this one has documents or another kind "
                 "of context parallelism; pack by --pack-documents, or omit --cp-block-rows"
             )
-        groups = [each for each in (*args, kwargs.get("cp_group")) if hasattr(each, "rank")]
+        groups = [arg for arg in (*args, kwargs.get("cp_group")) if hasattr(arg, "rank")]
         group = _group(context, *groups[:1])
         layout = _layout(context, group)
         for name, value in batch.items():
             if isinstance(value, Tensor) and layout.ranks > 1:
+                # masks are [b, 1, s, s], other tensors [b, s]
                 batch[name] = split(value, layout, group.rank(), dim=2 if name == "attention_mask" else 1)
         return batch
 
@@ -37,7 +38,7 @@ def slice_batch(original: Callable[..., Any], context: Context[BlockOptions]) ->
 
 
 def slice_angles(original: Callable[..., Tensor], context: Context[BlockOptions]) -> Callable[..., Tensor]:
-    """Decorate ``get_pos_emb_on_this_cp_rank``."""
+    """Decorate ``get_pos_emb_on_this_cp_rank`` to slice rotary angles by blocks."""
 
     def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, *args: Any, **kwargs: Any) -> Tensor:
         group = _group(context, *args, **kwargs)
@@ -47,7 +48,7 @@ def slice_angles(original: Callable[..., Tensor], context: Context[BlockOptions]
 
 
 def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> Callable[..., Any]:
-    """Decorate ``roll_tensor`` of multi-token prediction, which moves rows by one position."""
+    """Decorate ``roll_tensor`` of multi-token prediction, which shifts tokens by one position."""
 
     def roll_tensor(
         tensor: Tensor,
@@ -70,7 +71,7 @@ def roll_rows(original: Callable[..., Any], context: Context[BlockOptions]) -> C
 
 
 def _group(context: Context[BlockOptions], cp_group: Any = None) -> Any:
-    """Return the group that was given, or, as before 0.14, the only one there is."""
+    """Return the given group, or the global one before 0.14, where callers pass none."""
     return (
         context.megatron("core.parallel_state").get_context_parallel_group() if cp_group is None else cp_group
     )

@@ -1,6 +1,6 @@
-"""DSA as a model's configuration describes it: fields, their flags, and what they must agree on.
+"""DSA fields of a model's configuration: their flags, the values of named models, and consistency checks.
 
-Names and defaults are those of Megatron-core 0.19; releases before it lack most of them, all releases some.
+Names and defaults follow Megatron-core 0.19. Earlier releases lack most of the fields; no release has all.
 
 tests: tests/matrix/test_dsa_model.py
 """
@@ -142,10 +142,11 @@ MODEL_NAME = Flag(
 
 
 def fill_arguments(args: Any) -> Sequence[str]:
-    """Give a job's arguments the fields of ``--dsa-model`` that it leaves open; ``Feature.rewrite``."""
+    """Fill unset job arguments with the fields of ``--dsa-model``; a ``Feature.rewrite``."""
     model = argument(args, MODEL_NAME.dest)
     if model is None or argument(args, "experimental_attention_variant") != "dsa":
         return ()
+    # A value counts as unset if it is the flag's default; see _open_values.
     unset = {flag.dest: _open_values(flag) for flag in FLAGS} | dict.fromkeys(SIZES, (None,))
     filled = {
         name: value
@@ -158,18 +159,19 @@ def fill_arguments(args: Any) -> Sequence[str]:
 
 
 def _open_values(flag: Flag) -> tuple[Any, ...]:
-    """Return what a job's arguments have where nobody sets a flag; parsers made of fields know no None."""
+    """Return the values that job arguments have if a flag is not set."""
+    # A parser that Megatron derives from fields stores False, not None, for an unset "auto" flag.
     return (None, flag.unset, bool(flag.unset)) if flag.kind == "auto" else (None, flag.unset)
 
 
 def sets(model: str, filled: Mapping[str, Any]) -> str:
-    """Say which fields a model's name has filled; None says nothing, and alone gives an empty text."""
+    """Describe the fields that a model name has set. Fields set to None are omitted; "" if none are left."""
     said = ", ".join(f"{name}={value}" for name, value in filled.items() if value is not None)
     return f"{MODEL_NAME.name} {model} sets {said}" if said else ""
 
 
 def _against(model: str, said: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
-    """Say which values contradict a model's, by field; ``said`` says how a user has set each of them."""
+    """Describe values that contradict the model's. ``said`` maps a field to the way the user has set it."""
     return [
         f"{said[name]} contradicts {MODEL_NAME.name} {model}, which has {_shown(name, MODELS[model][name])}: "
         f"omit it, or omit {MODEL_NAME.name} and set each option by its flag"
@@ -183,23 +185,23 @@ def _shown(name: str, value: Any) -> str:
 
 
 def against_model(args: Any, model: str) -> list[str]:
-    """Say which of a job's arguments contradict a model's fields; what is unset, or filled in, does not."""
-    given = {}
+    """Describe job arguments that contradict the model's fields. Unset arguments do not contradict."""
+    set_values = {}
     for flag in FLAGS:
         value = argument(args, flag.dest)
         if value not in _open_values(flag):
-            given[flag.dest] = value
-    return _against(model, {name: f"{name}={value!r}" for name, value in given.items()}, given)
+            set_values[flag.dest] = value
+    return _against(model, {name: f"{name}={value!r}" for name, value in set_values.items()}, set_values)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Requested settings.
+    """Requested DSA fields.
 
     Attributes:
-        chosen: by name, the fields that API, environment or command line set, with who says so.
-        release: of Megatron-core; None where there is none.
-        model: by whose name fields are set; ``chosen`` has them as well.
+        chosen: setting of each field that API, environment or command line set, by name.
+        release: release of Megatron-core; None without Megatron.
+        model: value of ``--dsa-model``. Its fields are included in ``chosen``.
     """
 
     chosen: Mapping[str, Setting]
@@ -208,37 +210,38 @@ class Options:
 
     @property
     def native(self) -> bool:
-        """Return whether Megatron's own indexer has the order and the query of DeepSeek, and no other."""
+        """Whether Megatron's own indexer rotates first dimensions and normalises its query, like DeepSeek."""
         return rotates_first(self.release)
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings; a job's arguments choose nothing, they are what is checked.
+        """Build from resolved settings. ``chosen`` is empty for a job's arguments, which are only checked.
 
         Raises:
-            SettingsError: a setting contradicts the model that another one names.
+            SettingsError: a setting contradicts the model of ``--dsa-model``.
         """
         said = settings.chosen() if isinstance(settings, Settings) else {}
-        chosen = {flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said}
+        fields = {flag.dest: said[flag.dest] for flag in FLAGS if flag.dest in said}
         model = getattr(settings, MODEL_NAME.dest, None)
         if model is not None:
-            who = {name: f"{name}={setting.value!r} of {setting.who}" for name, setting in chosen.items()}
-            problems = _against(model, who, {name: setting.value for name, setting in chosen.items()})
+            who = {name: f"{name}={setting.value!r} of {setting.who}" for name, setting in fields.items()}
+            problems = _against(model, who, {name: setting.value for name, setting in fields.items()})
             if problems:
                 raise SettingsError("mindspeed_dsa: dsa-model: " + "; ".join(problems))
+        # A --dsa-model from job arguments has filled them already (fill_arguments).
         if model is not None and MODEL_NAME.dest in said:
             source = said[MODEL_NAME.dest].source
             named = f"{MODEL_NAME.name} {model}"
-            chosen = {name: Setting(value, source, named) for name, value in MODELS[model].items()} | chosen
+            fields = {name: Setting(value, source, named) for name, value in MODELS[model].items()} | fields
         return cls(
-            chosen=chosen,
+            chosen=fields,
             release=versions.of_megatron(getattr(settings, "megatron_root", "megatron")),
             model=model,
         )
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether the model uses DSA, or anything is said of a DSA model."""
+    """Return whether the model uses DSA, or a DSA setting is set."""
     if uses_dsa(settings):
         return True
     said = any(getattr(settings, flag.dest, flag.unset) != flag.unset for flag in (*FLAGS, MODEL_NAME))
@@ -246,7 +249,7 @@ def wanted(settings: Any) -> bool:
 
 
 def check_model(args: Any, options: Options) -> Iterator[str]:
-    """Yield what a job's arguments, or a model's configuration, contradict themselves in."""
+    """Yield contradictions within a job's arguments or a model's configuration."""
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
         described = (*FLAGS, MODEL_NAME)
         said = [flag.name for flag in described if argument(args, flag.dest) not in (None, flag.unset)]
@@ -283,13 +286,15 @@ _WHY = "Megatron's configuration lacks the field, and Megatron-LM copies argumen
 
 
 def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY) -> tuple[Patch, ...]:
-    """Declare fields of Megatron's two configurations, found by who reads, copies or derives them.
+    """Build patches that add fields to Megatron's two configuration classes.
+
+    With the fields in ``__dataclass_fields__``, code that reads, copies or derives configurations finds them.
 
     Args:
-        names: of the fields, and of the ``dataclasses.Field`` objects in ``impl``.
-        impl: ``module:namespace`` of those objects.
-        versions: releases that lack them.
-        why: of each row.
+        names: names of the fields, and of the ``dataclasses.Field`` objects in ``impl``.
+        impl: ``module:namespace`` of the field objects.
+        versions: Megatron-core releases that lack the fields.
+        why: reason in each patch.
     """
     return tuple(
         Patch(
@@ -306,9 +311,9 @@ def field_rows(names: tuple[str, ...], impl: str, versions: str, why: str = _WHY
 
 
 _OURS = (ROPE_FIRST, NORMALISED_QUERY)
-"""Options that 0.19 and later have without a name: always on."""
+"""Options that are always on in 0.19 and later, where Megatron has no field for them."""
 _NOWHERE = (TOPK_PATTERN, SHARE_FOR_MTP)
-"""Fields that no release has."""
+"""Fields that no Megatron-core release has."""
 
 MODEL = Feature(
     name="dsa-model",
@@ -342,7 +347,7 @@ MODEL = Feature(
             f"{_HERE}.fields:settle_fields",
             "configurations derived from Megatron's have constructors of their own, and end here as well",
             versions=_ANY,
-            priority=100,  # the others find every field settled
+            priority=100,  # outermost: the other wrappers find every field set
         ),
         Patch(
             f"{DSA}:DSAIndexer.__init__",
@@ -384,7 +389,7 @@ MODEL = Feature(
             "the indexer of these releases always rotates its queries and keys",
             params=("x",),
             versions=OWN_LOOP,
-            priority=100,  # outside of what does the rotation
+            priority=100,  # outside the wrapper that does the rotation
         ),
         Patch(
             f"{DSA}:DSAIndexer.forward_with_scores",
@@ -400,7 +405,7 @@ MODEL = Feature(
             "the indexer of this release always applies ReLU",
             params=("q", "weights", "k"),
             versions=">=0.16,<0.17",
-            priority=-100,  # inside of what takes the projections
+            priority=-100,  # inside the wrapper that takes the projections
         ),
         Patch(
             f"{DSA}:DSAIndexer.forward_before_topk",
@@ -423,7 +428,7 @@ MODEL = Feature(
             "the indexer of these releases rotates its last dimensions, in interleaved pairs",
             params=("x", "rotary_pos_emb", "mscale"),
             versions=OWN_LOOP,
-            priority=-100,  # inside of what passes on the angles of packed documents
+            priority=-100,  # inside the wrapper that passes on the angles of packed documents
         ),
     ),
 )

@@ -1,9 +1,9 @@
-"""Fields of DSA in Megatron's configurations: taken by constructors that lack them, filled in from settings.
+"""DSA fields in Megatron's configurations: accepted by constructors that lack them, filled from settings.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
-# No `from __future__ import annotations`: Megatron-LM makes flags of fields, and reads their types.
+# No `from __future__ import annotations`: Megatron-LM makes flags from fields and reads the types as objects.
 
 import dataclasses
 import inspect
@@ -26,13 +26,13 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def field_of(flag: Flag, default: Any = None) -> "dataclasses.Field[Any]":
-    """Make the ``dataclasses.Field`` of a flag's value.
+    """Return the ``dataclasses.Field`` for a flag's value.
 
-    Megatron-LM 0.16 and later derive a flag from it, with the names and the help in its metadata.
+    Megatron-LM 0.16 and later derive a flag from it, with the names and help text in its metadata.
 
     Args:
-        flag: of a field.
-        default: in place of the flag's.
+        flag: flag to make a field for.
+        default: default of the field; None: the flag's default.
     """
     default = flag.default if default is None else default
     if flag.kind == "auto":
@@ -41,9 +41,11 @@ def field_of(flag: Flag, default: Any = None) -> "dataclasses.Field[Any]":
     else:
         kind = flag.type if default is not None else Optional[flag.type]  # noqa: UP045
     names = [flag.name, *flag.aliases]
+    # A field that is on by default gets the flags that turn it off.
     if default is True:
         names = ["--no-" + flag.name[2:], "--disable-" + flag.name[2:]]
     meta = {"argparse_meta": {"arg_names": names, "help": flag.help.replace("%", "%%")}}
+    # dataclasses.field alone has neither name nor type: only a dataclass sets them.
     made = dataclasses.make_dataclass(
         "OneField", [(flag.dest, kind, dataclasses.field(default=default, metadata=meta))]
     )
@@ -51,59 +53,66 @@ def field_of(flag: Flag, default: Any = None) -> "dataclasses.Field[Any]":
 
 
 FIELDS = SimpleNamespace(**{flag.dest: field_of(flag) for flag in FLAGS})
-"""Fields by name; in a class's ``__dataclass_fields__`` they are found by code that copies arguments to
-fields, replaces fields, or derives a dataclass."""
+"""Fields by name. Code that copies arguments to fields, replaces fields or derives a dataclass finds them in
+the class's ``__dataclass_fields__``."""
 NATIVE = SimpleNamespace(**{flag.dest: field_of(flag, True) for flag in (ROPE_FIRST, NORMALISED_QUERY)})
-"""Fields of releases that do natively what they say."""
+"""Fields with default True, for releases that always behave so."""
 
 _NAMES = tuple(flag.dest for flag in FLAGS)
 
 
 def take_fields(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate a configuration's ``__init__``, which was generated without some fields.
+    """Decorate the ``__init__`` of a configuration class, which was generated before fields were added.
 
-    An argument decides about a DSA model's field, then a setting, then the default; None is no argument.
+    The value of a DSA field is the argument if there is one that is not None, else the setting, else the
+    default.
     """
     taken = inspect.signature(original).parameters
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        known = {field.name: field for field in dataclasses.fields(self) if field.init}
+        init_fields = {field.name: field for field in dataclasses.fields(self) if field.init}
         if kwargs.get("experimental_attention_variant") == "dsa":
-            given = {name: kwargs[name] for name in _NAMES if kwargs.get(name) is not None}
-            refuse(context, self, _contradictions(given, context.options))
-            chosen = {name: setting.value for name, setting in context.options.chosen.items()}
+            explicit = {name: kwargs[name] for name in _NAMES if kwargs.get(name) is not None}
+            refuse(context, self, _contradictions(explicit, context.options))
+            settings = {name: setting.value for name, setting in context.options.chosen.items()}
             if context.options.model is not None:
                 sizes = MODEL_SIZES[context.options.model]
-                chosen |= {name: size for name, size in sizes.items() if kwargs.get(name) is None}
-            filled = {name: value for name, value in chosen.items() if name in known and name not in given}
+                settings |= {name: size for name, size in sizes.items() if kwargs.get(name) is None}
+            filled = {
+                name: value
+                for name, value in settings.items()
+                if name in init_fields and name not in explicit
+            }
             kwargs |= filled
             if context.options.model is not None and (said := sets(context.options.model, filled)):
                 context.log.info("%s", said, once=True)
-        for name in (name for name in known if name not in taken):
+        # Set here: the generated __init__ would reject them.
+        for name in (name for name in init_fields if name not in taken):
             value = kwargs.pop(name, None)
-            setattr(self, name, known[name].default if value is None else value)
+            setattr(self, name, init_fields[name].default if value is None else value)
         original(self, *args, **kwargs)
 
     return __init__
 
 
 def settle_fields(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__``: settings reach configurations with other constructors."""
+    """Decorate ``TransformerConfig.__post_init__`` to apply settings to subclasses with own constructors."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        chosen = {}
+        settings = {}
         if uses_dsa(self):
-            chosen = {name: setting.value for name, setting in context.options.chosen.items()}
-        given = {}
+            settings = {name: setting.value for name, setting in context.options.chosen.items()}
+        explicit = {}
         for name in _NAMES:
             default = defaults.get(name, getattr(FIELDS, name).default)
             value = getattr(self, name, default)
+            # An argument equal to the default cannot be told from an unset one: the setting replaces both.
             if value not in (None, default):
-                given[name] = value
-            setattr(self, name, chosen.get(name, value) if value in (None, default) else value)
-        if chosen:
-            refuse(context, self, _contradictions(given, context.options))
+                explicit[name] = value
+            setattr(self, name, settings.get(name, value) if value in (None, default) else value)
+        if settings:
+            refuse(context, self, _contradictions(explicit, context.options))
         if uses_dsa(self):
             require(context, check_model, self)
         original(self, *args, **kwargs)
@@ -122,11 +131,13 @@ def _contradictions(given: dict[str, Any], options: Options) -> Iterator[str]:
 
 
 def refuse(context: Context[Any], config: Any, problems: Iterator[str]) -> None:
-    """Refuse a configuration's arguments.
+    """Raise if a configuration has problems.
 
     Raises:
-        SettingsError: there is a problem.
+        SettingsError: ``problems`` is not empty; its message lists all of them.
     """
-    found = list(problems)
-    if found:
-        raise SettingsError(f"mindspeed_dsa: {context.feature}: {type(config).__name__}: " + "; ".join(found))
+    messages = list(problems)
+    if messages:
+        raise SettingsError(
+            f"mindspeed_dsa: {context.feature}: {type(config).__name__}: " + "; ".join(messages)
+        )

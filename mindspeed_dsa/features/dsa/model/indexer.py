@@ -1,8 +1,8 @@
-"""The indexer of releases before 0.19, computed as the model's configuration says.
+"""DSA indexer options of the model configuration, for releases before 0.19.
 
-Its rotary embedding, Hadamard rotation, latent query, key norm and scores.
+Covers rotary embedding, Hadamard rotation, latent query, key norm and scores.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ def rotate_first_dimensions(
 ) -> Tensor:
     """Rotate the first ``qk_pos_emb_head_dim`` dimensions of each indexer head.
 
-    For position ``p`` and frequency ``f``: ``(a, b) -> (a cos pf - b sin pf, b cos pf + a sin pf)``.
-    DeepSeek has ``a`` in the first and ``b`` in the second half of the rotary dimensions. Interleaved, as in
-    GLM, ``a`` has an even number and ``b`` the next one; the result has the even ones first, then the odd
-    ones, as Megatron leaves them: products of queries and keys do not depend on their order.
+    For position ``p`` and frequency ``f``: ``(a, b) -> (a cos pf - b sin pf, b cos pf + a sin pf)``. DeepSeek
+    pairs ``a`` in the first half of the rotary dimensions with ``b`` in the second. With
+    ``dsa_indexer_rope_interleaved`` (GLM), ``a`` is an even dimension and ``b`` the next odd one. The result
+    then has the even dimensions first, as in Megatron. Dot products of query and key are unaffected.
 
     Args:
-        megatron: the session's.
-        indexer: the ``DSAIndexer``.
-        x: ``[seqlen, batch, heads, index_head_dim]``.
-        rotary_pos_emb: ``[seqlen, 1, 1, qk_pos_emb_head_dim]``, angles.
-        mscale: YaRN's magnitude, 1 for plain RoPE.
-        **groups: process groups for Megatron's ``apply_rotary_pos_emb``, where it takes any.
+        megatron: Megatron of the job.
+        indexer: ``DSAIndexer`` module.
+        x: ``[s, b, heads, index_head_dim]``.
+        rotary_pos_emb: angles ``[s, 1, 1, qk_pos_emb_head_dim]``.
+        mscale: YaRN's magnitude scale, 1 for plain RoPE.
+        **groups: process group arguments of Megatron's ``apply_rotary_pos_emb``, in releases that have them.
 
     Returns:
-        Tensor of the shape and dtype of ``x``.
+        Tensor with shape and dtype of ``x``.
     """
     size = indexer.qk_pos_emb_head_dim
+    # [s, b, heads, rope], [s, b, heads, index_head_dim - rope]
     rotary, plain = x.split([size, indexer.index_head_dim - size], dim=-1)
-    # Megatron de-interleaves rotary dimensions whenever the model has latent attention.
+    # With multi_latent_attention, Megatron de-interleaves the rotary dimensions: use it as the switch.
     config = copy.copy(indexer.config)
     config.multi_latent_attention = config.dsa_indexer_rope_interleaved
     config.rotary_interleaved = False
@@ -58,7 +59,7 @@ def rotate_first_dimensions(
 
 
 def rotate_as_configured(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``DSAIndexer._apply_rope``: the first dimensions in place of the last ones."""
+    """Decorate ``DSAIndexer._apply_rope`` to rotate the first dimensions if configured, not the last."""
 
     def _apply_rope(self: Any, x: Tensor, rotary_pos_emb: Tensor, mscale: float) -> Tensor:
         if not self.config.dsa_indexer_rope_first:
@@ -73,13 +74,13 @@ def rotate_as_configured(original: Callable[..., Tensor], context: Context[Optio
 
 
 def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``get_query_key_value_tensors``: its fourth result is only the indexer's input."""
+    """Decorate ``get_query_key_value_tensors`` to normalise its fourth result, only read by the indexer."""
 
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, q_compressed, *rest = original(self, *args, **kwargs)
         config, up_projection = self.config, getattr(self, "linear_q_up_proj", None)
         wanted = config.experimental_attention_variant == "dsa" and config.dsa_indexer_normalised_query
-        # Without a fused norm it was applied before, or there is none.
+        # Without a fused norm, the latent query was normalised before, or the model has no norm.
         if wanted and hasattr(up_projection, "layer_norm_weight"):
             with torch.no_grad():  # the indexer detaches its inputs
                 q_compressed = norm_of_fused_layer(up_projection, q_compressed, config)
@@ -92,10 +93,11 @@ def normalise_latent_query(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LayerNormInFP32(SequenceParallelLayerNorm):
-    """LayerNorm of fp32 copies of input and parameters; its result has the type of its input."""
+    """LayerNorm computed in fp32, with fp32 copies of the parameters. The output has the input's dtype."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+        """Normalise ``[..., hidden_size]``."""
+        # zero_centered_gamma stores weight - 1
         weight = self.weight.float() + (1 if self.zero_centered_gamma else 0)
         normalised = torch.nn.functional.layer_norm(
             hidden_states.float(), self.normalized_shape, weight, self.bias.float(), self.eps
@@ -104,26 +106,28 @@ class LayerNormInFP32(SequenceParallelLayerNorm):
 
 
 def key_norm_epsilon(config: Any) -> float:
-    """Return the epsilon of the indexer's key norm: its own, or that of the model's norms."""
-    own: float | None = config.dsa_indexer_k_norm_epsilon
-    return float(config.layernorm_epsilon) if own is None else own
+    """Return the epsilon of the indexer's key norm. Default: the epsilon of the model's norms."""
+    epsilon: float | None = config.dsa_indexer_k_norm_epsilon
+    return float(config.layernorm_epsilon) if epsilon is None else epsilon
 
 
 def build_key_norm(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__``: its key norm has an epsilon and a precision of its own."""
+    """Decorate ``DSAIndexer.__init__`` to build the key norm with the configured epsilon and precision."""
 
     def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        given = submodules.k_norm
-        own = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else given
+        k_norm = submodules.k_norm
+        norm_class = LayerNormInFP32 if config.dsa_indexer_k_norm_fp32 else k_norm
 
         class KeyNorm:
-            """Stand-in for Megatron's key norm, which builds it."""
+            """Factory that replaces the spec's key norm, because Megatron passes its own epsilon."""
 
             def __new__(cls, config: Any, hidden_size: int, eps: float) -> Any:
                 build_module = context.megatron("core.transformer.spec_utils").build_module
-                return build_module(own, config=config, hidden_size=hidden_size, eps=key_norm_epsilon(config))
+                return build_module(
+                    norm_class, config=config, hidden_size=hidden_size, eps=key_norm_epsilon(config)
+                )
 
-        if own is not given or config.dsa_indexer_k_norm_epsilon is not None:
+        if norm_class is not k_norm or config.dsa_indexer_k_norm_epsilon is not None:
             submodules = dataclasses.replace(submodules, k_norm=KeyNorm)
         original(self, config, submodules, *args, **kwargs)
 
@@ -133,11 +137,11 @@ def build_key_norm(original: Callable[..., None], context: Context[Options]) -> 
 # -- Hadamard rotation and scores --------------------------------------------------------------
 
 _rotates: ContextVar[bool] = ContextVar("_rotates", default=True)
-"""True while the indexer that is projecting rotates its queries and keys."""
+"""Whether the indexer that is projecting applies the Hadamard rotation."""
 
 
 def rotate_where_wanted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``rotate_activation``, which does not know whose queries and keys it gets."""
+    """Decorate ``rotate_activation``, which does not get the configuration, to read :data:`_rotates`."""
 
     def rotate_activation(x: Tensor) -> Tensor:
         return original(x) if _rotates.get() else x
@@ -146,7 +150,7 @@ def rotate_where_wanted(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def project_with_scores(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16, which projects as well."""
+    """Decorate ``DSAIndexer.forward_with_scores`` of 0.16 to set :data:`_rotates`; it includes projection."""
 
     def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _rotates.set(self.config.dsa_indexer_rotate_activation)
@@ -159,13 +163,14 @@ def project_with_scores(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def score_without_relu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAIndexer._compute_index_scores`` of 0.16."""
+    """Decorate ``DSAIndexer._compute_index_scores`` of 0.16 to support scores without ReLU."""
 
     def _compute_index_scores(self: Any, q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
         if self.config.dsa_indexer_scoring_relu:
             return original(self, q, weights, k)
+        # Without ReLU heads can be summed before the product: [s, b, heads, dim] -> [s, b, dim]
         query = (q.float() * weights.float().unsqueeze(-1)).sum(dim=2)
-        return torch.einsum("sbd,tbd->bst", query, k.float())
+        return torch.einsum("sbd,tbd->bst", query, k.float())  # [b, s, keys]
 
     return _compute_index_scores
 
@@ -173,7 +178,8 @@ def score_without_relu(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 def project(original: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``DSAIndexer.forward_before_topk`` of 0.17 and 0.18.
 
-    Whoever scores by Megatron's own functions, which always apply ReLU, gets two heads in place of all.
+    For scores without ReLU, Megatron's own score functions, which always apply it, get two heads that
+    replace all heads; see :func:`heads_without_relu`.
     """
 
     def forward_before_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,17 +196,17 @@ def project(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def heads_without_relu(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Form two heads whose scores with ReLU are those of all heads without.
+    """Return two heads whose scores with ReLU equal the scores of all heads without ReLU.
 
     ``sum_h w_h (q_h . k) = s = relu(s) - relu(-s)`` with ``s = (sum_h w_h q_h) . k``.
 
     Args:
-        query: ``[s, b, heads, head_dim]``.
-        weights: ``[s, b, heads]``.
+        query: index query ``[s, b, heads, head_dim]``.
+        weights: head weights ``[s, b, heads]``.
 
     Returns:
-        fp32 ``[s, b, 2, head_dim]`` and ``[s, b, 2]``.
+        fp32 query ``[s, b, 2, head_dim]`` and weights ``[s, b, 2]``.
     """
-    together = (query.float() * weights.float().unsqueeze(-1)).sum(dim=2, keepdim=True)
-    sign = 1 - 2 * torch.arange(2, dtype=torch.float32, device=query.device)
+    together = (query.float() * weights.float().unsqueeze(-1)).sum(dim=2, keepdim=True)  # [s, b, 1, head_dim]
+    sign = 1 - 2 * torch.arange(2, dtype=torch.float32, device=query.device)  # [1, -1]
     return together * sign[:, None], sign.expand(*weights.shape[:2], 2)

@@ -1,8 +1,8 @@
-"""Models whose weights are to be loaded, and are not initialised: ``perform_initialization=False``.
+"""Models with ``perform_initialization=False`` (``--no-initialization``), to be loaded from a checkpoint.
 
-Megatron's ``--no-initialization`` leaves weights as memory was. Two things of a model are missing then: a
-dense model's files have no indexers, whose weights are drawn in any case here; and up to 0.17 split weights
-are marked as such where they are initialised, so that the gradient norm counted one rank's parts alone.
+Megatron then leaves weights uninitialized, which breaks two things. Checkpoints of dense models have no
+indexers, so these are initialized here in any case. And up to 0.17 initialization also marks weights as
+tensor parallel; without the mark the gradient norm counts only one rank's shards.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 @contextmanager
 def initialising(config: Any) -> Iterator[None]:
-    """Have modules that are built in the block initialise their weights.
+    """Set ``perform_initialization`` in the block, so that modules built there initialize their weights.
 
     Args:
-        config: Megatron's, of the model.
+        config: Megatron's model configuration.
     """
     before = config.perform_initialization
     config.perform_initialization = True
@@ -30,7 +30,7 @@ def initialising(config: Any) -> Iterator[None]:
 
 
 def initialise_indexer(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__``."""
+    """Decorate ``DSAIndexer.__init__`` to initialize its weights always."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         with initialising(config):
@@ -43,7 +43,7 @@ def initialise_indexer(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _mark(parameter: Any, dimension: int, stride: int = 1) -> None:
-    """Mark a weight as Megatron does, unless that is done or there is none."""
+    """Set Megatron's tensor parallel attributes on a weight, if it exists and has none."""
     if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
         parameter.tensor_model_parallel = True
         parameter.partition_dim = dimension
@@ -51,7 +51,7 @@ def _mark(parameter: Any, dimension: int, stride: int = 1) -> None:
 
 
 def mark_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of layers with a weight ``[out, in]``, of which a rank has rows."""
+    """Decorate ``__init__`` of layers with a weight ``[out, in]`` that is split by rows over ranks."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -61,7 +61,7 @@ def mark_rows(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def mark_columns(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of layers with a weight ``[out, in]``, of which a rank has columns."""
+    """Decorate ``__init__`` of layers with a weight ``[out, in]`` that is split by columns over ranks."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -71,7 +71,7 @@ def mark_columns(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def mark_experts(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``GroupedMLP.__init__``, whose weights are ``[hidden, experts * ffn]`` and the reverse."""
+    """Decorate ``GroupedMLP.__init__``: weight1 is ``[hidden, experts * ffn]``, weight2 the transpose."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -1,10 +1,10 @@
-"""Checkpoints that go from one stage of DSA training to the next.
+"""Checkpoints that are saved in one stage of DSA training and loaded in the next.
 
-Weights, the iteration, the place in the data and generators go on. The optimizer begins anew: with moments of
-zero, step 0 and master weights made from the loaded weights. The groups of an optimizer's parameters name
-their stage, because Megatron saves and loads groups in every format.
+Weights, iteration, data position and random generators are kept. The optimizer starts over: zero moments,
+step 0, and master weights made from the loaded weights. Optimizer param groups store the name of their stage,
+because Megatron saves and loads groups in every checkpoint format.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron at module level, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 _OPTIMIZER = "optimizer"
 _STAGE, _DEFAULT = "stage_of_dsa", "sparse"
-"""Key of the stage in a group of parameters and in a distributed optimizer's state; absent: the default."""
+"""Key of the stage in a param group and in a distributed optimizer's state; missing: the default stage."""
 _STAGE_OF_0_2 = "dsa_stage"
-"""Key of a mapping in which 0.2.0 saved which parameters were trained, and how many steps others lag."""
+"""Key under which 0.2.0 saved the trained parameters and the step lag of the others."""
 _MASTER = "master_param"
-"""Key of master weights in a parameter's state: the precision-aware optimizer's."""
+"""Key of master weights in a parameter's optimizer state, with the precision-aware optimizer."""
 _BEGUN = "_mindspeed_dsa_begun_anew"
+"""Attribute set on an optimizer that starts over; the next load of its parameter state is skipped."""
 
 _Function = Callable[..., Any]
 
 
 def name_stage(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate constructors of optimizers: name the stage, and warn of decay without a loss."""
+    """Decorate optimizer constructors: store the stage in param groups, warn of weight decay without loss."""
     stage = context.options.stage
 
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         groups = getattr(optimizer, "param_groups", ())
-        parameters = [each for group in groups for each in group["params"] if is_indexers(each)]
-        if (getattr(config, "weight_decay", 0.0) or 0.0) > 0 and any(not learns(each) for each in parameters):
+        parameters = [param for group in groups for param in group["params"] if is_indexers(param)]
+        if (getattr(config, "weight_decay", 0.0) or 0.0) > 0 and any(
+            not learns(param) for param in parameters
+        ):
             context.log.warning(
                 "indexers have no loss (--dsa-indexer-loss-coeff is 0), and --weight-decay %g shrinks them "
                 "with every step; keep them as they are with --dsa-stage frozen",
@@ -55,7 +58,7 @@ def name_stage(original: _Function, context: Context[Options]) -> _Function:
 
 
 def save_stage(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``DistributedOptimizer.sharded_state_dict``, which hides groups in sharded objects."""
+    """Decorate ``DistributedOptimizer.sharded_state_dict`` to store the stage outside sharded objects."""
     stage = context.options.stage
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +69,7 @@ def save_stage(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_across_stages(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``dist_checkpointing.load``: of another stage's optimizer nothing is read."""
+    """Decorate ``dist_checkpointing.load`` to skip the optimizer state of another stage."""
 
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         models = context.state(layers.Models)
@@ -74,17 +77,19 @@ def load_across_stages(original: _Function, context: Context[Options]) -> _Funct
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         checkpoints: Any = context.megatron("core.dist_checkpointing.serialization")
         tensors = checkpoints.load_sharded_metadata(str(checkpoint_dir))
-        shapes = {key: tuple(getattr(each, "global_shape", ())) for key, each in tensors.items()}
+        shapes = {key: tuple(getattr(tensor, "global_shape", ())) for key, tensor in tensors.items()}
         wanted = layers.checked(sharded_state_dict, checkpoint_dir, shapes, context)
         if _OPTIMIZER not in wanted:
             return original(wanted, checkpoint_dir, *args, **kwargs)
         common = checkpoints.load_common_state_dict(str(checkpoint_dir)).get(_OPTIMIZER)
+        # A checkpoint without indexers is a dense model's, whether it names a stage or not.
         stage = _stage_of(common) if any(map(layers.of_indexer, shapes)) else "dense"
         if stage == context.options.stage:
             return original(wanted, checkpoint_dir, *args, **kwargs)
         rest = {key: value for key, value in wanted.items() if key != _OPTIMIZER}
         result = original(rest, checkpoint_dir, *args, **kwargs)
         loaded = result[0] if isinstance(result, tuple) else result
+        # Enough for load_state, which then starts the optimizer over.
         loaded[_OPTIMIZER] = {_STAGE: stage}
         return result
 
@@ -92,7 +97,7 @@ def load_across_stages(original: _Function, context: Context[Options]) -> _Funct
 
 
 def load_state(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``load_state_dict`` of optimizers: begin anew where another stage has saved."""
+    """Decorate optimizers' ``load_state_dict``: start over if another stage saved the state."""
     here = context.options.stage
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +106,7 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
         if stage == here:
             return original(self, state_dict, *args, **kwargs)
         if getattr(self, "is_stub_optimizer", False):
-            return None  # it has no parameters, and its own state names no stage
+            return None  # no parameters; its state does not name a stage
         context.log.info(
             "--dsa-stage %s: the checkpoint is of stage %s; weights, iteration, data and generators go on, "
             "and the optimizer begins anew",
@@ -124,7 +129,7 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_parameters(original: _Function) -> _Function:
-    """Decorate ``load_parameter_state_from_dp_zero``, with which format ``torch`` goes on reading."""
+    """Decorate ``load_parameter_state_from_dp_zero``, which format ``torch`` calls after load_state_dict."""
 
     def load_parameter_state_from_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if vars(self).pop(_BEGUN, False) else original(self, *args, **kwargs)
@@ -133,10 +138,10 @@ def load_parameters(original: _Function) -> _Function:
 
 
 def _stage_of(state: Any) -> str:
-    """Return the stage that saved the state of an optimizer, or of those of a chain.
+    """Return the stage that saved an optimizer's state, or the state of a chained optimizer.
 
     Raises:
-        SettingsError: 0.2.0 saved it, after or in another stage than the default.
+        SettingsError: mindspeed_dsa 0.2.0 saved the state in or after another stage than the default.
     """
     for part in _parts(state):
         if any(key in part.get(_STAGE_OF_0_2, ()) for key in ("trained", "lag")):
@@ -154,15 +159,15 @@ def _stage_of(state: Any) -> str:
 
 def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(state, list):
-        yield from (each for each in state if isinstance(each, Mapping))
+        yield from (part for part in state if isinstance(part, Mapping))
     elif isinstance(state, Mapping):
         yield state
-        yield from (each for key, each in state.items() if isinstance(key, int))
+        yield from (part for key, part in state.items() if isinstance(key, int))
 
 
 @torch.no_grad()
 def _begin_anew(part: Any) -> None:
-    """Give an optimizer the state with which a job begins; that of a checkpoint has memory already."""
+    """Reset an optimizer to the state of a new job. Its state tensors were already allocated for loading."""
     inner = getattr(part, "optimizer", None)
     if inner is None or getattr(part, "is_stub_optimizer", False):
         return
@@ -173,14 +178,14 @@ def _begin_anew(part: Any) -> None:
                 value.zero_()
             elif value is not None:
                 holder[name] = type(value)(0)
-    if not hasattr(inner, "sub_optimizers"):  # which have the master weights that Megatron makes below
+    if not hasattr(inner, "sub_optimizers"):  # reload_model_params below handles master weights in those
         for parameter in [key for key, entry in inner.state.items() if _MASTER in entry]:
-            # Transformer Engine's optimizer keeps master weights, which Megatron has left uninitialised and
-            # does not reload. Without state it makes them from the weights, in the first step.
+            # Transformer Engine's optimizer keeps its own master weights, which Megatron leaves uninitialised
+            # and does not reload. Without state, the first step makes them from the weights.
             del inner.state[parameter]
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         for entry in inner.state.values():
-            # Megatron has made moments for a checkpoint to be read into, and would read the step with it.
+            # Megatron allocates moments before loading and expects the step in the checkpoint: add it here.
             entry.setdefault("step", torch.zeros(()))
     part.reload_model_params()
     vars(part)[_BEGUN] = True

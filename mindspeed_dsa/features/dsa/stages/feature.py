@@ -1,4 +1,4 @@
-"""Stages of DSA training, and checkpoints that go from one to the next."""
+"""Flags and patches for the stages of DSA training and for checkpoints between stages."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def stage_wanted(settings: Any) -> bool:
-    """Return whether the job is in another stage than the default one."""
+    """Return whether the job runs another stage than the default."""
     return Options.of(settings).stage != "sparse"
 
 
 def warmup_wanted(settings: Any) -> bool:
-    """Return whether the job is in ``--dsa-stage warmup``."""
+    """Return whether the job runs ``--dsa-stage warmup``."""
     return Options.of(settings).warmup
 
 
 def drop_loss(args: Any) -> Sequence[str]:
-    """Switch the indexer loss off where indexers are not trained; ``Feature.rewrite``."""
+    """Set the loss coefficient to 0 in stages that train no indexer; a ``Feature.rewrite``."""
     stage, coefficient = Options.of(args).stage, getattr(args, "dsa_indexer_loss_coeff", None)
     if stage not in WITHOUT_LOSS or not coefficient or coefficient <= 0:
         return ()
@@ -37,7 +37,7 @@ def drop_loss(args: Any) -> Sequence[str]:
 
 
 def check_stage(args: Any, options: Options) -> Iterator[str]:
-    """Yield what a stage lacks; arguments that a job does not have are not judged."""
+    """Yield arguments that the stage lacks. Missing attributes are not checked."""
     if getattr(args, "experimental_attention_variant", "dsa") != "dsa":
         yield (
             f"--dsa-stage {options.stage} is about DSA's indexer, and the model has none; add "
@@ -83,7 +83,7 @@ STAGE = Feature(
             "Megatron's DSA attends sparsely from the first step on",
             params=("query", "key", "value", "attention_mask", "x", "qr", "up_v_weight"),
             versions=KERNELS,
-            priority=100,  # outside of what serves sparse attention
+            priority=100,  # outside the wrappers for sparse attention
         ),
     ),
 )
@@ -109,10 +109,10 @@ WARMUP = Feature(
 
 
 def _rows(method: str, implementation: str, why: str, *classes: str) -> Iterator[Patch]:
-    """Yield rows for a method of Megatron's optimizers, outside of what keeps their state elsewhere."""
-    for each in classes:
+    """Yield patches of a method of Megatron's optimizers, outside wrappers that move optimizer state."""
+    for optimizer_class in classes:
         yield Patch(
-            f"{each}.{method}",
+            f"{optimizer_class}.{method}",
             "wrap",
             f"{_HERE}.checkpoint:{implementation}",
             why,

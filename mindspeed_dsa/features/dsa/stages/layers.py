@@ -1,6 +1,6 @@
-"""Layers of a checkpoint that have an indexer, and those of the model that do.
+"""Compare the layers with an indexer in a checkpoint and in the model.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -23,26 +23,24 @@ _OF_OPTIMIZER = ("optimizer.", "chained_")
 
 
 class Models:
-    """Configuration of the models that a session has built.
-
-    A configuration outlives no job: it holds the optimizer, whose method scales the loss.
-    """
+    """Configuration of the latest DSA model of a session."""
 
     def __init__(self, context: Context[Options]) -> None:
+        # Weak reference: a configuration holds the optimizer (its loss scale method), and jobs end.
         self._config: ref[Any] | None = None
 
     @property
     def config(self) -> Any:
-        """Megatron's, of the latest DSA model; None: there is none."""
+        """Megatron's configuration of the latest DSA model; None without one."""
         return None if self._config is None else self._config()
 
     def note(self, config: Any) -> None:
-        """Remember the configuration of a model that is being built."""
+        """Store the configuration of a model that is being built."""
         self._config = ref(config)
 
 
 def of_indexer(key: str) -> bool:
-    """Return whether a tensor's name, in a model or an optimizer, is that of an indexer's parameter."""
+    """Return whether a parameter name, in a model or an optimizer, is an indexer's."""
     return _INDEXER in key
 
 
@@ -50,7 +48,7 @@ def of_indexer(key: str) -> bool:
 
 
 def note_model(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``GPTModel.__init__``: mark the indexers' parameters, and check what is loaded into them."""
+    """Decorate ``GPTModel.__init__``: mark the indexers' parameters, and check state dicts before loading."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -63,7 +61,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
 
 
 def number_sharing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerBlock.sharded_state_dict``: layers that differ are not stacked."""
+    """Decorate ``TransformerBlock.sharded_state_dict``: do not stack layers with and without indexer."""
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -76,10 +74,10 @@ def number_sharing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Check:
-    """Hook of a model that is about to load a state dict.
+    """Pre-hook of a model's ``load_state_dict``.
 
     Args:
-        context: of the session.
+        context: context of the session.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -88,28 +86,30 @@ class _Check:
     def __call__(
         self, model: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *unused: Any
     ) -> None:
-        """Refuse indexers of other layers; start them as they are where the checkpoint has none."""
+        """Raise for indexers in other layers. Keep the model's own indexers if the checkpoint has none."""
         if not strict:
             return
-        own = {prefix + name: each for name, each in model.named_parameters() if of_indexer(name)}
-        given = {name for name in state_dict if name.startswith(prefix) and of_indexer(name)}
+        own_params = {prefix + name: param for name, param in model.named_parameters() if of_indexer(name)}
+        saved_names = {name for name in state_dict if name.startswith(prefix) and of_indexer(name)}
+        # Indices in names count from the stage's first layer, layer_number from the model's.
         numbers = {
             f"{_DECODER}.layers.{index}": layer.layer_number
             for index, layer in enumerate(getattr(getattr(model, _DECODER, None), "layers", ()))
         }
-        there, here = ({_layer(name, numbers) for name in names} for names in (given, own))
+        there, here = ({_layer(name, numbers) for name in names} for names in (saved_names, own_params))
         if not there and here and _may_begin(self._context):
-            state_dict.update({name: each.detach() for name, each in own.items()})
+            # Loading these values leaves the parameters unchanged, and strict loading finds every key.
+            state_dict.update({name: param.detach() for name, param in own_params.items()})
             return
         refuse("the state dict", there, here, model.config, self._context.options.stage)
 
 
 def _layer(name: str, numbers: Mapping[str, int]) -> tuple[str, int]:
-    """Return block and number, from 1, of the layer that a parameter belongs to."""
-    found = _LAYER.search(name)
-    assert found is not None, name
-    index = int(found["index"] or 0)
-    return found["block"], numbers.get(f"{found['block']}.layers.{index}", index + 1)
+    """Return block and 1-based layer number of a parameter."""
+    match = _LAYER.search(name)
+    assert match is not None, name
+    index = int(match["index"] or 0)
+    return match["block"], numbers.get(f"{match['block']}.layers.{index}", index + 1)
 
 
 # -- distributed checkpoints -------------------------------------------------------------------
@@ -118,19 +118,19 @@ def _layer(name: str, numbers: Mapping[str, int]) -> tuple[str, int]:
 def checked(
     wanted: dict[str, Any], folder: Any, shapes: Mapping[str, tuple[int, ...]], context: Context[Options]
 ) -> dict[str, Any]:
-    """Compare a checkpoint's indexers with those that the model has, on all ranks.
+    """Compare the indexers in a distributed checkpoint with the model's. The same result on all ranks.
 
     Args:
-        wanted: what is about to be loaded.
-        folder: of the checkpoint.
-        shapes: of its tensors, by key.
-        context: of the session.
+        wanted: sharded state dict to be loaded.
+        folder: checkpoint folder.
+        shapes: global shape of each tensor in the checkpoint, by key.
+        context: context of the session.
 
     Returns:
-        ``wanted``; if the checkpoint is a dense model's, without the indexers, which keep their weights.
+        ``wanted``. For a dense model's checkpoint, indexers are replaced by objects that keep their weights.
 
     Raises:
-        SettingsError: a layer has an indexer there and none here, or the reverse.
+        SettingsError: a layer has an indexer in the checkpoint but not in the model, or the reverse.
     """
     weights = [key for key in shapes if not key.startswith(_OF_OPTIMIZER) and _LAYER.search(key)]
     if not weights or not any(name.startswith("model") for name in wanted):
@@ -141,38 +141,40 @@ def checked(
     here = set(_computing(config, len(mtp)))
     if not there and here and _may_begin(context):
         return {
-            name: _kept(each, context) if name.startswith("model") else each for name, each in wanted.items()
+            name: _kept(state, context) if name.startswith("model") else state
+            for name, state in wanted.items()
         }
+    # The checkpoint may have more layers than the model; those are not compared.
     inside = {(_DECODER, number) for number in range(1, config.num_layers + 1)} | mtp
     refuse(f"checkpoint {folder}", there & inside, here, config, context.options.stage)
     return wanted
 
 
 def _layers(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Yield the layers that a tensor belongs to: one, or all of which it is a stack."""
-    found = _LAYER.search(key)
-    if found is None:
+    """Yield the layers of a tensor: one, or all layers if it is a stack with one layer per index."""
+    match = _LAYER.search(key)
+    if match is None:
         return
-    if found["index"] is not None:
-        yield found["block"], int(found["index"]) + 1
+    if match["index"] is not None:
+        yield match["block"], int(match["index"]) + 1
     elif shape:
-        yield from ((found["block"], number) for number in range(1, shape[0] + 1))
+        yield from ((match["block"], number) for number in range(1, shape[0] + 1))
 
 
 def _computing(config: Any, mtp_layers: int) -> Iterator[tuple[str, int]]:
-    """Yield the layers of a model that have an indexer."""
+    """Yield the layers of the model that have an indexer."""
     sharing = Sharing.of(config)
     yield from ((_DECODER, n) for n in range(1, config.num_layers + 1) if sharing.computes(n))
-    own = min(getattr(config, "mtp_num_layers", None) or 0, mtp_layers)
-    yield from ((_MTP, n) for n in range(1, own + 1) if sharing.mtp_computes(n))
+    mtp = min(getattr(config, "mtp_num_layers", None) or 0, mtp_layers)
+    yield from ((_MTP, n) for n in range(1, mtp + 1) if sharing.mtp_computes(n))
 
 
 def _kept(state: Any, context: Context[Options]) -> Any:
-    """Return a model's sharded state dict in which indexers keep the weights that they have."""
-    own: Any = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
+    """Return a model's sharded state dict with indexers replaced by local objects that are not loaded."""
+    local_object: Any = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
     return {
-        name: own(each.data) if of_indexer(name) and hasattr(each, "data") else each
-        for name, each in state.items()
+        name: local_object(tensor.data) if of_indexer(name) and hasattr(tensor, "data") else tensor
+        for name, tensor in state.items()
     }
 
 
@@ -180,7 +182,7 @@ def _kept(state: Any, context: Context[Options]) -> Any:
 
 
 def _may_begin(context: Context[Options]) -> bool:
-    """Return whether indexers may start untrained, which is said once."""
+    """Return whether indexers may start untrained in this stage, and log it once."""
     stage = context.options.stage
     if stage not in ("dense", "warmup"):
         return False
@@ -195,17 +197,17 @@ def _may_begin(context: Context[Options]) -> bool:
 def refuse(
     what: str, there: set[tuple[str, int]], here: set[tuple[str, int]], config: Any, stage: str
 ) -> None:
-    """Refuse indexers that a model does not have, or lacks.
+    """Raise if checkpoint and model have indexers in different layers.
 
     Args:
-        what: has been saved.
-        there: its layers with an indexer.
-        here: those of the model.
-        config: of the model.
-        stage: of the job.
+        what: checkpoint or state dict, as named in messages.
+        there: layers with an indexer in the checkpoint.
+        here: layers with an indexer in the model.
+        config: configuration of the model.
+        stage: stage of the job.
 
     Raises:
-        SettingsError: they differ.
+        SettingsError: the layers differ.
     """
     extra, missing = sorted(there - here), sorted(here - there)
     if extra:

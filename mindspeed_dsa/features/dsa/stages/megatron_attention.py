@@ -1,11 +1,11 @@
-"""Dense attention in ``DSAttention.forward`` of Megatron-core 0.19 and later, whatever gathers its keys.
+"""Dense attention in ``DSAttention.forward`` of Megatron-core 0.19 and later.
 
-A selection of all keys is dense attention, and its indexer loss the dense one. So Megatron's own forward
-runs on a view of the module with that many keys to select: tensor and context parallel ranks, packed
-documents and kernel backends are served as in sparse attention. Our backend (:mod:`..kernel_hooks`) attends
-without a selection then, and computes the loss without a square buffer.
+Selecting all keys is dense attention, with the dense indexer loss. So Megatron's own forward runs on a view
+of the module whose ``index_topk`` is the sequence length. Tensor and context parallelism, packed documents
+and kernel backends then work as in sparse attention. Our backend (:mod:`..kernel_hooks`) skips the selection
+in this case, and computes the loss without an ``[s, s]`` buffer.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mindspeed_dsa.megatron.dsa import Options
 
 
 def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward``: attend to all visible keys in the stages that do.
+    """Decorate ``DSAttention.forward`` to attend to all visible keys in the dense stages.
 
-    Layers that share another one's selection attend likewise, and have no loss.
+    Layers that share a selection also attend densely, and have no loss.
     """
     if not context.options.attends_densely:
         return original
@@ -50,6 +50,8 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
                 dense, query, key, value, attention_mask, x, qr, *args, up_v_weight=up_v_weight, **kwargs
             )
             return result
+        # Warmup: the layer runs under no_grad, but the indexer loss needs a graph. Detached inputs keep the
+        # frozen model out of it.
         with torch.enable_grad():
             attended = original(
                 dense,
@@ -70,12 +72,12 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
 
 
 def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
-    """Return a core attention that selects every key for itself.
+    """Return a view of a core attention that selects every key, whether the layer shares or not.
 
     Args:
-        layer: a ``DSAttention``.
-        x: hidden states ``[rows, batch, hidden]``, this rank's part of the sequence.
-        learns: whether its indexer is run, for its loss.
+        layer: ``DSAttention`` module.
+        x: hidden states ``[rows, batch, hidden]``, this rank's shard of the sequence.
+        learns: whether the indexer runs, for its loss.
     """
     groups, config = layer.pg_collection, layer.config
     parts = groups.tp.size() if config.sequence_parallel and groups.tp is not None else 1
@@ -86,6 +88,7 @@ def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
         dsa_indexer_use_sparse_loss=False,
         dsa_indexer_loss_coeff=coefficient(config) if learns else 0.0,
     )
+    # index_topk is the length of the whole sequence, e.g. 1024 local rows * 2 (tp) * 4 (cp) = 8192 keys.
     return AttributeOverride(
         layer,
         config=config,
@@ -98,10 +101,11 @@ def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
 
 
 class _NoIndexer(torch.nn.Module):
-    """Indexer with one head of one dimension, for which all keys are alike.
+    """Stub indexer with one head of dimension one and zero scores, as every key is selected anyway.
 
     Args:
-        parts: tensor parallel ranks among which sequence parallelism splits rows; an indexer gathers them.
+        parts: number of tensor parallel ranks that split tokens under sequence parallelism. A real indexer
+            gathers these shards, so the stub returns as many tokens.
     """
 
     def __init__(self, parts: int) -> None:
@@ -110,5 +114,5 @@ class _NoIndexer(torch.nn.Module):
 
     def forward_before_topk(self, x: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return query ``[s, b, 1, 1]``, key ``[s, b, 1]`` and weights ``[s, b, 1]``."""
-        zeros = x.new_zeros(x.size(0) * self._parts, x.size(1), 1)
+        zeros = x.new_zeros(x.size(0) * self._parts, x.size(1), 1)  # [s, b, 1]
         return zeros.unsqueeze(-1), zeros, zeros

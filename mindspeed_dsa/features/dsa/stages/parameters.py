@@ -1,6 +1,6 @@
-"""Parameters of indexers: which they are, and which parameters a stage trains.
+"""Parameters of indexers, and the parameters that a stage trains.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from mindspeed_dsa.features.dsa.stages.feature import WITHOUT_LOSS
 from mindspeed_dsa.megatron.dsa import Options, uses_dsa
 
 _MARK = "dsa_indexer_coefficient"
-"""Attribute of an indexer's parameter: the coefficient of the indexer loss."""
+"""Attribute of indexer parameters with the coefficient of the indexer loss."""
 
 
 def indexers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a model's indexers, Megatron's or ours; layers that share a selection have none."""
+    """Yield the indexers of a model, Megatron's or ours. Layers that share a selection have none."""
     for module in model.modules():
-        if any(each.__name__ == "DSAIndexer" for each in type(module).__mro__):
+        # By name: each Megatron, and our backport, has its own DSAIndexer class.
+        if any(base.__name__ == "DSAIndexer" for base in type(module).__mro__):
             yield module
 
 
 def mark_indexers(model: torch.nn.Module, config: Any) -> None:
-    """Mark the parameters of a model's indexers, which optimizers tell apart by it."""
+    """Mark the parameters of a model's indexers, so that optimizers can recognise them."""
     for indexer in indexers(model):
         for parameter in indexer.parameters():
             setattr(parameter, _MARK, coefficient(config))
 
 
 def is_indexers(parameter: Any) -> bool:
-    """Return whether a parameter of a model belongs to an indexer."""
+    """Return whether a parameter belongs to an indexer."""
     return hasattr(parameter, _MARK)
 
 
 def learns(parameter: Any) -> bool:
-    """Return whether an indexer's parameter has a loss."""
+    """Return whether an indexer's parameter is trained by a loss."""
     return bool(getattr(parameter, _MARK) > 0)
 
 
@@ -48,7 +49,7 @@ def learns(parameter: Any) -> bool:
 
 
 def freeze_for_stage(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``GPTModel.__init__``: data parallelism and optimizer then skip frozen parameters."""
+    """Decorate ``GPTModel.__init__`` to freeze parameters before data parallelism and optimizer are built."""
     stage = context.options.stage
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,8 +77,8 @@ def _freeze_all_but_indexers(model: Any) -> None:
     model.requires_grad_(False)
     for module in model.modules():
         if getattr(module, "recompute_input_layernorm", False):
-            # A layer without a graph saves only the norm's output, for its indexer; recomputation
-            # would free that and, without a gradient that triggers it, never restore it.
+            # A layer without a graph saves only the norm's output, for its indexer. Recomputation would free
+            # it, and restore it only when a gradient arrives, which never happens here.
             module.recompute_input_layernorm = False
     for indexer in indexers(model):
         indexer.requires_grad_(True)
@@ -87,5 +88,5 @@ def _freeze_all_but_indexers(model: Any) -> None:
 
 
 def _start_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Let the graph begin here: checkpointing runs a layer's backward only if its input has a gradient."""
+    """Start the graph here: checkpointing runs a layer's backward only if its input requires a gradient."""
     return output.detach().requires_grad_(torch.is_grad_enabled())

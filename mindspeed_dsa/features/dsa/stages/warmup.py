@@ -1,10 +1,10 @@
-"""Warm-up stage: dense attention, the indexer loss over the whole prefix, only indexers trained.
+"""Warm-up stage: dense attention, indexer loss over all visible keys, only indexers trained.
 
-No gradient flows through the frozen model. Each layer runs without a graph; its indexer's loss, which has a
-separate graph, is attached to the layer's output, and the backward pass propagates zeros from output to
-output (DeepSeek-V3.2-Exp report, section 2.1.1).
+The frozen model gets no gradient. Each layer runs without a graph. Its indexer loss has a separate graph,
+which is attached to the layer's output. The backward pass only propagates zeros from output to output
+(DeepSeek-V3.2-Exp report, section 2.1.1).
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from mindspeed_dsa.megatron.dsa import Options
 from mindspeed_dsa.ops.graph import with_backward_of
 
 _attachments: ContextVar[list[Callable[[Tensor], Tensor]] | None] = ContextVar("_attachments", default=None)
-"""Functions that attach the running layer's indexer losses to its output; None if there is no loss."""
+"""Functions that attach the running layer's indexer losses to its output. None outside a warm-up layer."""
 
 
 def collects() -> bool:
-    """Return whether a layer runs whose indexer loss is wanted."""
+    """Return whether a warm-up layer is running that needs its indexer loss."""
     return _attachments.get() is not None
 
 
 def collect_graph(attended: Tensor) -> None:
-    """Attach what carries an indexer loss, a core attention's output, to the output of the running layer."""
+    """Attach the graph of a core attention's output, with the indexer loss, to the running layer's output."""
     attachments = _attachments.get()
     if attachments is not None and attended.requires_grad:
         attachments.append(lambda output: with_backward_of(output, attended))
 
 
 def layer_without_graph(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``: run it without a graph, and attach its indexer's loss."""
+    """Decorate ``TransformerLayer.forward``: run it without a graph, and attach the indexer loss."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -55,10 +55,11 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
         finally:
             _attachments.reset(token)
         output, *rest = result if isinstance(result, tuple) else (result,)
+        # Keep the chain from layer to layer, through which backward reaches the losses of lower layers.
         output = with_backward_of(output, hidden_states)
         for attach in attachments:
             output = attach(output)
-        # As Megatron's own layers end: a pipeline frees the last layer's output, which must not be a view.
+        # Like Megatron's own layers: the pipeline frees the last layer's output, which must not be a view.
         utils = context.megatron("core.utils")
         output = utils.make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
         return (output, *rest) if isinstance(result, tuple) else output
@@ -67,13 +68,13 @@ def layer_without_graph(original: Callable[..., Any], context: Context[Options])
 
 
 def attend(call: Call, operands: Operands, rows: Rows, index: Callable[[], IndexInputs]) -> Tensor:
-    """Attend to all visible keys; in the warm-up the indexer loss is passed to the running layer.
+    """Attend to all visible keys. In warm-up, register the indexer loss with the running layer.
 
     Args:
-        call: of the core attention; its layer has no loss if it has no indexer.
-        operands: of the main attention.
-        rows: which keys each row sees.
-        index: projects for the indexer; called where there is a loss.
+        call: call of the core attention. A layer without indexer has no loss.
+        operands: operands of the main attention.
+        rows: range of keys that each row sees.
+        index: function that projects for the indexer, called only if there is a loss.
     """
     attachments, layer, backend = _attachments.get(), call.layer, call.options.backend
     weight = coefficient(layer.config)
