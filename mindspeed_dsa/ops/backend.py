@@ -1,15 +1,16 @@
-"""Choice of what runs an operator: a backend once per shape class, an algorithm per call, never silently.
+"""Backend selection: one backend per operator and shape class, one algorithm per call, every choice logged.
 
-A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``, or in small operators a class of
-``mindspeed_dsa.ops.<operator>.backends`` with that name. It declares what it cannot take in
+A backend is a module ``mindspeed_dsa.ops.<operator>.<name>``, or for small operators a class of
+``mindspeed_dsa.ops.<operator>.backends`` with that name. It declares its limits in
 ``unsupported(shape) -> str | None``, a sentence that names the limit. An explicit request that
 cannot be met is an error with that sentence; ``auto`` falls back and logs the sentence once.
-Limits that no shape shows, such as which rows see which keys, it declares in its plans, which get what
-they depend on: see :func:`plan`. What else a backend has is its operator's ``protocol.py``, against which
-mypy checks the modules. All of its functions take the operator's arguments as one :class:`Call`.
+Limits that the shape does not show, such as the keys that each row sees, are declared by the backend's plan,
+which gets the call's arguments: see :func:`plan`. The other functions of a backend are in its operator's
+``protocol.py``, and mypy checks the modules against it. All take the operator's arguments as one
+:class:`Call`.
 
-A backend that computes a function in several ways, as those of CPUs do, leaves it to :func:`algorithm` which
-of them a call takes.
+A backend with several algorithms for one function, such as the CPU backends, selects one per call with
+:func:`algorithm`.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ _log = log.get("ops")
 
 BackendName = Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "npu"]
 
-# What `auto` tries on each type of device, best first, of what an operator has. The second takes every shape;
-# `chunked` does so in bounded memory, where the reference would gather more than a device holds; operators
-# without one have the reference.
+# Backends that `auto` tries on each type of device, best first, if the operator has them. The second takes
+# every shape: `chunked` in bounded memory, where the reference would gather more than a device holds.
+# Operators without `chunked` fall back to the reference.
 PREFERENCE: dict[str, tuple[str, str]] = {
     "cpu": ("cpu", "reference"),
     "cuda": ("triton", "chunked"),
     "npu": ("npu", "chunked"),
 }
 _BOUNDED = "chunked"
-# PyTorch's own kernels, for operators that have no others for this device.
+# PyTorch's own kernels, for operators without other kernels for this device.
 _OF_TORCH = {"cuda": "cuda"}
 
 
 class BackendUnavailable(RuntimeError):
-    """The backend asked for cannot run this operator here; the message says why and what can."""
+    """The requested backend cannot run this operator here; the message gives the reason and alternatives."""
 
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """Everything about a call that a backend's limits depend on: not its batch and sequence lengths."""
+    """Properties of a call that backends' limits depend on, which excludes batch and sequence length."""
 
     device: str
     dtype: torch.dtype
     sizes: tuple[tuple[str, int], ...]
     """Named sizes, such as ``("heads", 16)``."""
     index: int | None = None
-    """Which device of that type: GPUs of a machine may differ. None is the current one."""
+    """Device index, because GPUs of a machine may differ; None is the current device."""
 
     @classmethod
     def of(cls, tensor: Tensor, *sizes: tuple[str, int]) -> ShapeClass:
@@ -83,10 +84,13 @@ class ShapeClass:
 
 @dataclass(frozen=True)
 class Call:
-    """Base of an operator's arguments, which its backends take as one object."""
+    """Base class for an operator's arguments, which its backends take as one object."""
 
     def keep(self, ctx: Any, *results: Tensor | None) -> None:
-        """Save tensors, and results of forward, for backward: by autograd, whose hooks may move them."""
+        """Save the call's tensors and the forward's results for backward.
+
+        Autograd saves them, so that saved-tensor hooks (offloading, checkpointing) see them.
+        """
         tensors = {name: value for name, value in self._values() if isinstance(value, Tensor)}
         others = {name: value for name, value in self._values() if name not in tensors}
         ctx.kept_call = type(self), [*tensors], others
@@ -104,10 +108,10 @@ class Call:
 
 
 class Backend(Protocol):
-    """Functions and limits that the backends of every operator have; this one's limits are none."""
+    """Functions and limits that the backends of every operator have; the defaults here declare no limits."""
 
     def unsupported(self, shape: ShapeClass, /) -> str | None:
-        """Return why it cannot take calls of this shape, or None."""
+        """Return why the backend cannot take calls of this shape, or None."""
         return None
 
 
@@ -116,9 +120,10 @@ class Algorithm:
     """One of several ways in which a backend computes the same function.
 
     Attributes:
-        name: for the log.
-        run: the function.
-        declines: returns why a call is not for it, a sentence without a figure of this call alone, or None.
+        name: description for the log.
+        run: function that computes the result.
+        declines: function that returns why the algorithm does not take a call, or None. Its sentence contains
+            no figure that changes from call to call, so that it is logged once.
     """
 
     name: str
@@ -191,15 +196,16 @@ def candidates(operator: str, requested: str, shape: ShapeClass) -> Iterator[tup
 
 
 def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _Backend:
-    """Return what runs a call: the reference if one of ``tensors`` has no entries, as in an empty pack.
+    """Return the reference if one of ``tensors`` has no elements, as for an empty pack, else
+    ``implementation``.
 
-    There is nothing to compute then, and no block, tile or grid to cut; plain PyTorch gives empty results,
-    zeros, and zero gradients.
+    Such a call leaves no block, tile or grid to cut; plain PyTorch gives empty results, zeros, and zero
+    gradients.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
-        implementation: what :func:`choose` returned.
-        tensors: whose axes are the batch, the rows and the keys of the call.
+        implementation: backend that :func:`choose` returned.
+        tensors: tensors that have the batch, query and key axes of the call.
     """
     if all(tensor.numel() for tensor in tensors):
         return implementation
@@ -208,21 +214,21 @@ def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _
 
 
 def plan(operator: str, requested: str, implementation: _Backend, planned: Any) -> tuple[_Backend, Any]:
-    """Return what runs a call, and what its functions want to know about it.
+    """Return the backend that runs a call, and its plan for the call.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.
         requested: one of :data:`BackendName`.
-        implementation: what :func:`choose` returned.
-        planned: what its plan for this call returned: a sentence that says why it cannot take the call, what
-            its other functions want as the call's ``plan``, or None if they want nothing.
+        implementation: backend that :func:`choose` returned.
+        planned: result of the backend's plan function for this call. A string says why the backend declines
+            the call; any other value, or None, is passed to the backend's functions as the call's ``plan``.
 
     Returns:
-        The implementation and its plan; or, if it declines and any backend will do, what `auto` tries after
-        it, and None.
+        The backend and its plan. If the backend declines and ``requested`` is ``auto``: the next backend that
+        `auto` tries, and None.
 
     Raises:
-        BackendUnavailable: it declines and was asked for by name.
+        BackendUnavailable: the backend declines and was requested by name.
     """
     if not isinstance(planned, str):
         return implementation, planned
@@ -241,12 +247,12 @@ def plan(operator: str, requested: str, implementation: _Backend, planned: Any) 
 
 
 def algorithm(operator: str, algorithms: Sequence[Algorithm], *facts: Any) -> Algorithm:
-    """Return the first of some algorithms that takes a call; each choice is logged once, with its reason.
+    """Return the first algorithm that takes a call, and log each distinct choice once with its reasons.
 
     Args:
-        operator: who to name in the log.
-        algorithms: in order of preference, of which the last takes every call.
-        facts: what they decline by.
+        operator: operator's name in the log.
+        algorithms: candidates in order of preference; the last one takes every call.
+        facts: arguments for the ``declines`` functions.
     """
     reasons = []
     for one in algorithms[:-1]:
@@ -262,7 +268,7 @@ def algorithm(operator: str, algorithms: Sequence[Algorithm], *facts: Any) -> Al
 
 
 def count_call(operator: str, implementation: Backend) -> None:
-    """Count a forward call of an operator, once what runs it is decided."""
+    """Count a forward call of an operator under the backend that runs it."""
     _calls[operator, _name(implementation)] += 1
 
 
@@ -273,9 +279,10 @@ def calls() -> Counter[tuple[str, str]]:
 
 @contextmanager
 def spent(operator: str, place: torch.device) -> Iterator[None]:
-    """Add the time of an operator's work on a CPU to what it took so far; elsewhere nothing is known of it.
+    """Add the block's wall time to the operator's total, if it runs on a CPU.
 
-    Forward and backward; of a backend that autograd differentiates forward alone.
+    Accelerators work asynchronously, so their time is not measured. Forward and backward count; for a backend
+    that autograd differentiates, only forward does.
     """
     start = time.perf_counter()
     try:
@@ -286,12 +293,12 @@ def spent(operator: str, place: torch.device) -> Iterator[None]:
 
 
 def seconds() -> dict[str, float]:
-    """Return how long operators have worked on CPUs in this process, by name: see :func:`spent`."""
+    """Return the seconds that each operator has run on CPUs in this process: see :func:`spent`."""
     return dict(_seconds)
 
 
 def warn_once(message: str) -> None:
-    """Log a warning the first time that it comes up."""
+    """Log a warning the first time that this message occurs."""
     _log.warning("%s", message, once=True, ranks="all")
 
 
@@ -313,7 +320,7 @@ def _name(implementation: Backend) -> str:
 
 
 def _find(operator: str, name: str) -> Any:
-    """Return an object of the class, or the module, that a backend is."""
+    """Return the backend: its module, or an instance of its class."""
     kind = _class(operator, name)
     return import_module(f"{__package__}.{operator}.{name}") if kind is None else kind()
 
@@ -331,11 +338,11 @@ def _exists(operator: str, name: str) -> bool:
 
 
 def _is_foreign(error: Exception) -> bool:
-    """Return whether an import's error is another package's: what it names, or else where it was raised."""
+    """Return whether an error during an import comes from another package than this one."""
     if isinstance(error, ImportError) and error.name:
-        name = error.name
+        name = error.name  # the module that was not found
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
-        name = error.obj.__name__
+        name = error.obj.__name__  # the module that lacks the attribute
     else:
         frames = list(traceback.walk_tb(error.__traceback__))
         name = frames[-1][0].f_globals.get("__name__", "")
@@ -343,7 +350,7 @@ def _is_foreign(error: Exception) -> bool:
 
 
 def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]:
-    """Return the backend, or None and the reason."""
+    """Return the backend and None, or None and the reason why it cannot be used."""
     path = f"{__package__}.{operator}.{name}"
     try:
         module = _find(operator, name)
@@ -352,8 +359,8 @@ def _load(operator: str, name: str, shape: ShapeClass) -> tuple[Any, str | None]
             return None, f"{operator} has no {name} implementation"
         return None, f"the package {error.name!r} is not installed"
     except Exception as error:
-        # Of another release of a package, from which a name or a module has gone, or that does not load here;
-        # not of ours, whose faults are not to look like a missing package.
+        # Tolerate other packages' import errors: an incompatible release, or a library that does not load
+        # here. Raise our own, which must not look like a missing package.
         if not _is_foreign(error):
             raise
         return None, f"its module cannot be imported: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Checks of arguments: shapes and dtypes always, the contents of tensors on request.
+"""Argument checks: shapes and dtypes always, the contents of tensors on request.
 
-Reading a tensor costs a pass over it and, on an accelerator, a wait for the device. So these checks run
-after :func:`set_debug_checks` only.
+Reading a tensor costs a pass over it and, on an accelerator, a synchronization with the device. Content
+checks therefore run only after :func:`set_debug_checks`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ _enabled = False
 
 
 def set_debug_checks(enabled: bool) -> bool:
-    """Switch the checks of tensors' contents on or off; returns the previous state."""
+    """Switch the checks of tensor contents on or off, and return the previous state."""
     global _enabled
     before, _enabled = _enabled, enabled
     return before
 
 
 def enabled() -> bool:
-    """Return whether the checks that read tensors are on."""
+    """Return whether the checks of tensor contents are on."""
     return _enabled
 
 
 def require(condition: bool, operator: str, problem: str | Callable[[], str]) -> None:
     """Raise ``ValueError`` naming the operator unless ``condition`` holds.
 
-    Operators that take hardly longer than the sentence give a function that makes it.
+    ``problem`` may be a function that builds the message, for operators so short that formatting it each call
+    counts.
     """
     if not condition:
         raise ValueError(f"{operator}: {problem if isinstance(problem, str) else problem()}")
@@ -38,7 +39,7 @@ def require(condition: bool, operator: str, problem: str | Callable[[], str]) ->
 def check_shape(
     operator: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], letters: str
 ) -> None:
-    """Raise unless ``tensor`` has the expected sizes; None in ``expected`` takes any size."""
+    """Raise unless ``tensor`` has the expected sizes; None in ``expected`` accepts any size."""
     fits = tensor.dim() == len(expected) and all(
         want is None or want == have for want, have in zip(expected, tensor.shape, strict=True)
     )
@@ -46,7 +47,7 @@ def check_shape(
 
 
 def check_heads(operator: str, name: str, tensor: Tensor) -> None:
-    """Raise unless ``tensor``, ``[batch, query_length, heads, dim]``, has a head with a dimension."""
+    """Raise unless ``tensor``, ``[batch, query_length, heads, dim]``, has a head and a dimension."""
     require(
         tensor.shape[2] >= 1 and tensor.shape[3] >= 1,
         operator,
@@ -55,7 +56,7 @@ def check_heads(operator: str, name: str, tensor: Tensor) -> None:
 
 
 def check_float(operator: str, **tensors: Tensor) -> None:
-    """Raise unless all tensors are of one floating dtype and on one device."""
+    """Raise unless all tensors have the same floating dtype and the same device."""
     first_name, first = next(iter(tensors.items()))
     require(first.is_floating_point(), operator, f"{first_name} must be floating point, got {first.dtype}")
     for name, tensor in tensors.items():
@@ -68,9 +69,9 @@ def check_float(operator: str, **tensors: Tensor) -> None:
 
 
 def check_weights(operator: str, name: str, weights: Tensor, query: Tensor) -> None:
-    """Raise unless the indexer's weights are floating point and on the device of its query.
+    """Raise unless the indexer's weights are floating point and on the query's device.
 
-    They may stay in fp32 beside bf16 queries: DeepSeek keeps that projection in fp32.
+    The dtypes may differ: DeepSeek keeps the weights' projection in fp32 while queries are bf16.
     """
     require(
         weights.is_floating_point() and weights.device == query.device,
@@ -80,10 +81,10 @@ def check_weights(operator: str, name: str, weights: Tensor, query: Tensor) -> N
 
 
 def names_key(topk_indices: Tensor, key_length: int) -> Tensor:
-    """Return bool, as large as ``topk_indices``: whether an entry lies in ``[0, key_length)``.
+    """Return a bool tensor shaped like ``topk_indices``: whether each entry is in ``[0, key_length)``.
 
-    The one answer that all backends share. -1 stands for no key; every other entry that lies outside is
-    treated alike: it is never read.
+    All backends use this rule. -1 means "no key"; any other entry outside the range is treated the same and
+    is never read.
     """
     return (topk_indices >= 0) & (topk_indices < key_length)
 
@@ -92,14 +93,14 @@ def check_topk_indices(operator: str, topk_indices: Tensor, query: Tensor, key_l
     """Check an index tensor: always its shape, dtype and device, in debug mode its contents too.
 
     Args:
-        operator: who to name in the error.
-        topk_indices: ``[batch, query_length, topk]`` int32 (int64 is converted), ``topk`` at least 1 unless
-            there is no row or no key.
-        query: ``[batch, query_length, ...]``, whose rows the indices belong to.
-        key_length: number of keys the entries point into.
+        operator: operator's name in the error.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, with ``topk`` at least 1 unless there
+            are no queries or no keys.
+        query: ``[batch, query_length, ...]``, the queries that selected the keys.
+        key_length: number of keys that the entries index.
 
     Raises:
-        ValueError: one of them does not fit.
+        ValueError: the shape, dtype, device or contents do not fit.
     """
     rows = tuple(query.shape[:2])
     check_shape(operator, "topk_indices", topk_indices, (*rows, None), f"[{rows[0]}, {rows[1]}, topk]")
@@ -120,9 +121,9 @@ def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
     """Check the contents of an index tensor; does nothing unless debug checks are on.
 
     Args:
-        operator: who to name in the error.
+        operator: operator's name in the error.
         topk_indices: ``[..., topk]`` int32; valid entries first, -1 at the tail.
-        key_length: number of keys the entries point into.
+        key_length: number of keys that the entries index.
 
     Raises:
         ValueError: an entry is out of range, occurs twice in its row, or follows a -1.
@@ -135,15 +136,16 @@ def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
         operator,
         f"topk_indices must lie in [-1, {key_length}), got values from {int(lowest)} to {int(highest)}",
     )
-    valid = topk_indices >= 0
-    holes = (valid[..., 1:] & ~valid[..., :-1]).any(-1)
+    valid = topk_indices >= 0  # [..., topk]
+    holes = (valid[..., 1:] & ~valid[..., :-1]).any(-1)  # [...]: a valid entry follows an invalid one
     if holes.any():
         raise ValueError(
             f"{operator}: a valid entry follows -1 in {int(holes.sum())} rows of topk_indices, first row "
             f"{_first(holes)}; move the -1 entries to the tail"
         )
-    ordered = topk_indices.sort(-1).values
-    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+    # After sorting, equal neighbours are duplicates; -1 may repeat.
+    ordered = topk_indices.sort(-1).values  # [..., topk]
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)  # [...]
     if twice.any():
         raise ValueError(
             f"{operator}: an index occurs twice in {int(twice.sum())} rows of topk_indices, first row "
@@ -152,13 +154,14 @@ def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
 
 
 def check_finite(operator: str, **tensors: Tensor) -> None:
-    """Check that the indexer's operands are numbers; does nothing unless debug checks are on.
+    """Check that the indexer's operands are finite; does nothing unless debug checks are on.
 
-    No other result says so: a key whose score is NaN is selected by no row that sees enough others.
+    The results do not reveal NaN: a key whose score is NaN is not selected by any row that sees enough other
+        keys.
 
     Args:
-        operator: who to name in the error.
-        tensors: ``[..., n]`` each, by name.
+        operator: operator's name in the error.
+        tensors: tensors of shape ``[..., n]``, by name.
 
     Raises:
         ValueError: an entry is NaN or infinite.

@@ -1,4 +1,4 @@
-"""Operators in code that ``torch.compile`` compiles."""
+"""Exclusion of operators from ``torch.compile`` graphs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(function: Function) -> Function:
-    """Run a function as it is, between two compiled graphs.
+    """Run a function eagerly, with a graph break before and after it.
 
-    Backends choose by what they read of tensors, and call NumPy and kernels of their own, none of which a
-    graph holds; tracing them fails. Where nothing compiles, the compiler is not imported.
+    Backends select by reading tensors, and call NumPy and custom kernels. A graph can hold none of these, so
+    tracing them fails. ``torch._dynamo`` is not imported where nothing compiles.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -24,7 +24,8 @@ def outside_graphs(function: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        if not disabled:  # the compiler traces this too, and looks through what functools remembers
+        # A list instead of functools.cache: Dynamo traces this too, and looks through cached functions.
+        if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 

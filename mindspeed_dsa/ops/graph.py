@@ -1,8 +1,8 @@
-"""Edges of the autograd graph that pass no gradient: losses of frozen layers leave by the layers' outputs.
+"""Autograd edges without a gradient: attach losses of frozen layers to the layers' outputs.
 
-Where only indexers are trained, no gradient flows from layer to layer. A loss that reached the end of the
-model by a way of its own would leave out the backward hooks of outputs in between: checkpoints, pipeline
-stages, weights that are gathered.
+When only indexers are trained, no gradient flows from layer to layer. A loss that reached the model's end on
+a path of its own would skip the backward hooks of the outputs in between: checkpoints, pipeline stages, and
+gathered weights (FSDP).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 
 
 def with_backward_of(value: Tensor, *others: Tensor) -> Tensor:
-    """Return ``value``, whose backward runs that of other tensors too, with gradients of zeros.
+    """Return ``value``; its backward also runs the backward of ``others``, with zero gradients.
 
     Args:
-        value: any tensor; its gradient is what the result gets. The result shares its memory.
-        *others: of which at least one requires a gradient. None of them is kept.
+        value: any tensor. Its gradient is the result's gradient, and the result shares its memory.
+        *others: tensors, at least one of which requires a gradient. None of them is saved.
     """
     return _WithBackwardOf.apply(value, *others)
 
@@ -27,8 +27,8 @@ def with_backward_of(value: Tensor, *others: Tensor) -> Tensor:
 def passes_no_gradient(tensor: Tensor) -> bool:
     """Return whether a tensor requires a gradient only because of :func:`with_backward_of`.
 
-    Operations of one such input, as wrappers of layers put between them (hooks, casts, a sum with a tensor
-    that requires no gradient), are looked through.
+    The search follows operations with one differentiable input, such as the hooks and casts that wrappers
+    insert between layers, or a sum with a tensor that requires no gradient.
     """
     node = tensor.grad_fn
     while node is not None and not hasattr(node, _MARK):
@@ -43,9 +43,10 @@ _MARK = "passes_gradient"
 class _WithBackwardOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        # Scalars are enough: backward expands them to the full shape without memory.
         ctx.zeros = [(other.new_zeros(()), other.shape) for other in others]
         setattr(ctx, _MARK, ctx.needs_input_grad[0])
-        return value.detach()  # FSDP2 warns of outputs that are views
+        return value.detach()  # FSDP2 warns about outputs that are views
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""Liger-Kernel, a library of Triton kernels, and the limits that its operators share."""
+"""Access to Liger-Kernel, a library of Triton kernels, and the limits that its operators share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from mindspeed_dsa.ops.backend import ShapeClass
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Liger's rowwise kernels hold a row in one block of at most this many elements.
 _WIDEST = 65536
 
 
@@ -20,7 +21,7 @@ def takes_device(device: str) -> bool:
 
 
 def unavailable(shape: ShapeClass, width: int) -> str | None:
-    """Why its kernels cannot take a call whose rows have this width, or None."""
+    """Return why Liger's kernels cannot take a call whose rows have ``width`` elements, or None."""
     if not takes_device(shape.device):
         return "Liger-Kernel runs on GPUs"
     if find_spec("liger_kernel") is None:
@@ -33,5 +34,5 @@ def unavailable(shape: ShapeClass, width: int) -> str | None:
 
 
 def kernels(module: str) -> Any:
-    """One of its modules of operators, such as ``rms_norm``."""
+    """Return one of Liger's operator modules, such as ``rms_norm``."""
     return import_module(f"liger_kernel.ops.{module}")

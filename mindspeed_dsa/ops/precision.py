@@ -1,4 +1,4 @@
-"""Precision of the operators: which dtypes sums and gradients have, whatever surrounds them."""
+"""Dtypes of the operators' sums and gradients, whatever context surrounds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without ``torch.autocast``, which would round the fp32 products inside to 16 bits."""
+    """Return a context without ``torch.autocast``, which would round fp32 products to 16 bits."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -25,7 +25,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 def outside_autocast(function: Function) -> Function:
     """Run a function without autocast on the device of its first tensor argument.
 
-    Autocast belongs to a thread: inside of it the result would also depend on how many threads work.
+    Autocast state is per thread: with it on, the result would also depend on the number of worker threads.
     """
 
     @wraps(function)
@@ -40,7 +40,7 @@ def outside_autocast(function: Function) -> Function:
 
 
 def total_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over all rows: fp64; fp32 on NPUs, whose vector units have no other."""
+    """Return the dtype of sums over all tokens: fp64, or fp32 on NPUs, whose vector units lack fp64."""
     return torch.float32 if npu_device.takes_device(device.type) else torch.float64
 
 
@@ -50,15 +50,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def normalize(norm: Callable[..., Tensor], states: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """Apply one of torch's norms where weights may be wider than what is normalised.
+    """Apply one of torch's norms where the weight's dtype may differ from the input's.
 
-    Both types at once are slow in some of torch's kernels, refused by others, and give either of them.
+    Some of torch's kernels are slow with mixed dtypes, others refuse them, and the result's dtype varies.
+    Both are converted to the wider dtype first.
 
     Args:
         norm: ``F.rms_norm`` or ``F.layer_norm``.
         states: ``[..., n]``.
-        weight: ``[n]`` of the same floating dtype or another one.
-        *rest: what the norm takes behind its weight.
+        weight: ``[n]`` in any floating dtype.
+        *rest: arguments of the norm after its weight.
 
     Returns:
         Tensor of the shape and dtype of ``states``, computed in the wider of both dtypes.
@@ -68,24 +69,27 @@ def normalize(norm: Callable[..., Tensor], states: Tensor, weight: Tensor, *rest
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gradients that are not final yet: fp16 does not reach down to a mean's."""
+    """Return the dtype of intermediate gradients: fp32 for fp16, where the gradient of a mean underflows."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def raising_factor(largest: Tensor, exponent: int, least: int = 0) -> Tensor:
-    """Return the power of two, at least ``2 ** least``, that raises ``largest`` to below ``2 ** exponent``.
+    """Return the largest power of two that scales ``largest`` to below ``2 ** exponent``, at least ``2 **
+    least``.
 
-    Gradients of a mean over many rows are smaller than what fp16 holds. Multiplied with this they survive
-    being rounded to fp16, and dividing the fp32 results by it is exact.
+    Gradients of a mean over many tokens underflow in fp16. Multiplied by this factor they survive rounding to
+    fp16, and dividing the fp32 results by it is exact.
 
     Args:
-        largest: fp32 of any shape, not negative. It is not read from its device.
-        exponent: at most 15 for fp16.
+        largest: non-negative fp32 tensor of any shape. It is not copied to the host.
+        exponent: exponent of the bound, at most 15 for fp16.
         least: smallest exponent of the factor, at least -126.
 
     Returns:
-        fp32 of that shape; ``2 ** least`` where ``largest`` is larger or not finite.
+        fp32 tensor of that shape; ``2 ** least`` where ``largest`` is larger or not finite.
     """
-    # 2 ** (biased - 127) <= largest < 2 ** (biased - 126)
+    # The exponent bits say 2 ** (biased - 127) <= largest < 2 ** (biased - 126). The factor's exponent is
+    # then exponent - (biased - 126), and 127 more in biased form. It is at most 60, so that zero gives a
+    # finite factor.
     biased = largest.view(torch.int32) >> 23
     return ((exponent + 253 - biased).clamp(127 + least, 127 + 60) << 23).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Per-row visible key ranges: the one mask form that covers causal, packed and context-parallel rows."""
+"""Range of visible keys per query row: one mask form for causal, packed and context-parallel rows."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 @dataclass(frozen=True)
 class RowForm:
-    """Which keys the rows of a call see, as the host knows it that laid them out.
+    """The keys that the rows of a call see, as known on the host that laid them out.
 
-    With it no operator has to read starts, ends or indices from a device. Without sequences every row of the
-    batch is causal up to the last key: row ``t`` of ``query_length`` sees the keys
+    With a form, no operator has to read starts, ends or indices from a device. Without sequences every row of
+    the batch is causal up to the last key: row ``t`` of ``query_length`` sees the keys
     ``0 .. t + key_length - query_length``.
     """
 
     sequences: tuple[int, ...] | None = None
-    """Lengths of the packed sequences of the whole batch, one after the other, each of them causal; none of
-    them is in two rows of the batch."""
+    """Lengths of the packed causal sequences of the whole batch, one after the other. No sequence spans two
+    rows of the batch."""
 
     @classmethod
     def of_cu_seqlens(cls, cu_seqlens: Tensor) -> RowForm:
-        """Return the form of packed sequences that are told by their bounds, as FlashAttention's are.
+        """Build the form of packed sequences from their bounds, given as for FlashAttention.
 
-        Waits for a device that holds the bounds. Sequences without a row are left out; bounds without any
-        sequence give the form of no rows.
+        Synchronizes with the device that holds the bounds. Empty sequences are dropped. Bounds without any
+        sequence give ``RowForm()``, which is then the form of no rows.
 
         Args:
-            cu_seqlens: ``[sequences + 1]`` int32 (or int64): 0, and the end of each sequence, which is the
-                begin of the next one.
+            cu_seqlens: ``[sequences + 1]`` int32 or int64: 0, then the end of each sequence, which is the
+                start of the next.
 
         Raises:
-            ValueError: the bounds are no such tensor.
+            ValueError: the bounds have another shape or dtype, do not begin with 0, or descend.
         """
         return cls(_lengths(f"{cls.__name__}.of_cu_seqlens", cu_seqlens) or None)
 
@@ -54,7 +54,7 @@ class RowForm:
         )
 
     def check(self, operator: str, batch: int, query_length: int, key_length: int) -> None:
-        """Raise ``ValueError`` unless a call may have so many rows and keys."""
+        """Raise ``ValueError`` unless the form fits a call with so many rows and keys."""
         if self.sequences is None:
             require(
                 query_length <= key_length,
@@ -75,25 +75,26 @@ class RowForm:
         )
 
     def ranges(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Tensor:
-        """Return starts and ends of what the rows see: ``[2, batch, query_length]`` int32.
+        """Return starts and ends of the rows' visible keys: ``[2, batch, query_length]`` int32.
 
         Raises:
-            ValueError: a call may not have so many rows and keys.
+            ValueError: the form does not fit so many rows and keys.
         """
         self.check(f"{type(self).__name__}.ranges", batch, query_length, key_length)
         if self.sequences is None:
             ends = torch.arange(key_length - query_length + 1, key_length + 1, dtype=torch.int32)
-            starts = torch.zeros_like(ends)
+            starts = torch.zeros_like(ends)  # [query_length]
             return upload(torch.stack([starts, ends]), device)[:, None].expand(-1, batch, -1)
-        lengths = torch.tensor(self.sequences)
+        lengths = torch.tensor(self.sequences)  # [sequences]
+        # Start of the sequence of each row, counted over the whole batch: [batch, query_length]
         starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).view(batch, query_length)
         starts = starts % query_length
-        ends = torch.arange(1, query_length + 1).expand(batch, -1)
-        return upload(torch.stack([starts, ends]).to(torch.int32), device)
+        ends = torch.arange(1, query_length + 1).expand(batch, -1)  # [batch, query_length]
+        return upload(torch.stack([starts, ends]).to(torch.int32), device)  # [2, batch, query_length]
 
 
 TO_LAST_KEY = RowForm()
-"""Causal rows, the last of which sees every key."""
+"""Form of causal rows whose last row sees every key."""
 
 
 def form_of(
@@ -106,20 +107,20 @@ def form_of(
     starts: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> RowForm | None:
-    """Return the form of a call that may have been given ``cu_seqlens`` in place of one.
+    """Return the form of a call that may specify ``cu_seqlens`` instead.
 
     Args:
-        operator: name in an error.
-        cu_seqlens: see :meth:`RowForm.of_cu_seqlens`, of the whole batch; or None.
-        form: the call's form, which is the result without ``cu_seqlens``.
+        operator: operator's name in an error.
+        cu_seqlens: bounds of the whole batch's sequences, see :meth:`RowForm.of_cu_seqlens`; or None.
+        form: form of the call, returned if there is no ``cu_seqlens``.
         batch: number of rows of sequences.
-        query_length: rows of each.
-        key_length: keys of each.
-        starts: first visible keys of the rows, which ``cu_seqlens`` replaces.
-        ends: one past the last visible keys, which it replaces too.
+        query_length: query rows per row of the batch.
+        key_length: keys per row of the batch.
+        starts: first visible key per row, which ``cu_seqlens`` replaces.
+        ends: one past the last visible key per row, which ``cu_seqlens`` replaces too.
 
     Raises:
-        ValueError: there is another form beside ``cu_seqlens``, or the bounds are not those of such rows.
+        ValueError: another form is given with ``cu_seqlens``, or the bounds do not fit the rows.
     """
     if cu_seqlens is None:
         return form
@@ -150,7 +151,7 @@ def form_of(
 
 
 def _lengths(operator: str, cu_seqlens: object) -> tuple[int, ...]:
-    """Return the lengths of the sequences that have rows, of bounds ``[sequences + 1]``."""
+    """Return the non-zero sequence lengths of ``cu_seqlens``, ``[sequences + 1]``."""
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(
             f"{operator}: cu_seqlens is a tensor, [sequences + 1] int32; got {type(cu_seqlens).__name__}"
@@ -163,7 +164,8 @@ def _lengths(operator: str, cu_seqlens: object) -> tuple[int, ...]:
     bounds = cu_seqlens.tolist()
     require(bounds[0] == 0, operator, lambda: f"cu_seqlens begins with 0, got {bounds[0]}")
     lengths = tuple(end - begin for begin, end in pairwise(bounds))
-    falls = next((at for at, length in enumerate(lengths, 1) if length < 0), 0)
+    # Index of the first bound that is below the bound before it, or 0.
+    falls = next((end for end, length in enumerate(lengths, 1) if length < 0), 0)
     require(
         not falls,
         operator,
@@ -175,27 +177,27 @@ def _lengths(operator: str, cu_seqlens: object) -> tuple[int, ...]:
 
 
 def _fill(lengths: tuple[int, ...], batch: int, query_length: int) -> bool:
-    """Return whether sequences fill every row of the batch, none of them lying in two."""
-    at = 0
+    """Return whether the sequences fill every row of the batch, and none of them spans two."""
+    filled = 0
     for length in lengths:
-        at += length
-        if at > query_length:
+        filled += length
+        if filled > query_length:
             return False
-        at %= query_length
-    return at == 0 and sum(lengths) == batch * query_length
+        filled %= query_length
+    return filled == 0 and sum(lengths) == batch * query_length
 
 
 class Ranges(NamedTuple):
-    """The keys that each row sees, ``starts <= s < ends``."""
+    """Keys ``starts <= s < ends`` that each row sees."""
 
     starts: Tensor
     """``[batch, query_length]`` int32, at least 0."""
     ends: Tensor
     """``[batch, query_length]`` int32, at most the number of keys."""
     plain_causal: bool
-    """Whether both are the causal default: known without reading them from a device. False says nothing."""
+    """True only for the causal default, known without reading the tensors; False says nothing."""
     form: RowForm | None = None
-    """Their form, where the host knows it."""
+    """Form of the ranges, where the host knows it."""
 
 
 def visible_ranges(
@@ -211,22 +213,22 @@ def visible_ranges(
     """Check the ranges of a call and fill in the causal default.
 
     Args:
-        operator: who to name in an error.
+        operator: operator's name in an error.
         batch: number of sequences.
         query_length: rows per sequence.
         key_length: keys per sequence.
         starts: ``[query_length]`` or ``[batch, query_length]``, first visible key of each row, or None for 0.
-        ends: same shape, one past the last visible key, or None for causal rows.
-        device: where the result lives.
-        form: what the host knows of starts and ends, which are the form's where neither is given; with debug
-            checks on they are read and held against it.
+        ends: one past the last visible key, with the shape of ``starts``, or None for causal rows.
+        device: device of the result.
+        form: host's description of the ranges, which replaces ``starts`` and ``ends`` if neither is given.
+            With debug checks on, ``starts`` and ``ends`` are read and compared with it.
 
     Returns:
-        The ranges, cut to ``0 <= starts`` and ``ends <= key_length``. A row with ``starts >= ends`` sees
+        The ranges, clamped to ``0 <= starts`` and ``ends <= key_length``. A row with ``starts >= ends`` sees
         nothing.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the form is not that of such rows.
+        ValueError: shapes or dtypes do not fit, or the form does not match the rows.
     """
     if form is not None:
         form.check(operator, batch, query_length, key_length)
@@ -240,9 +242,9 @@ def visible_ranges(
             operator,
             f"which of {key_length} keys each of {query_length} queries sees is ambiguous; pass ends",
         )
-        ends = torch.arange(1, query_length + 1, dtype=torch.int32, device=device)
+        ends = torch.arange(1, query_length + 1, dtype=torch.int32, device=device)  # [query_length]
     if starts is None:
-        starts = torch.zeros(query_length, dtype=torch.int32, device=device)
+        starts = torch.zeros(query_length, dtype=torch.int32, device=device)  # [query_length]
     rows = []
     for name, bound in (("starts", starts), ("ends", ends)):
         require(
@@ -251,9 +253,9 @@ def visible_ranges(
             f"{name} must be integers [{query_length}] or [{batch}, {query_length}], "
             f"got {bound.dtype} {list(bound.shape)}",
         )
-        # Cut first: what int32 does not hold would come out as another position.
+        # Clamp before the conversion: int64 values beyond int32 would wrap to another position.
         bound = bound.to(device=device, dtype=torch.int64).clamp(0, key_length).to(torch.int32)
-        rows.append(bound.expand(batch, query_length))
+        rows.append(bound.expand(batch, query_length))  # [batch, query_length]
     if plain:
         form = TO_LAST_KEY
     elif form is not None and checks.enabled():
