@@ -1,9 +1,9 @@
-"""Shared by the CPU backends: the cutting of rows into cache-sized blocks whose keys are gathered.
+"""Cache-sized blocks of query rows with gathered keys, shared by the CPU backends.
 
 A product with few rows (heads x head size by selected keys) runs at the speed of a large matmul as long as
-the gathered keys are still in cache. Keys are therefore gathered for one query row, or a few, at a time (a
-tile), and scratch is allocated once and reused, because fresh pages cost as much as the work. What needs no
-keys is done for several tiles at once (a block): calls cost time too.
+the gathered keys are still in cache. Keys are therefore gathered for one or a few query rows at a time (a
+tile). Scratch is allocated once and reused, because touching fresh pages costs as much as the work. Steps
+that need no keys run for several tiles at once (a block), because each PyTorch call has a fixed cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
 
 Result = TypeVar("Result")
 
-# Bytes of gathered keys that a tile may hold, and bytes beside them that a block may hold, per thread.
+# Bytes per thread: gathered keys of a tile, and the other scratch of a block.
 _TILE_BYTES = 5 << 18
 _BLOCK_BYTES = 1 << 20
 _TILES_PER_BLOCK = 8
@@ -38,7 +38,7 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised contiguous tensor; overlaps what the same name returned before."""
+        """Return an uninitialized contiguous buffer, which overlaps earlier buffers of the same name."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -61,28 +61,29 @@ class Block:
     _scratch: Scratch
 
     def tiles(self, *rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[Tensor]]]:
-        """Gather the keys of some of the rows at a time.
+        """Gather the keys of a few of the block's rows at a time.
 
         Args:
-            rows: tensors whose first axis are the rows of the block.
+            rows: tensors whose first axis is the block's rows.
 
         Yields:
-            ``keys [n, width, dim]``, zero where there is no valid entry and overwritten by the next tile; the
-            tile's part of ``indices``, of ``invalid`` and of each of ``rows``.
+            Keys ``[n, width, dim]``, zero for invalid entries and overwritten by the next tile; then the
+            tile's slices of ``indices``, of ``invalid`` and of each tensor in ``rows``.
         """
         rows_per_tile, (count, width) = self._tile_rows, self.indices.shape
+        # [tile rows, width, dim] and, for index_select, [tile rows * width, dim]
         keys = self._scratch("keys", min(rows_per_tile, count), width, self._key.shape[1])
         flat = keys.view(-1, keys.shape[2])
         parts = [x.split(rows_per_tile) for x in (self.indices, *rows)]
         hidden = None if self.invalid is None else self.invalid.split(rows_per_tile)
         for number, (indices, *tiles) in enumerate(zip(*parts, strict=True)):
-            if indices.shape[0] < keys.shape[0]:
+            if indices.shape[0] < keys.shape[0]:  # the last tile has fewer rows
                 keys = keys[: indices.shape[0]]
                 flat = keys.view(-1, keys.shape[2])
             torch.index_select(self._key, 0, indices.view(-1), out=flat)
             invalid = None if hidden is None else hidden[number]
             if invalid is not None:
-                keys.masked_fill_(invalid[..., None], 0)
+                keys.masked_fill_(invalid[..., None], 0)  # [n, width, 1] over dim
             yield keys, indices, invalid, tiles
 
 
@@ -99,42 +100,45 @@ def over_blocks(
     scratch_per_entry: int,
     work: Callable[[Iterator[Block], Scratch], Result],
 ) -> list[Result]:
-    """Cut the rows of ``topk_indices`` into blocks and hand them to ``work``.
+    """Cut the rows of ``topk_indices`` into blocks and call ``work`` on them in threads.
 
-    ``work`` is called once in every thread, with some of the blocks and with scratch of its own. Which
-    blocks depends on the shapes and the number of threads alone.
+    ``work`` is called once per thread, with a share of the blocks and its own scratch. The shares depend only
+    on the shapes and the number of threads.
 
     Args:
         key: ``[batch, key_length, dim]``.
-        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside of the keys
-            are none.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside
+            ``[0, key_length)`` name no key.
         scratch_per_entry: numbers that ``work`` holds per selected entry of a block.
-        work: takes its blocks in order. A block's width is the least that holds every valid entry of the
-            block, rounded up, so that rows with few visible keys cost little.
+        work: function that takes its blocks in order. A block's width is the smallest that holds its valid
+            entries, rounded up, so that rows with few visible keys cost little.
 
     Returns:
-        What ``work`` returned in each thread, in a fixed order.
+        Result of ``work`` per thread, in a fixed order.
     """
     batch, query_length, topk = topk_indices.shape
     dtype = compute_dtype(key.dtype)
-    # The latent keys are small; in the dtype of the products they are gathered as is.
-    keys = [one.detach().to(dtype).contiguous() for one in key]
+    # The latent keys are small, so they are widened once for all blocks; gathering then copies them as they
+    # are.
+    keys = [one.detach().to(dtype).contiguous() for one in key]  # batch x [key_length, dim]
     tile_rows, rows = _tile_and_block_rows(topk * key.shape[2] * dtype.itemsize, topk * scratch_per_entry)
     cuts = []
-    slot = torch.arange(1, topk + 1, dtype=torch.int32)
+    # 1-based position of each entry, so that `lasts` is one past a row's last valid entry.
+    slot = torch.arange(1, topk + 1, dtype=torch.int32)  # [topk]
     for b in range(batch):
-        valid = names_key(topk_indices[b], key.shape[1])
-        counts, lasts = valid.sum(-1).tolist(), (valid * slot).amax(-1).tolist()
+        valid = names_key(topk_indices[b], key.shape[1])  # [query_length, topk]
+        counts, lasts = valid.sum(-1).tolist(), (valid * slot).amax(-1).tolist()  # [query_length] each
         for first in range(0, query_length, rows):
             part = slice(first, min(first + rows, query_length))
             width = min(topk, -(-max(*lasts[part], 1) // _WIDTH_STEP) * _WIDTH_STEP)
+            # A block is complete if every row fills the width: then no mask is needed.
             cuts.append(_Cut(b, part, width, min(counts[part]) >= width))
 
     def blocks(share: Sequence[_Cut], scratch: Scratch) -> Iterator[Block]:
         for b, part, width, complete in share:
-            indices = topk_indices[b, part, :width]
+            indices = topk_indices[b, part, :width]  # [n, width]
             invalid = None if complete else ~names_key(indices, key.shape[1])
-            # Adding rows by 64-bit indices is three times as fast as by 32-bit ones.
+            # index_add_ is three times as fast with 64-bit indices as with 32-bit ones.
             indices = indices.to(torch.int64)
             if invalid is not None:
                 indices = indices.masked_fill(invalid, 0)
@@ -148,8 +152,8 @@ def over_blocks(
 
 
 def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int]:
-    """Query rows per tile and per block, from what one row needs."""
-    # What PyTorch splits inside of a thread of ours.
+    """Return query rows per tile and per block, from the needs of one row."""
+    # PyTorch threads within each of our worker threads.
     threads = max(torch.get_num_threads() // worker_count(), 1)
     tile = threads * max(_TILE_BYTES // max(key_bytes, 1), 1)
     tiles = _BLOCK_BYTES * threads // max(4 * scratch_numbers * tile, 1)
@@ -157,27 +161,27 @@ def _tile_and_block_rows(key_bytes: int, scratch_numbers: int) -> tuple[int, int
 
 
 def add_to_keys(total: Tensor, indices: Tensor, a: Tensor, b: Tensor, scratch: Scratch) -> None:
-    """Add ``a[i].mT @ b[i]``, one row per selected key, to the keys' rows of ``total``, in a fixed order.
+    """Add ``a[i].mT @ b[i]``, which has one row per selected key, to the rows of ``total``, in a fixed order.
 
     Args:
         total: ``[key_length, dim]``.
-        indices: ``[n, width]`` int64, which rows.
+        indices: ``[n, width]`` int64, row of ``total`` for each entry.
         a: ``[n, m, width]``; zero in the columns of invalid entries.
         b: ``[n, m, dim]``, contiguous.
-        scratch: where the products may lie.
+        scratch: buffers for the products.
     """
     n, m, width = a.shape
     if one_by_one(2 * m * width * b.shape[2], a.dtype):
         for i in range(n):
-            total.index_add_(0, indices[i], linear(a[i].t(), b[i].t()))
+            total.index_add_(0, indices[i], linear(a[i].t(), b[i].t()))  # [width, dim]
     else:
-        products = scratch("products", n, width, b.shape[2])
+        products = scratch("products", n, width, b.shape[2])  # [n, width, dim]
         product(a.transpose(1, 2), b, products)
-        total.index_add_(0, indices.flatten(), products.flatten(0, 1))
+        total.index_add_(0, indices.flatten(), products.flatten(0, 1))  # [n * width, dim]
 
 
 def sum_in_order(totals: Sequence[Tensor]) -> Tensor:
-    """Sum of what the threads added up each, in a fixed order; the first of them is overwritten."""
+    """Return the sum of the threads' totals, in a fixed order; overwrites the first one."""
     for other in totals[1:]:
         totals[0].add_(other)
     return totals[0]

@@ -1,12 +1,12 @@
-"""Shared by the CPU backends' dense forms: rows times all keys around those that they selected.
+"""Chunks of query rows with a dense range of keys, shared by the CPU backends' dense algorithms.
 
-Gathering the selected keys of every row takes time however few heads use them, and leaves small products.
-Where a sequence is only some times as long as the selection, less time goes into products of a chunk of rows
-with every key from the first to the last that any of them selected, the others being masked: the work is
-more, but it is a handful of large products.
+Gathering every row's selected keys takes the same time however few heads use them, and leaves small products.
+If a sequence is only a few times as long as the selection, dense products are faster. A chunk of rows is
+multiplied with every key from the first to the last that any of them selected, and the other keys are masked.
+That is more work, but in a few large products.
 
-What is masked is multiplied with zero, which hides numbers only: infinity or NaN in a key that no row
-selected would spread. With such operands keys are gathered, see :func:`products_are_finite`.
+Masked entries are multiplied with zero, which hides finite numbers only: infinity or NaN in a key that no row
+selected would spread. Calls with non-finite operands gather keys instead, see :func:`products_are_finite`.
 """
 
 from __future__ import annotations
@@ -26,61 +26,63 @@ from mindspeed_dsa.ops.cpu.threads import share_out, worker_count
 
 Result = TypeVar("Result")
 
-# Bytes that the scores of a chunk may take, per thread; causal rows take half of that on average. What no
-# longer fits into the cache then costs less than the calls that more chunks would make.
+# Bytes per thread for the scores of a chunk; causal rows take half of it on average. Scores beyond the cache
+# then cost less than the calls that more chunks would make.
 _CHUNK_BYTES = 1 << 20
-# Rows of one sequence in a chunk; fewer than the least only where one sequence alone fills it.
+# Rows of one sequence in a chunk. Fewer than the minimum only if one sequence fills the chunk by itself.
 _FEWEST_ROWS, _MOST_ROWS = 32, 64
 # Widths are rounded up to this, so that the number of distinct product shapes stays small.
 _WIDTH_STEP = 64
 NOT_FINITE = "what it masks has to be far from overflowing"
-# Sums of a few products stay finite below it.
+# Below it, sums of a few products stay finite.
 _LARGEST_PRODUCT = 1e37
 
 
 def products_are_finite(*tensors: Tensor, factor: float = 1.0) -> bool:
-    """Return whether ``factor`` times a row of each of the tensors is a number, and far from overflowing."""
-    # No scalar product is larger than the lengths multiplied, and no row is longer than all of its tensor.
+    """Return whether the product of one row per tensor, times ``factor``, is finite and far from overflow."""
+    # By Cauchy-Schwarz a scalar product is at most the product of the rows' lengths, and no row is longer
+    # than its whole tensor.
     lengths = [
         float(torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor.dtype)))
         for tensor in tensors
     ]
-    # NaN is not less than anything.
+    # A comparison with NaN is false.
     return math.prod(1 + length for length in lengths) * (1 + abs(factor)) < _LARGEST_PRODUCT
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The same rows of some sequences and the range of keys that they selected from."""
+    """The same rows of some sequences, and the range of keys that they selected from."""
 
     batch: slice
     rows: slice
     keys: slice
     key: Tensor
-    """``[g, width, dim]``: the range's keys in the dtype of the products."""
+    """``[g, width, dim]``: keys of the range in the dtype of the products."""
     columns: Tensor
-    """``[g, n, topk]`` int64: which column an entry names; ``width``, one too many, where it names no key."""
+    """``[g, n, topk]`` int64: column of the range for each entry; ``width``, one past the end, for no key."""
     has_empty_row: bool
-    """Whether a row names no key."""
+    """Whether some row selected no key."""
 
     @property
     def width(self) -> int:
-        """How many keys."""
+        """Number of keys in the range."""
         return self.key.shape[1]
 
     def tiles(self, widest: int) -> Iterator[slice]:
-        """The range in parts of so many keys, each counted from the range's first key."""
+        """Yield the range in parts of at most ``widest`` keys, relative to the range's first key."""
         for first in range(0, self.width, widest):
             yield slice(first, min(first + widest, self.width))
 
     def spread(self, entries: Tensor, scratch: Scratch) -> Tensor:
-        """Numbers by entry, ``[g, n, topk]``, added up by key, ``[g, n, width]``; 0 where there is none."""
-        by_key = scratch("spread", *self.columns.shape[:2], self.width + 1).zero_()
+        """Scatter-add numbers per entry, ``[g, n, topk]``, to their keys, ``[g, n, width]``; 0 elsewhere."""
+        # The additional last column collects entries that name no key.
+        by_key = scratch("spread", *self.columns.shape[:2], self.width + 1).zero_()  # [g, n, width + 1]
         return by_key.scatter_add_(2, self.columns, entries)[..., :-1]
 
 
 class Cut(NamedTuple):
-    """Rows of some sequences and the range of keys ``[low, high)`` that they selected from."""
+    """Rows of some sequences, and the range of keys ``[low, high)`` that they selected from."""
 
     batch: slice
     rows: slice
@@ -96,25 +98,25 @@ def over_chunks(
     work: Callable[[Iterator[Chunk], Scratch], Result],
     widest: int | None = None,
 ) -> list[Result]:
-    """Cut the rows of ``topk_indices`` into chunks and hand them to ``work``.
+    """Cut the rows of ``topk_indices`` into chunks and call ``work`` on them in threads.
 
-    ``work`` is called once in every thread, with some of the chunks and with scratch of its own. Which
-    chunks depends on the shapes, the indices and the number of threads alone.
+    ``work`` is called once per thread, with a share of the chunks and its own scratch. The shares depend only
+    on the shapes, the indices and the number of threads.
 
     Args:
         key: ``[batch, key_length, dim]``.
-        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside of the keys
-            are none.
-        heads: scores per row and key.
-        work: takes its chunks in order.
-        widest: keys whose scores it holds at once, if not those of the whole range.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides. Entries outside
+            ``[0, key_length)`` name no key.
+        heads: number of scores per row and key.
+        work: function that takes its chunks in order.
+        widest: number of keys whose scores ``work`` holds at once; None for the whole range.
 
     Returns:
-        What ``work`` returned in each thread, in a fixed order.
+        Result of ``work`` per thread, in a fixed order.
     """
     batch, query_length, _ = topk_indices.shape
     key_length, dtype = key.shape[1], compute_dtype(key.dtype)
-    keys = key.detach().to(dtype).contiguous()
+    keys = key.detach().to(dtype).contiguous()  # [batch, key_length, dim]
     workers = worker_count(batch * query_length * heads * key_length)
     threads = max(torch.get_num_threads() // workers, 1)
     most = threads * _CHUNK_BYTES // (heads * min(widest or key_length, key_length) * dtype.itemsize)
@@ -123,6 +125,7 @@ def over_chunks(
 
     def chunks(share: Sequence[Cut]) -> Iterator[Chunk]:
         for group, part, low, high, has_empty_row in share:
+            # [g, n, topk]; entries without a key are key_length and become width.
             columns = positions[group, part].to(torch.int64, copy=True).sub_(low).clamp_max_(high - low)
             yield Chunk(group, part, slice(low, high), keys[group, low:high], columns, has_empty_row)
 
@@ -136,45 +139,45 @@ def cut_rows(topk_indices: Tensor, key_length: int, together: int, rows: int) ->
     """Cut the rows of all sequences, and find the range of keys that each cut selected from.
 
     Args:
-        topk_indices: ``[batch, query_length, topk]``; entries outside of the keys are none.
+        topk_indices: ``[batch, query_length, topk]``; entries outside ``[0, key_length)`` name no key.
         key_length: number of keys.
-        together: sequences in a cut.
-        rows: of each of them.
+        together: sequences per cut.
+        rows: rows of each of these sequences per cut.
 
     Returns:
-        ``topk_indices`` with ``key_length`` where an entry names no key, and the cuts.
+        ``topk_indices`` with ``key_length`` for entries that name no key, and the cuts.
     """
     batch, query_length, _ = topk_indices.shape
-    valid = names_key(topk_indices, key_length)
-    positions = topk_indices.where(valid, key_length)
-    lows = positions.amin(-1)
-    highs = topk_indices.where(valid, -1).amax(-1)
+    valid = names_key(topk_indices, key_length)  # [batch, query_length, topk]
+    positions = topk_indices.where(valid, key_length)  # [batch, query_length, topk]
+    lows = positions.amin(-1)  # [batch, query_length]
+    highs = topk_indices.where(valid, -1).amax(-1)  # [batch, query_length]
     cuts = []
     for b in range(0, batch, together):
         group = slice(b, min(b + together, batch))
-        # Of the rows of the group, [query_length].
+        # Extremes over the sequences of the group, [query_length] each.
         lowest, highest = lows[group].amin(0).tolist(), highs[group].amax(0).tolist()
         emptiest = lows[group].amax(0).tolist()
         for first in range(0, query_length, rows):
             part = slice(first, min(first + rows, query_length))
             low, high = min(lowest[part]), max(highest[part]) + 1
             high = min(max(-(-high // _WIDTH_STEP), 1) * _WIDTH_STEP, key_length)
-            # Rows without keys have the lowest beyond the highest.
+            # Rows without keys have low = key_length, beyond high.
             low = min(low, high - 1) // _WIDTH_STEP * _WIDTH_STEP
             cuts.append(Cut(group, part, low, high, max(emptiest[part]) == key_length))
     return positions, cuts
 
 
 def rows_of_sequences(batch: int, most: int, most_each: int) -> tuple[int, int]:
-    """How many sequences, and how many rows of each, to work on at once.
+    """Return how many sequences, and how many rows of each, to process together.
 
-    Calls cost more than the work of a few rows, so that short sequences are taken together. With causal rows,
-    the fewer there are of each the fewer keys they are multiplied with.
+    A call costs more than the work of a few rows, so short sequences are taken together. With causal rows,
+    fewer rows per sequence are multiplied with fewer keys.
 
     Args:
         batch: number of sequences.
-        most: rows of all of them.
-        most_each: rows of one.
+        most: maximum number of rows of all sequences together.
+        most_each: maximum number of rows of one sequence.
     """
     together = min(batch, max(most // _FEWEST_ROWS, 1))
     return together, min(most // together, most_each)

@@ -1,8 +1,8 @@
-"""Shared by the CPU backends: products, each by the fastest of the libraries that PyTorch carries.
+"""Matrix products on CPUs by the fastest of PyTorch's libraries, shared by the CPU backends.
 
-* fp32: PyTorch's own products go to the BLAS that it was built with. On x86 that is MKL, which uses half of
-  the vector width where the processor is not Intel's; oneDNN, which PyTorch also carries, does not. Where it
-  is, MKL takes half of oneDNN's time for products as small as these.
+* fp32: PyTorch's own products use the BLAS that it was built with. On x86 this is MKL, which uses half of the
+  vector width on processors that are not Intel's. oneDNN, which PyTorch also contains, uses all of it there.
+  On Intel's processors MKL takes half of oneDNN's time for products as small as these.
 * bf16 and fp16: operands are widened to fp32 first. PyTorch's own products would round their results to
   16 bits, too coarse for scores.
 """
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from mindspeed_dsa.ops.chunks import scratch_product
 
-# Below this much work per product, or above this many threads, one batched call is faster than a loop.
+# A loop of oneDNN calls beats one batched call from this much work per product on, and up to this many
+# threads.
 _LOOP_MIN_FLOPS = 4_000_000
 _LOOP_MAX_THREADS = 4
 
 
 @cache
 def mkl_knows_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether there is MKL on Intel's processor; on others it uses half of the vector width."""
+    """Return whether MKL is available and the processor is Intel's; MKL is slow on others."""
     if not torch.backends.mkl.is_available():
         return False
     try:
@@ -52,19 +53,19 @@ _MKL_IS_FAST = mkl_knows_processor()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums, and all that is between products, are in fp32, or in fp64 for fp64 inputs."""
+    """Return the dtype of products, sums and intermediate results: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = False) -> None:
-    """``scale * (a @ b)`` into ``out``, or added to it.
+    """Write ``scale * (a @ b)`` into ``out``, or add it.
 
     Args:
         a: ``[m, k]`` or ``[g, m, k]``, in fp32 or fp64.
-        b: ``[k, n]`` or ``[g, k, n]``, likewise.
+        b: ``[k, n]`` or ``[g, k, n]``, in the same dtype.
         out: ``[m, n]`` or ``[g, m, n]`` in :func:`compute_dtype`.
-        scale: factor.
-        add: whether to add.
+        scale: factor of the product.
+        add: whether to add to ``out`` instead of overwriting it.
     """
     if a.dim() == 3 and len(a) == 1:
         a, b, out = a[0], b[0], out[0]
@@ -73,8 +74,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = F
         for one, other, result in pairs:
             _onednn_product(one, other, result, scale, add)
     elif a.dim() == 3 and add and not out.is_contiguous():
-        # PyTorch would multiply one by one, each by all threads: far slower than together.
-        out.add_(torch.bmm(a, b), alpha=scale)
+        # baddbmm into a strided output runs one product after another, each on all threads: far slower.
+        out.add_(torch.bmm(a, b), alpha=scale)  # [g, m, n]
     elif a.dim() == 3:
         torch.baddbmm(out, a, b, beta=float(add), alpha=scale, out=out)
     else:
@@ -82,8 +83,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0, add: bool = F
 
 
 def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
-    """``x @ weight.T``, optionally clamped at zero: ``[m, k]``, ``[n, k]`` -> ``[m, n]``, as a product."""
-    # For a weight with gaps between its rows oneDNN has only its unoptimised reference kernel.
+    """Return ``x @ weight.T``, optionally clamped at zero: ``[m, k]``, ``[n, k]`` -> ``[m, n]``."""
+    # For weights with gaps between rows oneDNN has only its slow reference kernel.
     dense = weight.is_contiguous() or weight.t().is_contiguous()
     if dense and _onednn_takes(x.dtype):
         fused = relu and _stays_finite(x, weight)
@@ -94,8 +95,9 @@ def linear(x: Tensor, weight: Tensor, relu: bool = False) -> Tensor:
 
 
 def _stays_finite(x: Tensor, weight: Tensor) -> bool:
-    """Return whether no product can be NaN, which the relu that oneDNN fuses would turn into zero."""
-    # No product of two rows is larger than that of their lengths. No pass is faster than a sum of squares.
+    """Return whether no product can be NaN, which oneDNN's fused relu would turn into zero."""
+    # By Cauchy-Schwarz no scalar product exceeds the product of the lengths. A sum of squares is the fastest
+    # pass.
     squares = (torch.dot(flat, flat) for flat in (x.reshape(-1), weight.reshape(-1)))
     return math.isfinite(math.prod(float(square) for square in squares))
 
@@ -106,14 +108,14 @@ def one_by_one(flops: int, dtype: torch.dtype) -> bool:
 
 
 def _onednn_product(a: Tensor, b: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    # oneDNN packs the second operand on every call: the smaller one takes that place, if it can.
-    found = linear(b.t(), a).t() if a.shape[0] < b.shape[1] and b.t().is_contiguous() else linear(a, b.t())
+    # oneDNN repacks the second operand on every call, so the smaller operand goes there if its layout allows.
+    result = linear(b.t(), a).t() if a.shape[0] < b.shape[1] and b.t().is_contiguous() else linear(a, b.t())
     if add:
-        out.add_(found, alpha=scale)
+        out.add_(result, alpha=scale)
     elif scale != 1:
-        torch.mul(found, scale, out=out)
+        torch.mul(result, scale, out=out)
     else:
-        out.copy_(found)
+        out.copy_(result)
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

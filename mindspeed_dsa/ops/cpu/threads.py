@@ -1,9 +1,9 @@
-"""Shared by the CPU backends: rows of blocks worked on by threads of our own.
+"""Worker threads of the CPU backends, each of which processes whole blocks.
 
-The products of one block are small: split over the cores each, they spend as much time waiting for one
-another as working. So every thread takes whole blocks and multiplies alone. PyTorch's calls let go of the
-interpreter lock, which is why threads suffice; it is also why there are few of them, with several of
-PyTorch's own threads each on a large machine.
+The products of one block are small: split over the cores, threads would wait for each other as long as they
+work. So each thread takes whole blocks and multiplies on its own. Threads suffice because PyTorch's calls
+release the interpreter lock. The part of each call that holds the lock limits their number; on a large
+machine each of them has several of PyTorch's own threads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# One call into PyTorch takes some 50 us, a tenth of which holds the interpreter lock.
+# A call into PyTorch takes about 50 us, a tenth of which holds the interpreter lock:
+# 8 threads hold it up to 8 / 10 of the time.
 _MAX_WORKERS = 8
-# Up to so many intermediate numbers, calls are so short that threads of ours mostly wait for that lock.
-# Beyond, they win: MKL computes small batches in one thread, and takes up to 25 times as long for a small
-# product of many summands in two as in one.
+# Up to this many intermediate numbers, calls are so short that several threads mostly wait for the lock.
+# Beyond it threads win: MKL computes small batches in one thread. For a small product with many summands it
+# takes up to 25 times as long with two threads as with one.
 _SMALL = 1 << 19
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -32,10 +33,11 @@ _pools_lock = threading.Lock()
 
 
 def worker_count(numbers: float = math.inf) -> int:
-    """Threads that :func:`share_out` may use: PyTorch's own number, up to a limit.
+    """Return the number of threads for :func:`share_out`: PyTorch's number, up to a limit.
 
     Args:
-        numbers: that are computed on the way. For few there is one thread, and PyTorch splits its calls.
+        numbers: count of intermediate numbers to compute. For few, one thread works and PyTorch splits its
+            calls.
     """
     return 1 if numbers <= _SMALL else min(torch.get_num_threads(), _MAX_WORKERS)
 
@@ -43,25 +45,25 @@ def worker_count(numbers: float = math.inf) -> int:
 def share_out(
     items: Sequence[Item], work: Callable[[Sequence[Item]], Result], workers: int | None = None
 ) -> list[Result]:
-    """Call ``work`` on every share of ``items`` at the same time.
+    """Call ``work`` on every share of ``items`` concurrently.
 
-    Which share an item is in depends on its position and on the number of threads alone, so sums over a
-    share, and over shares in order, are deterministic. Neighbours are in different shares: where rows get
-    longer, as with causal attention, all shares get equally much.
+    An item's share depends only on its position and the number of threads, so sums within a share, and over
+    shares in order, are deterministic. Neighboring items go to different shares: where rows get longer, as in
+    causal attention, all shares get an equal amount of work.
 
     Args:
-        items: what to do, in any number.
-        work: called without gradients, in another thread if there is more than one share.
-        workers: number of shares if there are enough items; by default as many as there may be threads.
+        items: items to process, any number.
+        work: function of a share, called without gradients, in worker threads if there are several shares.
+        workers: number of shares if there are enough items; by default :func:`worker_count`.
 
     Returns:
-        The result for each share, in order; at least one, whose share may be empty.
+        The result for each share, in order; at least one, for a possibly empty share.
     """
     shares = max(min(workers or worker_count(), len(items)), 1)
     if shares == 1:
         with torch.no_grad():
             return [work(items)]
-    # Tensors made in inference mode can be written in inference mode only, and each thread has its own.
+    # Inference mode is per thread, and its tensors can be written in inference mode only.
     inference = torch.is_inference_mode_enabled()
 
     def run(share: Sequence[Item]) -> Result:
@@ -84,21 +86,21 @@ def _pool(workers: int, threads_each: int) -> ThreadPoolExecutor:
             for _ in range(workers):
                 pool.submit(int)
             everyone.wait()
-            # The number is each thread's own, but the last one set is also what threads to come start with.
+            # The thread count is per thread, but the last value set is also the default of future threads.
             torch.set_num_threads(before)
             _pools[workers, threads_each] = pool
         return pool
 
 
 def _enter(threads: int, everyone: threading.Barrier) -> None:
-    # The first look at the number makes it the common one; only then a number of its own stays.
+    # The first query of the thread count resets it to the default; a value set afterwards stays.
     torch.get_num_threads()
     torch.set_num_threads(threads)
     everyone.wait()
 
 
 def _forget_pools() -> None:
-    """In a forked child: the threads stayed with the parent."""
+    """Drop the pools in a forked child, which does not inherit their threads."""
     global _pools_lock
     _pools.clear()
     _pools_lock = threading.Lock()

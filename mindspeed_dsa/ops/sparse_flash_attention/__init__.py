@@ -1,6 +1,6 @@
-"""Sparse flash attention: every query row attends to its selected keys only, in absorbed MLA form.
+"""Sparse flash attention: every query token attends to its selected keys only, in absorbed MLA form.
 
-The mathematics is in README.md beside this file.
+README.md in this folder has the mathematics.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SparseAttentionOutput(NamedTuple):
     """Output of the attention; only ``out`` is differentiable."""
 
     out: Tensor
-    """``[batch, query_length, heads, value_dim]`` in the dtype of the query; zero in rows without a key."""
+    """``[batch, query_length, heads, value_dim]`` in the dtype of the query; zero without a key."""
     lse: Tensor
     """``[batch, query_length, heads]`` fp32, natural log of the sum of exp(scores); -inf without a key."""
     attention_sum: Tensor | None
     """``[batch, query_length, topk]`` fp32, probabilities summed over this rank's heads, 0 where the index
-    names no key: the target of the indexer loss before normalisation. None unless asked for."""
+    names no key: the unnormalized target of the indexer loss. None unless requested."""
 
 
 @outside_graphs
@@ -60,56 +60,63 @@ def sparse_flash_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> SparseAttentionOutput:
-    """Attend with every query head to the keys its row selected, with one shared key-value head.
+    """Attend from every query head to the keys that its token selected, with one shared key-value head.
 
     ``out[t, h] = sum_s p[t, h, s] * key_value[s, :value_dim]`` with ``p = softmax over the selected s`` of
-    ``softmax_scale * query[t, h] . key_value[s]``. The value is the leading (latent) part of the key; its
-    gradient and the key's are added. Gradients are deterministic in the reference and on CPU; with triton
-    that of ``key_value`` is under ``torch.use_deterministic_algorithms(True)`` only. NaN in a query or in a
-    selected key makes what depends on it NaN.
+    ``softmax_scale * query[t, h] . key_value[s]``. The value is the leading (latent) part of the key; the
+    gradients of both roles are added. Gradients are deterministic in the reference and on CPU. With triton
+    the gradient of ``key_value`` is deterministic only under ``torch.use_deterministic_algorithms(True)``.
+    NaN in a query or a selected key makes the dependent results NaN.
 
-    Rows that name no key, of which there may be no other in a call without keys, give zeros and an ``lse`` of
-    -inf; a batch without sequences or rows gives empty results. All gradients are zero then.
+    Queries that name no key give zeros and an ``lse`` of -inf; in a call without keys this holds for all of
+    them. A batch without sequences or queries gives empty results. All gradients are zero in these cases.
 
     Args:
-        query: ``[batch, query_length, heads, dim]``, any number of heads from 1, any strides; for MLA the
-            query absorbed into the latent space followed by its rotary part, ``dim = 512 + 64``.
+        query: ``[batch, query_length, heads, dim]``, at least one head, any strides. For MLA, the query
+            absorbed into the latent space followed by its rotary part, ``dim = 512 + 64``.
         key_value: ``[batch, key_length, dim]``, latent followed by the rotary key.
         topk_indices: ``[batch, query_length, topk]`` int32 or int64 key positions without duplicates, any
-            strides, -1 at the tail, otherwise in any order. Visibility (causal, packed) is the caller's: the
-            indices say it all. Any other entry outside of ``[0, key_length)`` is treated like -1 too, and is
-            an error with debug checks on (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
-        softmax_scale: factor of the scores. For MLA that of the unabsorbed heads, ``192 ** -0.5`` times the
-            square of the YaRN factor, not ``576 ** -0.5``.
-        value_dim: leading part of ``key_value`` that is the value, 512 for MLA.
-        return_attention_sum: also return the probabilities summed over heads.
-        topk_scores: ``[batch, query_length, topk]`` index scores at ``topk_indices``. They change nothing in
-            the forward; the backward gives them the gradient that ``score_gradient`` returns.
-        score_gradient: called once in every backward with the probabilities summed over this rank's heads,
-            ``[batch, query_length, topk]`` fp32, which the backward recomputes anyway; returns the gradient
-            of ``topk_scores``, same shape, which is not multiplied with the incoming gradient. Not called
-            when ``topk_scores`` requires no gradient, nor by a backward that does not reach the scores, such
-            as ``torch.autograd.grad(out, key_value)``. Two backwards through a retained graph call it twice:
-            right for gradients, but what else it does, such as logging, then happens twice. It should not
-            hold on to what this function returns: the two would keep each other alive.
-            :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does the work of one.
-        query_rope: the rotary part of the query where it is apart, ``[batch, query_length, heads, rope]``;
-            ``query`` is the part before it then. npu takes both as they are, the others put them together.
-        key_rope: the rotary part of the key where it is apart as well, ``[batch, key_length, rope]``;
-            ``key_value`` is the part before it then, ``[batch, key_length, value_dim]``.
-        key_receiver: as large as ``key_value`` and wider, never read: gets the gradient of ``key_value`` in
-            its place, which is then not rounded to the dtype of ``key_value``. A backend that autograd
-            differentiates does not use it, nor does one that puts ``key_rope`` behind the key.
-        key_rope_receiver: the same for ``key_rope``.
-        form: of rows that list as many keys as they see, at most ``topk``, as the indexer's do, where the
-            host knows it: npu then need not read the indices. None: it reads them.
-        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
-            them causal, instead of a form; see :meth:`.RowForm.of_cu_seqlens`.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+            strides, -1 at the tail, otherwise in any order. They alone define visibility (causal, packed).
+            Any other entry outside ``[0, key_length)`` is treated like -1, and is an error with debug checks
+            on (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
+        softmax_scale: factor of the scores. For MLA the scale of the unabsorbed heads, ``192 ** -0.5`` times
+            the square of the YaRN factor, not ``576 ** -0.5``.
+        value_dim: size of the leading part of ``key_value`` that is the value, 512 for MLA.
+        return_attention_sum: whether to also return the probabilities summed over heads.
+        topk_scores: ``[batch, query_length, topk]`` index scores at ``topk_indices``. They do not affect the
+            forward; in the backward their gradient is the return value of ``score_gradient``.
+        score_gradient: callback for the indexer loss. Each backward calls it once with the probabilities
+            summed over this rank's heads, ``[batch, query_length, topk]`` fp32, which the backward recomputes
+            anyway. It returns the gradient of ``topk_scores``, same shape, which is not multiplied with the
+            incoming gradient. It is not called if ``topk_scores`` requires no gradient, nor by a backward
+            that does not reach the scores, such as ``torch.autograd.grad(out, key_value)``. Two backwards
+            through a retained graph call it twice: gradients are right, but side effects such as logging then
+                happen twice. It
+            should not hold a reference to this function's results: the two would keep each other alive.
+            :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does its work.
+        query_rope: rotary part of the query, ``[batch, query_length, heads, rope]``, if it is a separate
+            tensor; ``query`` is then the part before it. npu takes both as they are, other backends
+            concatenate them.
+        key_rope: rotary part of the key, ``[batch, key_length, rope]``, if it is a separate tensor too;
+            ``key_value`` is then the part before it, ``[batch, key_length, value_dim]``.
+        key_receiver: tensor shaped like ``key_value`` in a wider dtype, never read. It gets the gradient of
+            ``key_value`` in its place, which is then not rounded to the dtype of ``key_value``. It is ignored
+            by backends that autograd differentiates, and by backends that concatenate ``key_rope`` with the
+            key.
+        key_rope_receiver: tensor with the same role for ``key_rope``.
+        form: form of rows that list all keys that they see, up to ``topk``, as the indexer's do. With it npu
+            need not read the indices from the device. None: npu reads them.
+        cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
+            a form; see :meth:`.RowForm.of_cu_seqlens`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        :class:`SparseAttentionOutput`.
 
     Raises:
-        ValueError: a shape or dtype does not fit, also that of what ``score_gradient`` returned.
-        BackendUnavailable: the backend asked for cannot take the call.
+        ValueError: a shape or dtype does not fit, including the shape of the tensor that ``score_gradient``
+            returned.
+        BackendUnavailable: the requested backend cannot take the call.
 
     Source: DeepSeek-V2 paper, section 2.1 (absorbed MLA); DeepSeek-V3.2-Exp report, section 2.1.
     """
@@ -162,18 +169,18 @@ def sparse_flash_attention(
         )
     sizes = (("heads", heads), ("dim", dim), ("value_dim", value_dim), ("topk", topk_indices.shape[-1]))
     shape = ShapeClass.of(query, *sizes)
-    chosen: Attention = choose(OPERATOR, backend, shape)
-    chosen = unless_empty(OPERATOR, chosen, query, key_value)
+    selected: Attention = choose(OPERATOR, backend, shape)
+    selected = unless_empty(OPERATOR, selected, query, key_value)
     call = AttentionCall(query, key_value, topk_indices, softmax_scale, value_dim, query_rope, key_rope)
-    implementation, planned = plan(OPERATOR, backend, chosen, chosen.plan_call(call, form))
+    implementation, planned = plan(OPERATOR, backend, selected, selected.plan_call(call, form))
     count_call(OPERATOR, implementation)
     call = replace(call, plan=planned)
     if not (implementation.KIND == "gradients" and implementation.TAKES_PARTS):
         call = call.whole()
         if key_rope is not None:
-            # A receiver of both would have to be made, as large as a gradient.
+            # A receiver for the concatenated key would be a new tensor as large as a gradient.
             key_receiver = key_rope_receiver = None
-    # Without a consumer of its gradient the sum is not formed.
+    # If no gradient of the scores is needed, the sum is not computed.
     hooked = topk_scores is not None and topk_scores.requires_grad and torch.is_grad_enabled()
     receiver = None
     if hooked:
@@ -228,13 +235,15 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             if not ctx.hooked:
                 return (None,) * 10
-            grad_out = torch.zeros_like(out)
+            # Only the indexer loss needs this backward.
+            grad_out = torch.zeros_like(out)  # [batch, query_length, heads, value_dim]
         with without_autocast(out.device.type), spent(OPERATOR, out.device):
             of_query, of_key, attention_sum = ctx.implementation.backward(
                 call, grad_out, out, lse, ctx.hooked
             )
         of_query = (of_query, None) if call.query_rope is None else of_query
         of_keys = (of_key, None) if call.key_rope is None else of_key
+        # With a receiver, the gradient goes there unrounded, and the key itself gets None.
         receivers = [one if receives else None for one, receives in zip(of_keys, ctx.receives, strict=True)]
         keys = [
             None if receives or one is None else one.to(call.key_value.dtype)
@@ -244,9 +253,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _SumReceiver(torch.autograd.Function):
-    """Scores as the attention sees them: the gradient that it sends back is the probabilities' sum.
+    """Placeholder for the scores in the attention, which sends the probabilities' sum back as its gradient.
 
-    A node of its own, because autograd runs it only in backwards that ask for the gradient of the scores.
+    The backward calls the callback with that sum. This is a separate node because autograd runs it only in backwards that ask for the gradient of the
+    scores.
     """
 
     @staticmethod
@@ -255,8 +265,8 @@ class _SumReceiver(torch.autograd.Function):
     ) -> Tensor:
         ctx.score_gradient, ctx.scores_dtype = score_gradient, topk_scores.dtype
         ctx.set_materialize_grads(False)
-        # It is never read; its dtype is that of the sum.
-        return topk_scores.new_zeros(1, dtype=dtype).expand(topk_scores.shape)
+        # The attention never reads it, so one number is enough memory. Its dtype is the sum's.
+        return topk_scores.new_zeros(1, dtype=dtype).expand(topk_scores.shape)  # [batch, query_length, topk]
 
     @staticmethod
     @once_differentiable
@@ -267,7 +277,7 @@ class _SumReceiver(torch.autograd.Function):
 
 
 class _SendSum(torch.autograd.Function):
-    """Path of the sum back, for a backend that autograd differentiates: it is kept from the forward."""
+    """Send the forward's sum to :class:`_SumReceiver`, for a backend that autograd differentiates."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, receiver: Tensor, attention_sum: Tensor) -> Tensor:
@@ -279,14 +289,14 @@ class _SendSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
         (attention_sum,) = ctx.saved_tensors
-        # What the callback does to its argument must not reach a second backward.
+        # A clone, because the callback may modify its argument, and a second backward must not see that.
         return grad_out, attention_sum.clone(), None
 
 
 def _checked_gradient(
     score_gradient: Callable[[Tensor], Tensor], attention_sum: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of the scores from the callback, checked."""
+    """Call the callback and check the shape of its result."""
     gradient = score_gradient(attention_sum)
     check_shape(
         OPERATOR,

@@ -1,7 +1,7 @@
-"""Sparse flash attention in plain PyTorch on any device, in chunks of rows whose gathered keys are bounded.
+"""Sparse flash attention in plain PyTorch on any device, in chunks of rows with bounded gathered keys.
 
-The backend of `auto` on a GPU for which the Triton kernels were not made: the reference gathers the keys of
-all rows at once, 19 GB of them at 8k rows.
+`auto` takes this backend on GPUs that the Triton kernels do not support. The reference would gather the keys
+of all queries at once: 8192 x 2048 x 576 x 4 bytes = 39 GB for 8k queries.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Return None: it takes every shape."""
+    """Return None, because the chunks bound the memory for every shape."""
     return None
 
 
 def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the three parts of :class:`SparseAttentionOutput`."""
+    """Return the three fields of :class:`SparseAttentionOutput`."""
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, rows, heads, _ = query.shape
@@ -36,49 +36,52 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
     lse = torch.empty(batch, rows, heads, dtype=dtype, device=device)
     summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if with_sum else None
     for chunk in row_chunks(key_value, topk_indices, 3 * heads):
-        at = (chunk.batch, chunk.rows)
+        place = (chunk.batch, chunk.rows)
         # [n, heads, topk]
-        scores = scratch_product(query[at].to(dtype) * softmax_scale, chunk.keys.transpose(1, 2))
+        scores = scratch_product(query[place].to(dtype) * softmax_scale, chunk.keys.transpose(1, 2))
         scores.masked_fill_(chunk.invalid[:, None], -torch.inf)
-        lse[at] = scores.logsumexp(dim=-1)
-        # A row without a key is 0/0 before it is masked.
+        lse[place] = scores.logsumexp(dim=-1)  # [n, heads]
+        # The softmax of a row without a key is 0/0 until it is masked.
         probabilities = scores.softmax(dim=-1).masked_fill_(chunk.invalid[:, None], 0)
-        out[at] = torch.bmm(probabilities, chunk.keys[..., :value_dim]).to(query.dtype)
+        # [n, heads, value_dim]
+        out[place] = torch.bmm(probabilities, chunk.keys[..., :value_dim]).to(
+            query.dtype
+        )  # [n, heads, value_dim]
         if summed is not None:
-            summed[at] = probabilities.sum(dim=1)
+            summed[place] = probabilities.sum(dim=1)  # [n, topk]
     return out, lse, summed
 
 
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query and key_value, from the ``out`` of :func:`forward`.
+    """Return the gradients of query and key_value, given the ``out`` of :func:`forward`.
 
-    ``lse`` is not read: chunks hold complete rows, whose softmax has more digits than what it would give.
-    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. On a GPU the
+    ``lse`` is not read: chunks hold complete rows, and their softmax has more digits than one from ``lse``.
+    The third result is the sum of the probabilities over heads, as in :func:`forward`, or None. On a GPU the
     gradient of the keys is added in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
     """
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     (heads, dim), dtype, device = query.shape[2:], wide(query.dtype), query.device
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    grad_key_value = torch.zeros(key_value.shape, dtype=dtype, device=device)
+    grad_key_value = torch.zeros(key_value.shape, dtype=dtype, device=device)  # [batch, key_length, dim]
     summed = torch.empty(topk_indices.shape, dtype=dtype, device=device) if with_sum else None
     for chunk in row_chunks(key_value, topk_indices, 4 * heads + dim):
-        at = (chunk.batch, chunk.rows)
-        scaled, grad = query[at].to(dtype) * softmax_scale, grad_out[at].to(dtype)
-        # [n, heads, topk]
-        scores = torch.bmm(scaled, chunk.keys.transpose(1, 2))
-        hidden = chunk.invalid[:, None]
+        place = (chunk.batch, chunk.rows)
+        scaled, grad = query[place].to(dtype) * softmax_scale, grad_out[place].to(dtype)
+        scores = torch.bmm(scaled, chunk.keys.transpose(1, 2))  # [n, heads, topk]
+        hidden = chunk.invalid[:, None]  # [n, 1, topk]
         probabilities = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).masked_fill_(hidden, 0)
         if summed is not None:
-            summed[at] = probabilities.sum(dim=1)
-        delta = (grad * out[at]).sum(dim=-1, keepdim=True)
+            summed[place] = probabilities.sum(dim=1)
+        delta = (grad * out[place]).sum(dim=-1, keepdim=True)  # [n, heads, 1]
+        # [n, heads, topk]
         grad_scores = torch.bmm(grad, chunk.keys[..., :value_dim].transpose(1, 2))
         grad_scores.sub_(delta).mul_(probabilities)
-        grad_query[at] = torch.bmm(grad_scores, chunk.keys).mul_(softmax_scale).to(query.dtype)
-        # [n, topk, dim]; the value is the leading part of the key
-        rows = torch.bmm(grad_scores.transpose(1, 2), scaled)
+        grad_query[place] = torch.bmm(grad_scores, chunk.keys).mul_(softmax_scale).to(query.dtype)
+        # Gradient per selected key; the value is the leading part of the key.
+        rows = torch.bmm(grad_scores.transpose(1, 2), scaled)  # [n, topk, dim]
         rows[..., :value_dim] += torch.bmm(probabilities.transpose(1, 2), grad)
         rows.masked_fill_(chunk.invalid[..., None], 0)
         grad_key_value[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
@@ -89,15 +92,15 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
     """Return the probabilities summed over heads: ``[batch, query_length, topk]`` fp32.
 
     Args:
-        call: whose query is in one piece.
-        lse: not read, as in :func:`backward`.
+        call: arguments of the attention, with the query in one piece.
+        lse: log-sum-exp, not read, as in :func:`backward`.
     """
     query, dtype = call.query, wide(call.query.dtype)
     summed = torch.zeros(call.topk_indices.shape, dtype=dtype, device=query.device)
     for chunk in row_chunks(call.key_value, call.topk_indices, 3 * query.shape[2]):
-        at = (chunk.batch, chunk.rows)
+        place = (chunk.batch, chunk.rows)
         # [n, heads, topk]
-        scores = scratch_product(query[at].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
+        scores = scratch_product(query[place].to(dtype) * call.softmax_scale, chunk.keys.transpose(1, 2))
         scores.masked_fill_(chunk.invalid[:, None], torch.finfo(dtype).min)
-        summed[at] = scores.softmax(dim=-1).sum(dim=1).masked_fill_(chunk.invalid, 0)
+        summed[place] = scores.softmax(dim=-1).sum(dim=1).masked_fill_(chunk.invalid, 0)  # [n, topk]
     return summed

@@ -1,10 +1,10 @@
-"""Sparse flash attention on CPU: gather the keys of a few rows into cache, then two (five) small products.
+"""Sparse flash attention on CPU: gather the keys of a few queries into cache, then multiply.
 
-One block holds complete rows, so the softmax needs no second pass and the sum of the probabilities over
-heads, the target of the indexer loss, comes for free. The gradient of the keys is added block by block
-in row order, which makes it deterministic.
+The forward has two small products per tile, the backward five. A block holds complete rows, so the softmax
+needs no second pass. The sum of the probabilities over heads, the target of the indexer loss, comes at no
+extra cost. The gradient of the keys is added block by block in row order, which makes it deterministic.
 
-Where keys are few, ``cpu_dense.py`` beside this file takes the call.
+If there are few keys, ``cpu_dense.py`` takes the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the three parts of :class:`SparseAttentionOutput`."""
+    """Return the three fields of :class:`SparseAttentionOutput`."""
     forms = (
         Algorithm("by masking keys", cpu_dense.forward, cpu_dense.declines),
         Algorithm("by gathering keys", _forward, takes_every_call),
@@ -45,11 +45,11 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query and key_value, from the ``out`` of :func:`forward`.
+    """Return the gradients of query and key_value, given the ``out`` of :func:`forward`.
 
-    ``lse`` is not read: blocks hold complete rows, and a maximum and the logarithm of a sum that are added up
-    have fewer digits than each of them.
-    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None.
+    ``lse`` is not read. Blocks hold complete rows, so the softmax is recomputed; ``lse`` would be less
+    accurate, because the sum of a maximum and a logarithm has fewer digits than each of them.
+    The third result is the sum of the probabilities over heads, as in :func:`forward`, or None.
     """
     forms = (
         Algorithm("by masking keys", cpu_dense.backward, cpu_dense.declines),
@@ -71,8 +71,8 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
-            at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = scratch("query", rows, heads, dim).copy_(query[at])
+            place, (rows, width) = (block.batch, block.rows), block.indices.shape
+            q = scratch("query", rows, heads, dim).copy_(query[place])  # [n, heads, dim]
             scores, probabilities = (
                 scratch(name, rows, heads, width) for name in ("scores", "probabilities")
             )
@@ -82,20 +82,21 @@ def _forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tenso
                 if invalid is not None:
                     s_.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(s_, dim=-1, out=p_)
-                # The value is a slice of the key; the product with the dense key is faster.
+                # The value is the leading slice of the key. A product with the whole dense key is faster than
+                # one with the strided slice.
                 product(p_, keys, o_)
-            out[at] = full[..., :value_dim]
-            # The most probable key has exp(0) / sum: log(sum) needs no second exponential.
-            lse[at] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
+            out[place] = full[..., :value_dim]
+            # The most probable key has probability exp(0) / sum, so log(sum) needs no second pass of exp.
+            lse[place] = scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()
             if attention_sum is not None:
-                torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
+                torch.sum(probabilities, dim=1, out=attention_sum[place][:, :width])  # [n, width]
             if block.invalid is not None:
-                # A row without a key is 0 / 0 up to here.
-                empty = block.invalid.all(dim=-1)
-                out[at].masked_fill_(empty[:, None, None], 0)
-                lse[at].masked_fill_(empty[:, None], -torch.inf)
+                # The softmax of a row without a key is 0 / 0.
+                empty = block.invalid.all(dim=-1)  # [n]
+                out[place].masked_fill_(empty[:, None, None], 0)
+                lse[place].masked_fill_(empty[:, None], -torch.inf)
                 if attention_sum is not None:
-                    attention_sum[at].masked_fill_(empty[:, None], 0)
+                    attention_sum[place].masked_fill_(empty[:, None], 0)
 
     over_blocks(key_value, topk_indices, 2 * heads, work)
     return out, lse, attention_sum
@@ -112,16 +113,17 @@ def _backward(
     attention_sum = torch.zeros(topk_indices.shape, dtype=dtype) if with_sum else None
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> Tensor:
-        grad_key_value = torch.zeros(key_value.shape, dtype=dtype)
+        grad_key_value = torch.zeros(key_value.shape, dtype=dtype)  # [batch, key_length, dim], per thread
         for block in blocks:
-            at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            # Query over gradient: one product gives the scores and the gradient of the probabilities, and
-            # one gives both paths into the key.
-            stacked = scratch("stacked", rows, 2 * heads, dim)
-            stacked[:, :heads] = query[at]
-            stacked[:, heads:, :value_dim] = grad_out[at]
+            place, (rows, width) = (block.batch, block.rows), block.indices.shape
+            # Stack the query on the output gradient: one product gives both the scores and the gradient of
+            # the probabilities, and one product gives both paths into the key.
+            stacked = scratch("stacked", rows, 2 * heads, dim)  # [n, 2 * heads, dim]
+            stacked[:, :heads] = query[place]
+            stacked[:, heads:, :value_dim] = grad_out[place]
             stacked[:, heads:, value_dim:] = 0
-            delta = (stacked[:, heads:, :value_dim] * out[at]).sum(dim=-1, keepdim=True)
+            # [n, heads, 1]: dO . o
+            delta = (stacked[:, heads:, :value_dim] * out[place]).sum(dim=-1, keepdim=True)
             both = scratch("both", rows, 2 * heads, width)
             probabilities = scratch("probabilities", rows, heads, width)
             grad_q = scratch("grad_query", rows, heads, dim)
@@ -130,22 +132,23 @@ def _backward(
                 stacked, both, probabilities, delta, grad_q
             ):
                 product(stacked_, keys.mT, both_)
-                scores, grad_p = both_.split(heads, dim=1)
+                scores, grad_p = both_.split(heads, dim=1)  # [n, heads, width] each
                 scores.mul_(softmax_scale)
                 if invalid is not None:
                     scores.masked_fill_(invalid[:, None], -torch.inf)
                 torch.softmax(scores, dim=-1, out=p_)
                 if invalid is not None:
-                    # A row without a key is 0 / 0 up to here.
+                    # The softmax of a row without a key is 0 / 0.
                     p_.masked_fill_(invalid[:, None], 0)
-                # In place: the upper half becomes the gradient of the scores, the lower the probabilities.
+                # In place: the upper half becomes the gradient of the scores, the lower half the
+                # probabilities.
                 torch.mul(grad_p.sub_(delta_), p_, out=scores).mul_(softmax_scale)
                 grad_p.copy_(p_)
                 product(scores, keys, grad_q_)
                 add_to_keys(total, indices, both_, stacked_, scratch)
-            grad_query[at] = grad_q
+            grad_query[place] = grad_q
             if attention_sum is not None:
-                torch.sum(probabilities, dim=1, out=attention_sum[at][:, :width])
+                torch.sum(probabilities, dim=1, out=attention_sum[place][:, :width])  # [n, width]
         return grad_key_value
 
     grad_key_value = sum_in_order(over_blocks(key_value, topk_indices, 3 * heads, work))

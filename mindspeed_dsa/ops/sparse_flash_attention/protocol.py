@@ -1,4 +1,4 @@
-"""Call of this operator, and protocol of its backends."""
+"""Call object of sparse flash attention, and the protocol of its backends."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from mindspeed_dsa.ops.row_ranges import RowForm
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
-    """Arguments of attention to selected keys, of checked shapes.
+    """Arguments of attention to selected keys; their shapes have been checked.
 
     Attributes:
-        query: ``[batch, query_length, heads, dim]``, any strides; or the part before ``query_rope``.
-        key_value: ``[batch, key_length, dim]``, in the dtype of the query, one head for all; or the part
-            before ``key_rope``.
-        topk_indices: ``[batch, query_length, topk]`` int32 or int64; entries outside of the keys are none.
+        query: ``[batch, query_length, heads, dim]``, any strides; without its rotary part if ``query_rope``
+            is set.
+        key_value: ``[batch, key_length, dim]``, in the dtype of the query, one head shared by all query
+            heads; without its rotary part if ``key_rope`` is set.
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64; entries outside ``[0, key_length)`` name
+            no key.
         softmax_scale: factor of the scores.
-        value_dim: leading part of ``key_value`` that is the value.
-        query_rope: rotary part of the query where it is apart, which backends get that say ``TAKES_PARTS``.
-        key_rope: rotary part of the key where it is apart, ``[batch, key_length, rope]``; beside
-            ``query_rope`` only.
-        plan: findings of the backend's ``plan_call``.
+        value_dim: size of the leading part of ``key_value`` that is the value.
+        query_rope: rotary part of the query, ``[batch, query_length, heads, rope]``, if it is a separate
+            tensor. Only backends with ``TAKES_PARTS`` get it.
+        key_rope: rotary part of the key, ``[batch, key_length, rope]``, if it is a separate tensor. Set only
+            together with ``query_rope``.
+        plan: result of the backend's ``plan_call``.
     """
 
     query: Tensor
@@ -39,47 +42,52 @@ class AttentionCall(Call):
     plan: Any = None
 
     def whole(self) -> AttentionCall:
-        """Return the call with its query and its key in one piece each."""
+        """Return the call with the parts of query and key concatenated."""
         if self.query_rope is None:
             return self
         query, key_value = torch.cat([self.query, self.query_rope], dim=-1), self.key_value
         if self.key_rope is not None:
-            key_value = torch.cat([key_value, self.key_rope], dim=-1)
+            key_value = torch.cat([key_value, self.key_rope], dim=-1)  # [batch, key_length, dim + rope]
         return replace(self, query=query, key_value=key_value, query_rope=None, key_rope=None)
 
 
 class _Attention(Backend, Protocol):
     def plan_call(self, call: AttentionCall, form: RowForm | None, /) -> Any:
-        """Return the call's ``plan``, or why it takes none: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return the call's ``plan``, or a sentence that declines it: see
+        :func:`mindspeed_dsa.ops.backend.plan`.
+
+        ``form`` is the form of the selection if the host knows it.
+        """
 
 
 class AutogradAttention(_Attention, Protocol):
-    """A function that autograd differentiates."""
+    """Backend whose forward autograd differentiates."""
 
     KIND: Literal["autograd"]
 
     def sparse_flash_attention(
         self, call: AttentionCall, with_sum: bool, /
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the three parts of ``SparseAttentionOutput``."""
+        """Return the three fields of ``SparseAttentionOutput``."""
 
 
 class GradientAttention(_Attention, Protocol):
-    """Forward and backward."""
+    """Backend with its own backward."""
 
     KIND: Literal["gradients"]
     TAKES_PARTS: bool
 
     def forward(self, call: AttentionCall, with_sum: bool, /) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the three parts of ``SparseAttentionOutput``."""
+        """Return the three fields of ``SparseAttentionOutput``."""
 
     def backward(
         self, call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool, /
     ) -> tuple[Any, Any, Tensor | None]:
-        """Return gradients of query and key_value, and if asked for the probabilities summed over heads.
+        """Return the gradients of query and key_value, and if requested the probabilities summed over heads.
 
-        The query's gradient is a pair where its parts are apart, and so is the key's. The gradient of
-        ``key_value``, a sum over rows, may have a wider dtype than ``key_value``.
+        The query's gradient is a pair if the call has ``query_rope``, and the key's is one if it has
+        ``key_rope``. The gradient of ``key_value``, a sum over queries, may have a wider dtype than
+        ``key_value``.
         """
 
 

@@ -18,26 +18,29 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Return None: the reference takes every shape."""
+    """Return None, because the reference takes every shape."""
     return None
 
 
 def sparse_flash_attention(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the three parts of :class:`SparseAttentionOutput`."""
+    """Return the three fields of :class:`SparseAttentionOutput`."""
     query, key_value, topk_indices = call.query, call.key_value, call.topk_indices
     dtype = wide(query.dtype)
     key_length = key_value.shape[1]
-    valid = names_key(topk_indices, key_length)
-    batch = torch.arange(query.shape[0], device=query.device)[:, None, None]
-    # [batch, query_length, topk, dim]; an entry that names no key finds zeros, behind the last key.
-    at = topk_indices.long().masked_fill(~valid, key_length)
-    keys = F.pad(key_value.to(dtype), (0, 0, 0, 1))[batch, at]
+    valid = names_key(topk_indices, key_length)  # [batch, query_length, topk]
+    batch = torch.arange(query.shape[0], device=query.device)[:, None, None]  # [batch, 1, 1]
+    # Entries that name no key read a row of zeros, appended after the last key.
+    index = topk_indices.long().masked_fill(~valid, key_length)
+    keys = F.pad(key_value.to(dtype), (0, 0, 0, 1))[batch, index]  # [batch, query_length, topk, dim]
+    # [batch, query_length, heads, topk]
     scores = call.softmax_scale * torch.einsum("bshd,bskd->bshk", query.to(dtype), keys)
     scores = scores.masked_fill(~valid[:, :, None], -torch.inf)
-    lse = scores.detach().logsumexp(dim=-1)
-    # A row without a key would be 0/0: its scores are made finite first and its probabilities zero.
-    empty = ~valid.any(dim=-1)[:, :, None, None]
+    lse = scores.detach().logsumexp(dim=-1)  # [batch, query_length, heads]
+    # The softmax of a row without a key would be 0/0: its scores are made finite first, its probabilities
+    # zero.
+    empty = ~valid.any(dim=-1)[:, :, None, None]  # [batch, query_length, 1, 1]
     probabilities = scores.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
+    # [batch, query_length, heads, value_dim]
     out = torch.einsum("bshk,bskd->bshd", probabilities, keys[..., : call.value_dim])
-    attention_sum = probabilities.detach().sum(dim=2) if with_sum else None
+    attention_sum = probabilities.detach().sum(dim=2) if with_sum else None  # [batch, query_length, topk]
     return out.to(query.dtype), lse, attention_sum
