@@ -255,8 +255,8 @@ class _Attention(torch.autograd.Function):
 class _SumReceiver(torch.autograd.Function):
     """Placeholder for the scores in the attention, which sends the probabilities' sum back as its gradient.
 
-    The backward calls the callback with that sum. This is a separate node because autograd runs it only in backwards that ask for the gradient of the
-    scores.
+    The backward calls the callback with that sum. This is a separate node because autograd runs it only in
+    backwards that ask for the gradient of the scores.
     """
 
     @staticmethod

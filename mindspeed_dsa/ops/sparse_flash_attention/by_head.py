@@ -1,4 +1,4 @@
-"""Sparse attention with a key and a value for each head: MLA before absorption."""
+"""Sparse attention with separate keys and values per head: MLA without absorption."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ from mindspeed_dsa.ops.sparse_flash_attention import cpu_dense, cpu_heads, spars
 from mindspeed_dsa.ops.sparse_flash_attention.cpu_heads import HeadsCall
 
 OPERATOR = "sparse_attention_by_head"
-# Whose calls these are counted with.
+# Operator name under which these calls are counted.
 _SHARED = "sparse_flash_attention"
 
-# For fewer keys there are a few milliseconds to gain, and with narrow heads none.
+# With fewer keys the gain is at most a few milliseconds, and none with narrow heads.
 _FEWEST_KEYS = 256
-# Up to how many times the selected keys there may be. Beyond it, masked keys take longer than gathering.
+# Maximum number of keys as a multiple of the selected keys. Beyond it, masking takes longer than gathering.
 _MOST_TIMES = 17
 
 
 def is_faster_by_head(
     device: torch.device, keys: int, topk: int, heads: int, widths: tuple[int, int], backend: str = "auto"
 ) -> bool:
-    """Return whether attention by head takes less time than in absorbed form.
+    """Return whether attention by head is faster than in absorbed form.
 
-    On every device where all keys are selected, so that attention is dense and by head a fraction of the
-    work; on CPUs beyond, where keys are not too many. Both forms are the same function, forward and backward;
-    their results differ by rounding.
+    It is on every device if all keys are selected: attention is then dense, and by head it is a fraction of
+        the work.
+    On CPUs it also is if there are not too many keys. Both forms compute the same function, forward and
+    backward; their results differ by rounding.
 
     Args:
-        device: that computes.
-        keys: that the last row of causal attention sees.
-        topk: keys that a row selects.
-        heads: of this rank.
-        widths: of key and value together, of a head and absorbed: 192 + 128 and 576 + 512 for DeepSeek-V3.2,
-            256 + 256 and 576 + 512 for GLM-5.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        device: device of the computation.
+        keys: number of keys that the last query of causal attention sees.
+        topk: number of keys that a query selects.
+        heads: number of heads of this rank.
+        widths: width of key and value together, by head and absorbed. (192 + 128, 576 + 512) for
+            DeepSeek-V3.2, (256 + 256, 576 + 512) for GLM-5.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
     forms = (
         Algorithm("by head", sparse_attention_by_head, _is_slower),
@@ -64,7 +65,7 @@ def is_faster_by_head(
 def _is_slower(
     device: torch.device, keys: int, topk: int, heads: int, widths: tuple[int, int], backend: str
 ) -> str | None:
-    """Return why attention by head takes longer than in absorbed form, or None."""
+    """Return why attention by head is slower than the absorbed form, or None."""
     most = _most_keys(topk, heads, widths)
     if keys <= topk or (_on_cpu(device, backend) and _FEWEST_KEYS <= keys <= most):
         return None
@@ -78,15 +79,15 @@ def _is_slower(
 
 
 def _most_keys(topk: int, heads: int, widths: tuple[int, int]) -> float:
-    """Return up to how many keys the form by head is the faster one, forward and backward together.
+    """Return the number of keys up to which the form by head is faster, forward and backward together.
 
-    That form masks keys, and the absorbed one gathers them once for all heads: the more heads, the better for
-    it. They meet where masking and gathering of absorbed keys do, but later, as keys by head are narrower.
-    Measured on two busy cores of an x86, in processor time, as a multiple of ``topk``:
-    with DeepSeek-V3.2's widths 14 with 16 heads, 6 with 64 and 5 with 128, with GLM-5's 8 to 9 with 16 and
-    4 to 5 with 64, these in fp32 and bf16. ``python -m benchmarks dsa --only forms`` measures it again. A
-    function of sizes rather than a measurement on the spot, because all ranks, and all runs of a job, have to
-    agree.
+    That form masks keys, and the absorbed form gathers them once for all heads, so more heads favor the
+    absorbed form. The limit is the one between masking and gathering absorbed keys, times the ratio of
+    widths, because keys by head are narrower. Measured on two busy cores of an x86, in processor time, as a
+    multiple of ``topk``, in fp32 and bf16: with DeepSeek-V3.2's widths 14 with 16 heads, 6 with 64 and 5 with
+    128; with GLM-5's widths 8 to 9 with 16 heads and 4 to 5 with 64. ``python -m benchmarks dsa --only
+    forms`` repeats the measurement. This is a function of sizes rather than a measurement at run time,
+    because all ranks, and all runs of a job, have to agree.
     """
     by_head, absorbed = widths
     return min(cpu_dense.most_keys(heads, topk) * absorbed / by_head, float(_MOST_TIMES * topk))
@@ -104,11 +105,11 @@ def sparse_attention_by_head(
     return_attention_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with every head to the keys its row selected, each head with keys and values of its own.
+    """Attend with every head to the keys that its token selected, with separate keys and values per head.
 
     ``out[t, h] = sum_s p[t, h, s] * value[s, h]`` with ``p = softmax over the selected s`` of
-    ``softmax_scale * query[t, h] . key[s, h]``. On CPUs all heads are computed in one call; elsewhere, and
-    for far more keys than are selected, each head is a call of
+    ``softmax_scale * query[t, h] . key[s, h]``. On CPUs one call computes all heads. Elsewhere, and for far
+    more keys than are selected, each head is a call of
     :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
 
     Args:
@@ -117,16 +118,16 @@ def sparse_attention_by_head(
         value: ``[batch, key_length, heads, value_dim]``.
         topk_indices: ``[batch, query_length, topk]``, as in :func:`sparse_flash_attention`.
         softmax_scale: factor of the scores.
-        return_attention_sum: also return the probabilities summed over heads.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        return_attention_sum: whether to also return the probabilities summed over heads.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         The output, ``[batch, query_length, heads, value_dim]``, and the sum, ``[batch, query_length, topk]``
-        in fp32 and not differentiable, or None. Zero in rows without a key.
+        in fp32 and not differentiable, or None. Both are zero for queries without a key.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_shape(OPERATOR, "query", query, (None,) * 4, "[batch, query_length, heads, dim]")
     check_heads(OPERATOR, "query", query)
@@ -153,7 +154,7 @@ def _on_cpu(device: torch.device, backend: str) -> bool:
 
 
 def _declines(call: HeadsCall, backend: str) -> str | None:
-    """Return why a call is not for :mod:`cpu_heads`, or None."""
+    """Return why :mod:`cpu_heads` does not take a call, or None."""
     if not _on_cpu(call.query.device, backend):
         return "the cpu backend alone has it"
     keys, topk = call.key.shape[1], call.topk_indices.shape[2]
@@ -172,14 +173,15 @@ def _all_heads(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, T
 
 def _each_head(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, Tensor | None]:
     query, key, value = call.query, call.key, call.value
-    # The operator has one key-value head whose value is the key's leading part: each head is a separate call,
-    # with its value before its key, and zeros before its query.
+    # The operator has one key-value head whose value is the key's leading part. Each head is a separate call,
+    # with its value in front of its key, and zeros in front of its query, so that the value does not affect
+    # the scores.
     value_dim = value.shape[-1]
     outputs, summed = [], None
     for head in range(query.shape[2]):
         result = sparse_flash_attention(
-            F.pad(query[:, :, head : head + 1], (value_dim, 0)),
-            torch.cat([value[:, :, head], key[:, :, head]], dim=-1),
+            F.pad(query[:, :, head : head + 1], (value_dim, 0)),  # [batch, query_length, 1, value_dim + dim]
+            torch.cat([value[:, :, head], key[:, :, head]], dim=-1),  # [batch, key_length, value_dim + dim]
             call.topk_indices,
             call.softmax_scale,
             value_dim=value_dim,
@@ -189,7 +191,7 @@ def _each_head(call: HeadsCall, with_sum: bool, backend: str) -> tuple[Tensor, T
         outputs.append(result.out)
         if result.attention_sum is not None:
             summed = result.attention_sum if summed is None else summed + result.attention_sum
-    return torch.cat(outputs, dim=2), summed
+    return torch.cat(outputs, dim=2), summed  # [batch, query_length, heads, value_dim]
 
 
 class _ByHead(torch.autograd.Function):
@@ -221,7 +223,7 @@ class _ByHead(torch.autograd.Function):
 
 
 def _gradients_of_each_head(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients where numbers of ``grad_out`` must not reach the keys that masks hide."""
+    """Return the gradients by gathering, so that non-finite ``grad_out`` does not reach masked keys."""
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (call.query, call.key, call.value))
         out, _ = _each_head(replace(call, query=query, key=key, value=value), False, "cpu")

@@ -1,4 +1,4 @@
-"""Sparse flash attention on Ascend NPUs: torch_npu's forward and backward."""
+"""Sparse flash attention on Ascend NPUs with torch_npu's forward and backward operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 _LATENT, _ROPE = 512, 64
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-# MLA in absorbed form, the only one that the operators implement, with single keys selected.
+# Absorbed MLA, the only mode that the operators implement, with blocks of one key selected at a time.
 _ABSORBED = 2
 _BLOCK_SIZE = 1
 _MOST_SEQUENCES = 256
@@ -41,7 +41,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def plan_call(call: AttentionCall, form: RowForm | None) -> Layout | str:
-    """Return the layout of a call of a shape that this backend takes, or why it cannot take the call."""
+    """Return the layout of a call, or a sentence that says why this backend cannot take it."""
     (batch, length, topk), key_length = call.topk_indices.shape, call.key_value.shape[1]
     reason = unsupported_width("npu_sparse_flash_attention_grad", topk, key_length)
     if reason is not None:
@@ -60,7 +60,7 @@ def plan_call(call: AttentionCall, form: RowForm | None) -> Layout | str:
 
 
 def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the three parts of :class:`SparseAttentionOutput`."""
+    """Return the three fields of :class:`SparseAttentionOutput`."""
     layout: Layout = call.plan
     query_latent, query_rope = _query_parts(layout, call)
     latent, key_rope = _key_parts(layout, call)
@@ -81,22 +81,23 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
         attention_mode=_ABSORBED,
         return_softmax_lse=True,
     )
-    lse = layout.unpack_statistics(maximum + total.log())
+    lse = layout.unpack_statistics(maximum + total.log())  # [batch, query_length, heads]
     return layout.unpack(out), lse, attention_sum(call.whole(), lse) if with_sum else None
 
 
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | tuple[Tensor, Tensor], Tensor | None]:
-    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
+    """Return the gradients of query and key_value, given the ``out`` and ``lse`` of :func:`forward`.
 
-    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
-    does not return it: it is a pass of its own.
+    The third result is the sum of the probabilities over heads, as in :func:`forward`, or None. The operator
+    does not return it, so it takes a separate pass.
     """
     layout: Layout = call.plan
     query_latent, query_rope = _query_parts(layout, call)
     latent, key_rope = _key_parts(layout, call)
-    # exp(score - maximum) / total with (lse, 1) is what the pair of the forward gives.
+    # The operator takes the forward's (maximum, total). The pair (lse, 1) gives the same exp(score - maximum)
+    # / total.
     maximum = layout.pack_statistics(lse)
     grads = npu_op("npu_sparse_flash_attention_grad")(
         query_latent,
@@ -119,7 +120,8 @@ def backward(
     )
     grad_latent_query, grad_key, grad_value, grad_query_rope, grad_key_rope = map(layout.unpack, grads)
     of_query = (grad_latent_query, grad_query_rope)
-    # Key and value are one tensor.
+    # The operator takes the latent as key and as value: one tensor, so the gradients are added.
+    # [batch, key_length, 512] and [batch, key_length, 64]
     of_key = ((grad_key + grad_value).squeeze(2), grad_key_rope.squeeze(2))
     return (
         torch.cat(of_query, dim=-1) if call.query_rope is None else of_query,
@@ -136,8 +138,9 @@ def _query_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _key_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Return the latent and the rotary part with their one head."""
+    """Return the latent and the rotary part of the key, each with a head axis of size 1."""
     latent, rope = call.key_value, call.key_rope
     if rope is None:
         latent, rope = latent.split([_LATENT, _ROPE], dim=-1)
+    # [batch, key_length, 1, 512] and [batch, key_length, 1, 64], in the operator's layout
     return layout.pack(latent[:, :, None]), layout.pack(rope[:, :, None])

@@ -1,10 +1,10 @@
-"""Tiles of keys that neighbouring rows share: their keys are gathered, and their gradients added, once.
+"""Key tiles that neighboring rows share: their keys are gathered, and their gradients added, only once.
 
-Rows next to each other select mostly the same keys. The entries of each row are put in another order: first
-whole tiles of keys that four neighbours have in common, then whole tiles that two of them have, then the
-rest; the same keys stand at the same places of all rows that share them. A row keeps its entries and their
-number, so that what nobody shares costs nothing. The backward takes a shared tile as one of two or four times
-as many heads: the sum over rows is formed in registers, and leaves once.
+Neighboring rows select mostly the same keys. Each row's entries are reordered: first whole tiles of keys that
+four neighbors have in common, then whole tiles that two of them have, then the rest. Shared keys are at the
+same positions in all rows that share them. A row keeps its entries and their number, so unshared keys cost
+nothing extra. The backward processes a shared tile as one row with two or four times the heads: the sum over
+these rows is formed in registers and written once.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles_kernels import (
 )
 from mindspeed_dsa.ops.triton.launch import on_grid
 
-# Neighbours that may share a tile, and the keys of one.
+# Neighbors that may share a tile, and keys per tile.
 FELLOWS, TILE = 4, 64
 # Entries of a row that a program holds at once.
 MOST_ENTRIES = 8192
-# Rows whose tiles are taken one after another before a row has its next: their queries and output gradients
-# fit into the second-level cache, and what they select at about the same place in their rows as well.
+# Rows whose first tiles are processed before their second ones, and so on. Their queries and output gradients
+# fit into the second-level cache, and so do the keys that they select around the same position.
 _ABREAST = 64
 
 
 class SharedTiles(NamedTuple):
-    """Entries of some rows in the order in which the backward takes them."""
+    """Entries of some rows in the order in which the backward processes them."""
 
     indices: Tensor
-    """``[rows, topk]`` int32: the keys of each row, in another order."""
+    """``[rows, topk]`` int32: keys of each row, reordered."""
     places: Tensor
-    """``[rows, topk]`` int32: where each of them was."""
+    """``[rows, topk]`` int32: original position of each entry."""
     ends: Tensor
-    """``[rows, 2]`` int32: one past the entries that four rows share, and past those that two share."""
+    """``[rows, 2]`` int32: one past the entries that four rows share, and one past those that two share."""
 
 
 def share_tiles(
     indices: Tensor, lengths: Tensor, first: int, rows_per_batch: int, key_length: int, chunk: int
 ) -> SharedTiles:
-    """Put the entries of some rows in the order of :class:`SharedTiles`.
+    """Reorder the entries of some rows as :class:`SharedTiles` describes.
 
-    Neighbours are four rows whose number over the batch, from ``first`` on, begins with a multiple of four.
-    They share nothing where they are of two sequences, or of a row whose entries do not ascend or name
-    something that is no key before its last key.
+    Neighbors are four rows whose batch-wide numbers, counted from ``first``, start at a multiple of four.
+    They share nothing if they are of two sequences, or if one row's entries do not ascend or contain an entry
+    without a key before its last key.
 
     Args:
-        indices: ``[rows, topk]`` int32, contiguous, of at most :data:`MOST_ENTRIES` entries.
-        lengths: of these rows and maybe others after them, int32, one past a row's last entry that is a key.
-        first: number of the first row over the batch.
+        indices: ``[rows, topk]`` int32, contiguous, with at most :data:`MOST_ENTRIES` entries per row.
+        lengths: int32, one past the last entry that is a key, for these rows and possibly more after them.
+        first: batch-wide number of the first row.
         rows_per_batch: rows of a sequence.
         key_length: keys of a sequence.
-        chunk: rows that are taken together; below four nothing is shared.
+        chunk: rows that are processed together; below four nothing is shared.
     """
     rows, topk = indices.shape
-    places = torch.empty_like(indices)
+    places = torch.empty_like(indices)  # [rows, topk]
     if chunk < FELLOWS:
         places.copy_(torch.arange(topk, device=indices.device))
         return SharedTiles(indices, places, indices.new_zeros(rows, 2))
-    reordered = torch.empty_like(indices)
+    reordered = torch.empty_like(indices)  # [rows, topk]
     ends = torch.empty(rows, 2, dtype=torch.int32, device=indices.device)
     shared = torch.zeros(2, rows, topk, dtype=torch.int8, device=indices.device)
     size = triton.next_power_of_2(topk)
@@ -82,25 +82,28 @@ def share_tiles(
 
 
 def tasks_of(ends: Tensor, lengths: Tensor, topk: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """List the tiles of some rows, chunk after chunk of them.
+    """List the tiles of some rows, chunk by chunk.
 
-    Of 64 rows the first tiles come before the second ones. A tile is listed with the first row that has it.
+    Within 64 rows, the first tiles of all rows precede the second ones. A shared tile is listed once, under
+    the first row that has it.
 
     Args:
-        ends: of :class:`SharedTiles`.
-        lengths: of at least these rows.
+        ends: field of :class:`SharedTiles`.
+        lengths: one past the last key entry of each row; it may have more rows.
         topk: entries of a row.
-        chunk: rows of a chunk, all of them or as many as :func:`whole_chunk` returns.
+        chunk: rows of a chunk: all rows, or a result of :func:`whole_chunk`.
 
     Returns:
-        ``(row of the chunk * tiles of a row + tile) * 8 + rows that share it`` for each tile; and
-        ``[chunks, 4]``, the first one of each chunk, one past its last, and two that are not used. int32.
+        Tasks, int32: ``(row of the chunk * tiles of a row + tile) * 8 + rows that share it`` for each tile.
+        Bounds, ``[chunks, 4]`` int32: the first task of each chunk, one past its last, and two unused
+        numbers.
     """
     rows, device = len(ends), ends.device
     tiles = triton.cdiv(topk, TILE)
     abreast = min(_ABREAST, chunk)
     tasks = torch.empty(rows * tiles, dtype=torch.int32, device=device)
-    # So wide that every chunk's begin at a multiple of 16 bytes: kernels are compiled for such pointers.
+    # Padded to 4 numbers, so that each chunk's bounds are 16-byte aligned: kernels are compiled for aligned
+    # pointers.
     bounds = torch.empty(triton.cdiv(rows, chunk), 4, dtype=torch.int32, device=device)
     on_grid(list_tasks_kernel, triton.cdiv(rows, abreast))(
         *(ends, lengths, tasks, bounds, rows, tiles, chunk, abreast),
@@ -113,7 +116,7 @@ def tasks_of(ends: Tensor, lengths: Tensor, topk: int, chunk: int) -> tuple[Tens
 
 
 def whole_chunk(rows: int) -> int:
-    """Return how many of at most so many rows :func:`tasks_of` takes for a chunk."""
+    """Return the largest chunk of at most ``rows`` rows that :func:`tasks_of` accepts."""
     for step in (_ABREAST, FELLOWS):
         if rows >= step:
             return rows - rows % step
@@ -121,8 +124,8 @@ def whole_chunk(rows: int) -> int:
 
 
 def added_by_others(ends: Tensor, topk: int) -> Tensor:
-    """Return ``[rows, topk]``: whether the gradient of an entry leaves with that of an earlier row."""
-    position = torch.arange(topk, device=ends.device)
-    row = torch.arange(len(ends), device=ends.device)[:, None]
+    """Return bool ``[rows, topk]``: whether an entry's gradient is part of an earlier row's sum."""
+    position = torch.arange(topk, device=ends.device)  # [topk]
+    row = torch.arange(len(ends), device=ends.device)[:, None]  # [rows, 1]
     by_four = (position < ends[:, :1]) & (row % FELLOWS != 0)
     return by_four | ((position >= ends[:, :1]) & (position < ends[:, 1:]) & (row % 2 != 0))

@@ -1,4 +1,4 @@
-"""Kernels that find which keys neighbouring rows share, put entries in that order, and list tiles of them."""
+"""Kernels that find the keys that neighboring rows share, reorder entries, and list the tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def position_of(wanted, row_indices, length, BITS: tl.constexpr):
-    """Return where ``wanted`` stand in an ascending list, or would, and whether they do."""
+    """Return the lower bound of ``wanted`` in an ascending list, and whether it is in the list."""
     position = tl.zeros_like(wanted)
     for step in tl.static_range(BITS):
         further = position + (1 << (BITS - 1 - step))
@@ -20,7 +20,7 @@ def position_of(wanted, row_indices, length, BITS: tl.constexpr):
 
 @triton.jit
 def is_ascending(row_indices, length, key_length, BLOCK: tl.constexpr):
-    """Return whether the first entries of a row are keys, each after the one before it."""
+    """Return whether the first ``length`` entries of a row are keys in strictly ascending order."""
     position = tl.arange(0, BLOCK)
     index = tl.load(row_indices + position, mask=position < length, other=0)
     previous = tl.load(row_indices + position - 1, mask=(position > 0) & (position < length), other=-1)
@@ -33,14 +33,15 @@ def find_shared_kernel(
     indices, lengths, shared, rows, first_row, rows_per_batch, key_length, topk,
     FELLOWS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per four rows: marks what all have in common, and what two of them have.
+    """Mark the keys that four rows have in common, and those that two have; one program per four rows.
 
-    ``shared`` is ``[2, rows, topk]`` int8, zeros: one where four rows share, and where two do. ``first_row``
-    is the number of the first row over the batch.
+    ``shared`` is ``[2, rows, topk]`` int8, zeroed: plane 0 marks keys that four rows share, plane 1 those
+    that two share. ``first_row`` is the batch-wide number of the first row.
     """
     row = (tl.program_id(0) * FELLOWS).to(tl.int64)
     position = tl.arange(0, BLOCK)
-    plane = (row * 0 + rows) * topk  # of int64; a number that is 1 is no tensor
+    # int64 because of `row`. `rows` has no .to() if it is 1: Triton then makes it a constant.
+    plane = (row * 0 + rows) * topk
     batch = (first_row + row) // rows_per_batch
     everyone = True
     for other in tl.static_range(FELLOWS):
@@ -80,9 +81,12 @@ def find_shared_kernel(
 def reorder_kernel(
     indices, shared, reordered, places, ends, rows, topk, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per row: whole tiles of what four share, of what two share, and everything else.
+    """Reorder a row: whole tiles that four rows share, then tiles that two share, then the rest.
 
-    Each part keeps its order. What would not fill a tile goes on to the next part, in all rows that share it.
+    One program per row.
+
+    Each part keeps its order. Entries that do not fill a tile move to the next part, in all rows that share
+    them.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, BLOCK)
@@ -90,7 +94,8 @@ def reorder_kernel(
     marks = shared + row * topk
     index = tl.load(indices + row * topk + position, mask=inside, other=-1)
     by_four = tl.load(marks + position, mask=inside, other=0).to(tl.int32)
-    plane = (row * 0 + rows) * topk  # of int64; a number that is 1 is no tensor
+    # int64 because of `row`. `rows` has no .to() if it is 1: Triton then makes it a constant.
+    plane = (row * 0 + rows) * topk
     by_two = tl.load(marks + plane + position, mask=inside, other=0).to(tl.int32)
     first_end = tl.sum(by_four, axis=0) // TILE * TILE
     four_rank = tl.cumsum(by_four, axis=0) - 1
@@ -110,7 +115,7 @@ def reorder_kernel(
 
 @triton.jit
 def tiles_of_rows(row, ends, lengths, inside, TILE: tl.constexpr):
-    """Return for some rows how many tiles four share, those and what two share, and all."""
+    """Return, for some rows, the number of tiles shared by four, by four or two, and in total."""
     by_four = tl.load(ends + row * 2, mask=inside, other=0) // TILE
     by_two = tl.load(ends + row * 2 + 1, mask=inside, other=0) // TILE
     return by_four, by_two, tl.cdiv(tl.load(lengths + row, mask=inside, other=0), TILE)
@@ -121,13 +126,13 @@ def list_tasks_kernel(
     ends, lengths, tasks, bounds, rows, tiles, chunk, abreast,
     TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program per ``abreast`` rows: their tasks, behind those of all rows before them."""
+    """Write the tasks of ``abreast`` rows after the tasks of all previous rows; one program per group."""
     first = tl.program_id(0) * abreast
     before = tl.zeros([1024], tl.int32)
     for start in range(0, first, 1024):
         row = start + tl.arange(0, 1024)
         by_four, by_two, last = tiles_of_rows(row, ends, lengths, row < first, TILE)
-        # As the first of four or of two a row has those that it shares; it always has the rest.
+        # Shared tiles count for the first of the four or two rows only; the rest counts for every row.
         before += last - tl.where(row % 2 == 0, 0, by_two - by_four) - tl.where(row % 4 == 0, 0, by_four)
     place = tl.sum(before, axis=0)
     part = first // chunk

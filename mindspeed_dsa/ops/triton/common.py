@@ -1,7 +1,7 @@
-"""Shared by the Triton backends: what can run at all, tile sizes, and gradients of gathered rows.
+"""Helpers of the Triton backends: support checks, tile sizes, and gradients of gathered rows.
 
-Tile sizes come from small tables, not from `triton.autotune`: ranks that tune for themselves may choose
-different tiles, hence other orders of summation, and then select different keys for the same inputs.
+Tile sizes come from small tables instead of `triton.autotune`. Ranks that tune for themselves may choose
+different tiles, hence other summation orders, and then select different keys for the same inputs.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from mindspeed_dsa.ops.triton.launch import DoesNotCompile, capability_of, load,
 
 _log = log.get("ops")
 LOG2E: float = math.log2(math.e)
-# What the kernels are written in came with 3.3; on GPUs none before 3.4, torch 2.8's, was tried.
+# The kernels use features of 3.3. On GPUs no release before 3.4 (torch 2.8's) was tested.
 _OLDEST, _OLDEST_ON_GPU = Version("3.3"), Version("3.4")
-# Compilers before it fail at a loop with a branch between products of warp groups.
+# Earlier compilers fail on a loop with a branch between warp group products.
 _TAKES_BRANCHES = Version("3.7")
 TAKES_BRANCHES: tl.constexpr = tl.constexpr(Version(triton.__version__) >= _TAKES_BRANCHES)
-# The least compute capability, times ten, with bf16 products and asynchronous copies.
+# Minimum compute capability, times ten: bf16 products and asynchronous copies need 8.0.
 _LEAST_CAPABILITY = 80
-# Blocks of a product have at least this many rows, columns and inner numbers.
+# Triton products need at least this many rows, columns and inner elements.
 MIN_BLOCK = 16
-# Padded sizes of the two parts of a main key, together: a tile of keys and one of queries share the
-# memory of a multiprocessor. 512 latent and up to 128 rotary numbers fit.
+# Limit of the padded sizes of both parts of a main key together, because a tile of keys and one of queries
+# share the memory of a multiprocessor. 512 latent and up to 128 rotary numbers fit.
 _MAX_PADDED_DIM = 640
-# Bytes of scratch that a call may hold beside its results.
+# Bytes of scratch that a call may allocate in addition to its results.
 WORKSPACE_BYTES = 512 << 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
 def is_key(index, key_length):
-    """:func:`names_key` in a kernel. An entry that names none must not become an address."""
+    """Kernel version of :func:`names_key`. An entry that names no key must not be used as an address."""
     return (index >= 0) & (index < key_length)
 
 
 @triton.jit
 def row_lengths_kernel(indices, lengths, key_length, topk, BLOCK: tl.constexpr):
-    """One program per row: one past the last entry that is a key."""
+    """Write one past the last entry that is a key; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     longest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, topk, BLOCK):
@@ -62,10 +62,9 @@ def row_lengths_kernel(indices, lengths, key_length, topk, BLOCK: tl.constexpr):
 def add_rows_by_key_kernel(
     total, tiles, order, bounds, first_entry, first_bound, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per key: adds that key's tiles in the order of ``order``, which makes the sum fixed.
+    """Add each key's tiles in the order of ``order``, which makes the sum deterministic; one program per key.
 
-    ``tiles`` begin with the entry ``first_entry`` of those that are ordered, ``bounds`` of their keys at
-    ``first_bound``.
+    ``tiles`` begin at entry ``first_entry`` of the ordered ones, and the keys' ``bounds`` at ``first_bound``.
     """
     key = tl.program_id(0).to(tl.int64)
     first = tl.load(bounds + first_bound + key)
@@ -82,7 +81,7 @@ def add_rows_by_key_kernel(
 
 @triton.jit
 def load_rows_at(starts, valid, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns ``FIRST .. FIRST + DIM`` of rows given by pointers, ``[rows, BLOCK]``, zero where not valid."""
+    """Load columns ``FIRST .. FIRST + DIM`` of rows given by pointers: ``[rows, BLOCK]``, zero if invalid."""
     column = tl.arange(0, BLOCK)
     mask = valid[:, None]
     if DIM != BLOCK:
@@ -92,13 +91,13 @@ def load_rows_at(starts, valid, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: t
 
 @triton.jit
 def load_rows(base, offsets, valid, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """:func:`load_rows_at` of rows given by offsets."""
+    """Load rows given by offsets, as :func:`load_rows_at` does."""
     return load_rows_at(base + offsets, valid, FIRST, DIM, BLOCK)
 
 
 @triton.jit
 def store_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Counterpart of :func:`load_rows`; the value is rounded to the type of ``base``."""
+    """Store rows, as :func:`load_rows` loads them; the value is rounded to the dtype of ``base``."""
     column = tl.arange(0, BLOCK)
     mask = valid[:, None]
     if DIM != BLOCK:
@@ -108,7 +107,7 @@ def store_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constex
 
 @triton.jit
 def add_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Add to rows in memory that other programs add to; the order of additions is not fixed."""
+    """Add atomically to rows that other programs add to as well, in no fixed order."""
     column = tl.arange(0, BLOCK)
     mask = valid[:, None]
     if DIM != BLOCK:
@@ -118,7 +117,7 @@ def add_rows(base, offsets, valid, value, FIRST: tl.constexpr, DIM: tl.constexpr
 
 @triton.jit
 def product(a, b, acc, WIDEN: tl.constexpr):
-    """``acc + a @ b`` on tensor cores (fp32: without rounding to tf32), sums in fp32."""
+    """Return ``acc + a @ b`` on tensor cores with fp32 sums; fp32 operands are not rounded to tf32."""
     if WIDEN:
         # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -126,12 +125,12 @@ def product(a, b, acc, WIDEN: tl.constexpr):
 
 
 def interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 when they were defined."""
+    """Return whether kernels run in Triton's interpreter: TRITON_INTERPRET was 1 at their definition."""
     return not isinstance(row_lengths_kernel, triton.JITFunction)
 
 
 def unsupported_here(shape: ShapeClass) -> str | None:
-    """Why no kernel can run on the device or with the dtype of this shape class, or None."""
+    """Return why no kernel can run on the device or with the dtype of this shape class, or None."""
     reason = unsupported_dtype(shape.dtype)
     if reason is not None:
         return reason
@@ -169,14 +168,14 @@ def unsupported_here(shape: ShapeClass) -> str | None:
 
 
 def fails_to_compile(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]) -> str | None:
-    """Why calls of this shape class cannot run on the device of their tensors, or None.
+    """Return why calls of this shape class cannot run on the device of their tensors, or None.
 
-    Compiles what they will launch and loads it, so that neither a limit of the device nor an error of the
-    compiler shows for the first time in the middle of a step.
+    Compiles and loads the kernels that the calls will launch, so that device limits and compiler errors show
+    up here and not in the middle of a step.
 
     Args:
-        shape: of the call; only on a GPU is there something to compile for.
-        rehearse: makes such calls on tensors that need no memory.
+        shape: shape class of the calls; only for GPUs is anything compiled.
+        rehearse: function that makes these calls on tensors without memory.
     """
     if shape.device != "cuda" or not torch.cuda.is_available() or interpreted():
         return None
@@ -189,12 +188,12 @@ def fails_to_compile(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]
 
 
 def unsupported_dtype(dtype: torch.dtype) -> str | None:
-    """Why kernels cannot take tensors of this dtype, or None."""
+    """Return why kernels cannot take tensors of this dtype, or None."""
     return None if dtype in _DTYPES else "its kernels compute in fp32 and take fp32, bf16 and fp16"
 
 
 def unsupported_dims(value_dim: int, tail_dim: int) -> str | None:
-    """Why a main key of these two parts does not fit, or None."""
+    """Return why a main key with parts of these sizes is not supported, or None."""
     padded = block(value_dim) + (block(tail_dim) if tail_dim else 0)
     if padded <= _MAX_PADDED_DIM:
         return None
@@ -205,18 +204,18 @@ def unsupported_dims(value_dim: int, tail_dim: int) -> str | None:
 
 
 def block(size: int) -> int:
-    """The least block of a product that holds ``size``."""
+    """Return the smallest block of a product that holds ``size``."""
     return max(MIN_BLOCK, triton.next_power_of_2(size))
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """A power of two and the rest: how keys are cut whose value part does not matter."""
+    """Split a key size into a power of two and the rest, for kernels that do not use a value part."""
     first = min(1 << (dim.bit_length() - 1), 512)
     return first, dim - first
 
 
 def dim_blocks(value_dim: int, dim: int) -> dict[str, Any]:
-    """Constants of kernels that read main keys."""
+    """Return the constants of kernels that read main keys."""
     tail = dim - value_dim
     return {
         "VALUE_DIM": value_dim,
@@ -232,10 +231,10 @@ def widen(tensor: Tensor) -> bool:
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied if its last dimension has gaps; strides over a single element become 0.
+    """Return the tensor, copied if its last dimension is strided, with strides of size-1 axes set to 0.
 
-    Such a stride may be anything: einsum leaves 1 in the gradient of a batch of one, and no row of it would
-    pass for :func:`aligned`.
+    A stride over one element may be anything. For example, einsum leaves 1 in the gradient of a batch of one,
+    and :func:`aligned` would then reject the tensor.
     """
     if tensor.stride(-1) != 1:
         return tensor.contiguous()
@@ -254,14 +253,14 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def packed_indices(topk_indices: Tensor) -> Tensor:
-    """int32 and contiguous; what int32 does not hold becomes what is no key either."""
+    """Return the indices as contiguous int32; int64 values beyond int32 become values that name no key."""
     if topk_indices.dtype != torch.int32:
         topk_indices = topk_indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
     return topk_indices.contiguous()
 
 
 def row_lengths(topk_indices: Tensor, key_length: int) -> Tensor:
-    """One past the last entry of each row that is a key, ``[batch * rows]`` int32."""
+    """Return one past the last entry that is a key for each row, ``[batch * rows]`` int32."""
     batch, rows, topk = topk_indices.shape
     lengths = torch.empty(batch * rows, dtype=torch.int32, device=topk_indices.device)
     if lengths.numel():
@@ -272,75 +271,76 @@ def row_lengths(topk_indices: Tensor, key_length: int) -> Tensor:
 
 
 def key_ids(indices: Tensor, first: int, rows_per_batch: int, key_length: int, keys: int) -> Tensor:
-    """Number of the key over the whole batch for the entries of some rows.
+    """Return batch-wide key numbers for the entries of some rows.
 
     Args:
         indices: ``[rows, topk]`` int32.
-        first: number of the first row over the batch.
+        first: batch-wide number of the first row.
         rows_per_batch: rows of a sequence.
         key_length: keys of a sequence.
-        keys: of the batch.
+        keys: number of keys of the batch.
 
     Returns:
         ``[rows, topk]`` int64; ``keys`` where there is no key.
     """
-    row = torch.arange(first, first + len(indices), device=indices.device)
-    numbers = indices + (row // rows_per_batch * key_length)[:, None]
+    row = torch.arange(first, first + len(indices), device=indices.device)  # [rows]
+    numbers = indices + (row // rows_per_batch * key_length)[:, None]  # [rows, topk]
     return torch.where(names_key(indices, key_length), numbers, keys)
 
 
 def tile_bytes(total: Tensor) -> int:
-    """Bytes of tiles to gather before :func:`add_rows_by_key` adds them to ``total``, fp32.
+    """Return the bytes of fp32 tiles to collect before :func:`add_rows_by_key` adds them to ``total``.
 
-    Each time it reads and writes the whole of ``total``: beside this much that is an eighth.
+    Each addition reads and writes all of ``total``; at 8 times its size that is an eighth of the tiles'
+    traffic.
     """
     return max(WORKSPACE_BYTES, 8 * 4 * total.numel())
 
 
 def add_rows_by_key(total: Tensor, tiles: Tensor, ids: Tensor) -> None:
-    """Add gathered rows to the keys they belong to, in row order: deterministic, without atomics.
+    """Add gathered rows to their keys in row order: deterministic, without atomics.
 
     Args:
         total: ``[keys, dim]`` fp32, contiguous.
-        tiles: ``[rows, topk, dim]`` fp32, contiguous; not read where there is no key.
-        ids: ``[rows, topk]`` int64, rows of ``total``; ``keys`` where there is none.
+        tiles: ``[rows, topk, dim]`` fp32, contiguous; not read for entries without a key.
+        ids: ``[rows, topk]`` int64, rows of ``total``; ``keys`` for entries without a key.
     """
     add_ordered_rows(total, tiles, order_by_key(ids, total.shape[0], len(ids)), 0)
 
 
 class KeyOrder(NamedTuple):
-    """Entries of rows in the order in which their tiles are added to keys, chunk by chunk of rows."""
+    """Entries of rows, chunk by chunk, in the order in which their tiles are added to the keys."""
 
     entries: Tensor
-    """Numbers of entries, counted over the rows."""
+    """Entry numbers, counted over the rows."""
     bounds: Tensor
-    """First of ``entries`` for each key of each chunk; after a chunk's keys, of what is no key."""
+    """Positions in ``entries``, per chunk: first entry of each key, then first entry without a key."""
     chunk: int
-    """Entries of a chunk."""
+    """Number of entries per chunk."""
 
 
 def order_by_key(ids: Tensor, keys: int, chunk: int) -> KeyOrder:
-    """Sorts the entries of many chunks of rows at once: a sort of a few costs as much as one of many.
+    """Sort the entries of many chunks of rows at once, because a small sort costs as much as a large one.
 
     Args:
-        ids: ``[rows, topk]`` int64, less than ``keys``; ``keys`` where there is no key.
-        keys: that there are.
-        chunk: rows of a chunk, from the first row on.
+        ids: ``[rows, topk]`` int64 key numbers below ``keys``; ``keys`` for entries without a key.
+        keys: number of keys.
+        chunk: rows per chunk, counted from the first row.
     """
     rows, topk = ids.shape
     parts = -(-rows // chunk)
     span = keys + 1
-    # Half of the digits take half of the passes.
+    # A radix sort of half as many bits takes half of the passes.
     dtype = torch.int32 if parts * span < 2**31 else torch.int64
-    part = torch.arange(rows, device=ids.device) // chunk
+    part = torch.arange(rows, device=ids.device) // chunk  # [rows]
     # Stable, so that each key's entries stay in row order.
-    by_key, entries = (ids + (part * span)[:, None]).to(dtype).flatten().sort(stable=True)
-    starts = torch.arange(parts * span, device=ids.device, dtype=dtype)
+    by_key, entries = (ids + (part * span)[:, None]).to(dtype).flatten().sort(stable=True)  # [rows * topk]
+    starts = torch.arange(parts * span, device=ids.device, dtype=dtype)  # [parts * span]
     return KeyOrder(entries, torch.searchsorted(by_key, starts), chunk * topk)
 
 
 def add_ordered_rows(total: Tensor, tiles: Tensor, order: KeyOrder, part: int) -> None:
-    """:func:`add_rows_by_key` for the tiles of one chunk of those that were ordered."""
+    """Add the tiles of one chunk to their keys, in an order from :func:`order_by_key`."""
     keys, dim = total.shape
     if keys == 0:
         return

@@ -1,4 +1,4 @@
-"""The GPU that Triton kernels are for, their launch, and their compilation ahead of it."""
+"""Target GPU of the Triton kernels, their launch, and their compilation ahead of the launch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 HOPPER = 90
-# Bytes of shared memory that a program may have, on Hopper and on what is sold for desktops.
+# Bytes of shared memory per program, on Hopper and on desktop GPUs.
 LARGE, SMALL = 227 << 10, 99 << 10
-# Rows and keys of calls that are only rehearsed. Lengths that are multiples of 16 share their kernels.
+# Rows and keys of rehearsed calls. Kernels are specialized on divisibility by 16, so other such lengths share
+# them.
 REHEARSED_ROWS, REHEARSED_KEYS = 64, 4096
 
 
@@ -25,13 +26,13 @@ _rehearsal: ContextVar[_Rehearsal | None] = ContextVar("_rehearsal", default=Non
 
 
 class DoesNotCompile(RuntimeError):
-    """A kernel cannot run on the GPU it is for; the message names both, and the compiler's reason."""
+    """A kernel cannot run on its target GPU; the message names both, and the compiler's reason."""
 
 
 def capability_of(device: torch.device) -> int:
-    """Ten times the compute capability that kernels for tensors on ``device`` are compiled for.
+    """Return ten times the compute capability for which kernels on ``device`` are compiled.
 
-    Inside of :func:`rehearsal` it is the rehearsal's; without a GPU, as in the interpreter, it is Hopper's.
+    Inside :func:`rehearsal` it is the rehearsed GPU's; without a GPU, as in the interpreter, it is Hopper's.
     """
     rehearsed = _rehearsal.get()
     if rehearsed is not None:
@@ -43,7 +44,7 @@ def capability_of(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program on ``device`` may have: :data:`SMALL`, :data:`LARGE` or what is between."""
+    """Return the bytes of shared memory per program on ``device``, from :data:`SMALL` to :data:`LARGE`."""
     capability = capability_of(device)
     if capability in (80, 87):
         return 163 << 10
@@ -51,17 +52,18 @@ def shared_memory(device: torch.device) -> int:
 
 
 def on_blackwell(device: torch.device) -> bool:
-    """Return whether the device has tensor memory; tiles of products then take more shared memory."""
+    """Return whether the device has tensor memory; tiles of products then need more shared memory."""
     return capability_of(device) // 10 == 10
 
 
 @contextmanager
 def rehearsal(capability: int, visit: Callable[[Any], object]) -> Iterator[None]:
-    """Launches inside compile their kernel, or look it up, and run nothing; tensors may be on ``meta``.
+    """Compile kernels inside the block, or look them up, instead of launching them; tensors may be on
+    ``meta``.
 
     Args:
-        capability: of the GPU that tiles are chosen for, ten times its version.
-        visit: called with every kernel that would have been launched.
+        capability: compute capability, times ten, of the GPU whose tile sizes are used.
+        visit: callback for every kernel that would have been launched.
     """
     token = _rehearsal.set(_Rehearsal(capability, visit))
     try:
@@ -71,7 +73,7 @@ def rehearsal(capability: int, visit: Callable[[Any], object]) -> Iterator[None]
 
 
 def on_grid(kernel: Any, *grid: int) -> Callable[..., Any]:
-    """``kernel[grid]``: what launches it, or compiles it inside of :func:`rehearsal`."""
+    """Return ``kernel[grid]``; inside :func:`rehearsal`, a function that only compiles the kernel."""
     rehearsed = _rehearsal.get()
     if rehearsed is None:
         launch: Callable[..., Any] = kernel[grid]
@@ -85,7 +87,7 @@ def on_grid(kernel: Any, *grid: int) -> Callable[..., Any]:
             version = f"{rehearsed.capability // 10}.{rehearsed.capability % 10}"
             reason = " ".join(str(error).split())
             if len(reason) > 300:
-                # The compiler quotes the source before it says what is wrong with it.
+                # The compiler quotes the source before the actual error, which is at the end.
                 reason = f"{reason[:100]} ... {reason[-200:]}"
             raise DoesNotCompile(
                 f"its {kernel.__name__} does not compile for compute capability {version} ({reason})"
@@ -95,11 +97,11 @@ def on_grid(kernel: Any, *grid: int) -> Callable[..., Any]:
 
 
 def load(kernel: Any) -> None:
-    """Put a compiled kernel onto the current device, which raises if it has not the memory or the threads."""
-    # Asking for what launches it is what loads it.
+    """Load a compiled kernel onto the current device; raises if the device lacks the memory or threads."""
+    # Accessing `run` loads the kernel.
     assert kernel.run is not None
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without memory, for rehearsals."""
+    """Return a tensor without memory, for rehearsals."""
     return torch.empty(shape, dtype=dtype, device="meta")
