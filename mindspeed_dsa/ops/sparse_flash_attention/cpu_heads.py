@@ -86,7 +86,7 @@ def forward(call: HeadsCall, with_sum: bool) -> tuple[Tensor, Tensor | None]:
     def work(share: Sequence[_Chunk]) -> None:
         scratch = Scratch(dtype)
         for chunk in share:
-            place, mask = chunk.place, chunk.mask(scratch)  # [g, rows, width]
+            place, mask = chunk.at, chunk.mask(scratch)  # [g, rows, width]
             some, rows, width = mask.shape
             total = scratch("total", some, rows, width).zero_() if attention_sum is not None else None
             for part in _parts(range(heads), plan.heads):

@@ -1,7 +1,7 @@
-"""Kernels for Hopper alone, whose warp groups have parts of their own: choice and launch.
+"""Selection and launch of the Hopper-only kernels, whose warp groups have separate roles.
 
-They are written in Gluon, which shows the warp groups and changes from release to release: with a Triton that
-nobody tried, and for other sizes, types and GPUs, the plain kernels run. Both compute the same.
+They are written in Gluon, which exposes warp groups and changes from release to release. With untested Triton
+releases, and for other sizes, dtypes and GPUs, the plain Triton kernels run. Both compute the same.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from mindspeed_dsa.ops.sparse_flash_attention.shared_tiles import MOST_ENTRIES
 from mindspeed_dsa.ops.triton.common import LOG2E, block, interpreted
 from mindspeed_dsa.ops.triton.launch import HOPPER, capability_of, on_grid
 
-# Whether this Triton's Gluon compiles the kernels.
+# Whether this Triton release's Gluon compiles the kernels.
 HAS_GLUON = (3, 7) <= Version(triton.__version__).release[:2] <= (3, 9)
 _VALUE_DIM, _DIM = 512, 576
-# Heads of a program: beside the queries of this many, two tiles of keys fit into shared memory.
+# Heads per program: shared memory holds their queries and two tiles of keys.
+# 64 heads x 576 x 2 bytes = 72 KiB, and 64 keys x 576 x 2 bytes = 72 KiB per tile: 216 KiB of 227 KiB.
 _HEADS = 64
-# Up to this many heads, keys are in the rows of products, and heads in the columns.
+# Up to this many heads, keys form the rows of products and heads the columns.
 _FEW_HEADS = 16
-# Heads that fit for the sum, which reads each key once for all of them.
+# Maximum number of heads for the sum over heads, which reads each key once for all of them.
 _SUMMED_HEADS = 128
-# A warp group of four that multiplies, one more, and one that copies; 168 registers of each of their threads
-# are redistributed among them.
+# 4 warps form the first multiplying warp group; the kernels add a second one and one that copies. They
+# redistribute the 168 registers per thread among the groups.
 _OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 if HAS_GLUON:
@@ -37,7 +38,7 @@ if HAS_GLUON:
 
 
 def takes(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
-    """Return whether :func:`forward` computes this; the last dimensions have no gaps."""
+    """Return whether :func:`forward` supports these operands, whose last dimensions must be contiguous."""
     return (
         HAS_GLUON
         and not interpreted()
@@ -50,22 +51,22 @@ def takes(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
 
 
 def takes_sum(query: Tensor, key_value: Tensor, value_dim: int) -> bool:
-    """Return whether :func:`attention_sum` computes this."""
+    """Return whether :func:`attention_sum` supports these operands."""
     return query.shape[2] <= _SUMMED_HEADS and takes(query, key_value, value_dim)
 
 
 def _in_lines(tensor: Tensor) -> bool:
-    """Return whether the compiler can prove for every row that it may copy 16 bytes at once."""
+    """Return whether the compiler can prove for every row that 16-byte copies are aligned."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
 def takes_backward(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int, topk: int) -> bool:
-    """Return whether :func:`gradients_of_keys` computes this."""
+    """Return whether :func:`gradients_of_keys` supports these operands."""
     return topk <= MOST_ENTRIES and takes(query, key_value, value_dim) and _in_lines(grad_out)
 
 
 def backward_heads(heads: int) -> int:
-    """Heads of a tile of queries and output gradients."""
+    """Return the number of heads per tile of queries and output gradients."""
     return 16 if heads <= 16 else 32
 
 
@@ -78,9 +79,9 @@ def forward(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Output and log-sum-exp of ``[batch, rows, heads, 576]`` queries, into ``out`` and ``lse``.
+    """Write output and log-sum-exp of ``[batch, rows, heads, 576]`` queries into ``out`` and ``lse``.
 
-    ``indices`` are ``[batch, rows, topk]`` int32, contiguous; ``lengths`` are ``[batch * rows]`` int32, one
+    ``indices`` is ``[batch, rows, topk]`` int32, contiguous; ``lengths`` is ``[batch * rows]`` int32, one
     past the last entry of each row that is a key.
     """
     batch, rows, heads, _ = query.shape
@@ -103,7 +104,7 @@ def attention_sum(
     softmax_scale: float,
     summed: Tensor,
 ) -> None:
-    """Probabilities summed over heads, into ``summed``, fp32 and of the shape of ``indices``."""
+    """Write the probabilities summed over heads into ``summed``, fp32 and of the shape of ``indices``."""
     batch, rows, heads, _ = query.shape
     on_grid(hopper_attention_sum_kernel, batch * rows)(
         *(query, key_value, indices, lengths, lse, summed, rows, key_value.shape[1], heads, indices.shape[2]),
@@ -121,20 +122,20 @@ def gradients_of_keys(
     softmax_scale: float,
     atomic: bool,
 ) -> None:
-    """Gradients of keys and of scores of some rows, as ``backward_keys_kernel`` computes them.
+    """Compute the gradients of keys and scores for some rows, like ``backward_keys_kernel``.
 
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.
-        results: gradients of scores, ``[at least rows, topk, heads]`` in the order of the tiles,
-            with heads up to a multiple of :func:`backward_heads`; sum over heads or None,
-            ``[batch, rows, topk]`` fp32; and gradients of keys, fp32, ``[batch * key_length, dim]`` or
+        results: three tensors. Gradients of scores, ``[at least rows, topk, heads]`` in the order of the
+            tiles, with heads padded to a multiple of :func:`backward_heads`. Sum over heads, ``[batch, rows,
+            topk]`` fp32, or None. Gradients of keys, fp32, ``[batch * key_length, dim]`` or
             ``[at least rows, topk, dim]``.
-        tiles: indices and places of the rows, ``[rows, topk]`` each; tasks, and the two bounds of the
-            rows' among them.
-        first: number of the first row, counted over the batch.
-        softmax_scale: of the scores.
-        atomic: add to ``[batch * key_length, dim]``; or else write a row for each entry that is a key and is
-            not :func:`added_by_others`.
+        tiles: four tensors. Indices and places of the rows, ``[rows, topk]`` each; all tasks; and the two
+            bounds of these rows' tasks.
+        first: batch-wide number of the first row.
+        softmax_scale: factor of the scores.
+        atomic: whether to add to ``[batch * key_length, dim]`` with atomics. Otherwise each entry that is a
+            key and not :func:`added_by_others` gets its own row of the gradients of keys.
     """
     query, key_value, grad_out, lse, delta = inputs
     grad_scores, summed, grad_keys = results
@@ -153,10 +154,11 @@ def gradients_of_keys(
 
 
 def takes_rows(query: Tensor, key_value: Tensor, grad_out: Tensor, value_dim: int) -> bool:
-    """Return whether :func:`gradients_of_rows` computes this.
+    """Return whether :func:`gradients_of_rows` supports these operands.
 
-    Fewer heads leave most of a program's 64 empty and add as much to the keys' gradients. The sum over heads
-    is of two programs at most: they give the same in either order.
+    With fewer heads, most of a program's 64 heads would be empty, at the same number of additions to the
+    keys' gradients. With at most 128 heads, at most two programs add to the sum over heads, and the order of
+    two terms does not change a sum.
     """
     return (
         _HEADS // 2 < query.shape[2] <= _SUMMED_HEADS
@@ -172,15 +174,16 @@ def gradients_of_rows(
     lengths: Tensor,
     softmax_scale: float,
 ) -> None:
-    """Form all gradients, those of the keys added with atomics, in no fixed order.
+    """Compute all gradients; the keys' gradients are added with atomics, in no fixed order.
 
     Args:
         inputs: query, keys, gradient of the output, log-sum-exp and delta.
-        results: gradients of queries, ``[batch, rows, heads, 576]``; of keys, ``[batch * key_length, 576]``
-            fp32, zeros before; and the sum over heads or None, ``[batch, rows, topk]`` fp32, zeros before.
-        indices: as for :func:`forward`.
-        lengths: as for :func:`forward`.
-        softmax_scale: of the scores.
+        results: three tensors. Gradients of queries, ``[batch, rows, heads, 576]``. Gradients of keys,
+            ``[batch * key_length, 576]`` fp32, zeroed. Sum over heads, ``[batch, rows, topk]`` fp32, zeroed,
+            or None.
+        indices: key positions, as for :func:`forward`.
+        lengths: one past the last key entry of each row, as for :func:`forward`.
+        softmax_scale: factor of the scores.
     """
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_keys, summed = results
@@ -199,17 +202,18 @@ def gradients_of_rows(
 
 
 def in_order(grad_keys: Tensor) -> Tensor:
-    """Return ``[keys, 576]`` with its columns in order.
+    """Return the keys' gradients, ``[keys, 576]``, with their columns in order.
 
     Args:
-        grad_keys: as ``hopper_backward_rows_kernel`` leaves them: of 16 columns those that one of four
-            threads of a product has are beside each other, two and the two that are 8 behind.
+        grad_keys: gradients in the column order of ``hopper_backward_rows_kernel``. Within 16 columns, it
+            keeps the columns of one thread of a product adjacent: two columns, and the two that are 8 further.
     """
+    # [keys, 36, thread, half, number] -> [keys, 36, half, thread, number] -> [keys, 576]
     return grad_keys.view(len(grad_keys), -1, 4, 2, 2).transpose(2, 3).reshape(grad_keys.shape)
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Programs that run at once; any number where none runs."""
+    """Return the number of programs that run at once; 1 on devices where the kernels are only compiled."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

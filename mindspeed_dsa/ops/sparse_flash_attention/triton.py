@@ -1,10 +1,10 @@
 """Sparse flash attention in Triton, for CUDA devices.
 
-The backward recomputes the probabilities once, tile of keys by tile of keys, over all heads: the gradient of
-a key leaves a program once per row that selected it, whatever the number of heads, and on Hopper once for up
-to four neighbours that did. The gradient of the scores goes through memory to a second kernel, which is a
-plain product with the gathered keys. Rows are cut into chunks that bound this memory. With more than 32 heads
-on Hopper one kernel forms all gradients of a row, in no fixed order of sums.
+The backward recomputes the probabilities once, one tile of keys at a time over all heads. A program writes
+the gradient of a key once per row that selected it, for any number of heads. On Hopper it writes it once for
+up to four neighboring rows that selected it. The gradient of the scores passes through memory to a second
+kernel, a plain product with the gathered keys. Rows are cut into chunks that bound this memory. With more
+than 32 heads on Hopper one kernel computes all gradients of a row, with sums in no fixed order.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def rehearse(
     keys: int = REHEARSED_KEYS,
     sums: tuple[bool, ...] = (True, False),
 ) -> None:
-    """Run both directions, with and without the sum over heads, on tensors without memory."""
+    """Run the forward and the backward, with and without the sum over heads, on tensors without memory."""
     heads, dim, value_dim = shape["heads"], shape["dim"], shape["value_dim"]
     query, key = meta(1, rows, heads, dim, dtype=shape.dtype), meta(1, keys, dim, dtype=shape.dtype)
     indices = meta(1, rows, shape["topk"], dtype=torch.int32)
@@ -104,15 +104,16 @@ def rehearse(
 
 
 def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the three parts of :class:`SparseAttentionOutput`; the sum needs a second, lighter kernel."""
+    """Return the three fields of :class:`SparseAttentionOutput`; the sum takes a second, cheaper kernel."""
     query = call.query
+    # [batch, rows, heads, value_dim]
     out = torch.empty(*query.shape[:3], call.value_dim, dtype=query.dtype, device=query.device)
     lse = _forward(call, out)
     return out, lse, attention_sum(call, lse) if with_sum else None
 
 
 def log_sum_exp(call: AttentionCall) -> Tensor:
-    """Return ``[batch, rows, heads]`` fp32, without the output."""
+    """Return the log-sum-exp, ``[batch, rows, heads]`` fp32, without computing the output."""
     return _forward(call, None)
 
 
@@ -155,7 +156,7 @@ def attention_sum(call: AttentionCall, lse: Tensor) -> Tensor:
     query, key_value, topk_indices = _operands(call)
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     batch, rows, heads, dim = query.shape
-    summed = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
+    summed = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)  # [batch, rows, topk]
     if summed.numel() == 0:
         return summed
     lengths = row_lengths(topk_indices, key_value.shape[1])
@@ -188,11 +189,11 @@ def attention_sum(call: AttentionCall, lse: Tensor) -> Tensor:
 def backward(
     call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, with_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query and key_value, from the ``out`` and ``lse`` of :func:`forward`.
+    """Return the gradients of query and key_value, given the ``out`` and ``lse`` of :func:`forward`.
 
-    The third part is the sum of the probabilities over heads, as in :func:`forward`, or None. The gradient
+    The third result is the sum of the probabilities over heads, as in :func:`forward`, or None. The gradient
     of the keys is added with fp32 atomics, in no fixed order, unless
-    ``torch.use_deterministic_algorithms`` is on; everything else is always deterministic.
+    ``torch.use_deterministic_algorithms`` is on; all other results are deterministic.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     query, key_value, topk_indices = _operands(call)
@@ -201,14 +202,14 @@ def backward(
     device = query.device
     factor = None
     if query.dtype == torch.float16 and grad_out.numel() > 0:
-        # The kernel rounds the gradient of the scores, smaller than this by a probability, to fp16.
+        # The kernel rounds the gradient of the scores to fp16. It is smaller than grad_out by a probability.
         factor = raising_factor(grad_out.abs().amax().float(), 1)
         grad_out = (grad_out.float() * factor).to(grad_out.dtype)
     grad_query = torch.empty(query.shape, dtype=gradient_dtype(query.dtype), device=device)
     grad_key_value = torch.zeros(batch * key_length, dim, dtype=torch.float32, device=device)
     summed = None
     if with_sum:
-        summed = torch.zeros(topk_indices.shape, dtype=torch.float32, device=device)
+        summed = torch.zeros(topk_indices.shape, dtype=torch.float32, device=device)  # [batch, rows, topk]
     if topk_indices.numel() > 0:
         lengths = row_lengths(topk_indices, key_length)
         inputs = (query, key_value, grad_out, lse, _delta(grad_out, out))
@@ -221,6 +222,7 @@ def backward(
         grad_query.zero_()
     if factor is not None:
         grad_query, grad_key_value = grad_query.div_(factor), grad_key_value.div_(factor)
+    # grad_key_value: [batch * key_length, dim] -> [batch, key_length, dim]
     return grad_query.to(query.dtype), grad_key_value.view(key_value.shape), summed
 
 
@@ -232,18 +234,18 @@ def _backward_by_tiles(
     lengths: Tensor,
     deterministic: bool,
 ) -> None:
-    """Form gradients of keys and scores, chunk of rows by chunk, and from these those of queries."""
+    """Compute gradients of keys and scores per chunk of rows, and from the scores' the queries' gradient."""
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_key_value, summed = results
     softmax_scale, value_dim = call.softmax_scale, call.value_dim
     (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
     key_length, device = key_value.shape[1], query.device
-    all_indices = topk_indices.view(batch * rows, topk)
+    all_indices = topk_indices.view(batch * rows, topk)  # [batch * rows, topk]
     constants = dim_blocks(value_dim, dim) | {"WIDEN": widen(query)}
     key_tiles = _backward_keys_tiles(query, heads)
     query_tiles = _backward_query_tiles(query, heads, value_dim)
     on_hopper = hopper.takes_backward(query, key_value, grad_out, value_dim, topk)
-    # Where a kernel stores the gradient of a head, see `backward_query_kernel`.
+    # Padded number and grouping of the heads in grad_scores, see `backward_query_kernel`.
     stored, groups = heads, 1
     if on_hopper:
         block_heads = hopper.backward_heads(heads)
@@ -256,8 +258,8 @@ def _backward_by_tiles(
     grad_scores = torch.empty(chunk, topk, stored, dtype=query.dtype, device=device)
     gathered = torch.empty(chunk, topk, dim, device=device) if deterministic else None
     target = grad_key_value if gathered is None else gathered
-    # As many as are put in order within a bound: for each entry a sort takes up to 32 bytes, tiles ten,
-    # and those of before are let go of afterwards.
+    # Chunks are reordered together, as many as a memory bound allows. Per entry, a sort takes up to 32 bytes
+    # and shared tiles take 10: 42 in total. Memory of the previous chunks is released after it is replaced.
     order_bytes = WORKSPACE_BYTES // 42 if deterministic else WORKSPACE_BYTES // 8 // 10
     ordered_rows = max(1, order_bytes // (chunk * topk)) * chunk
     for first in range(0, batch * rows, chunk):
@@ -272,6 +274,7 @@ def _backward_by_tiles(
             if deterministic:
                 ids = key_ids(indices, first, rows, key_length, batch * key_length)
                 if on_hopper:
+                    # Entries whose gradient is part of an earlier row's sum count as no key.
                     ids.masked_fill_(added_by_others(shared.ends, topk), batch * key_length)
                 order = order_by_key(ids, batch * key_length, chunk)
         part = first % ordered_rows // chunk
@@ -309,12 +312,12 @@ def _backward_by_tiles(
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, keys and indices as kernels take them."""
+    """Return query, keys and indices in the layout that kernels take."""
     return dense_rows(call.query), dense_rows(call.key_value), packed_indices(call.topk_indices)
 
 
 def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """Return ``[batch, rows, heads]`` fp32: output times its gradient, summed over the value dimension."""
+    """Return the dot product of output and its gradient, ``[batch, rows, heads]`` fp32."""
     batch, rows, heads, value_dim = out.shape
     delta = torch.empty(batch, rows, heads, dtype=torch.float32, device=out.device)
     on_grid(delta_kernel, batch * rows * triton.cdiv(heads, 16))(
@@ -333,7 +336,7 @@ def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
 
 
 def _forward_tiles(query: Tensor, heads: int) -> dict[str, Any]:
-    """Programs hold an output of BLOCK_H x 512 in registers: 64 heads fill 8 warps."""
+    """Return the tiles. A program keeps a BLOCK_H x 512 output in registers: 64 heads fill 8 warps."""
     memory = shared_memory(query.device)
     if query.dtype == torch.float32:
         return _tiles(16, 16, 8, 2 if memory > SMALL else 1)
@@ -349,28 +352,29 @@ def _sum_tiles(query: Tensor, heads: int) -> dict[str, Any]:
     if query.dtype == torch.float32:
         return _tiles(16, 16, 8, 2 if memory > SMALL else 1)
     if memory < LARGE:
-        # Half of the shared memory or less: another program hides what this one waits for.
+        # At most half of the shared memory, so that a second program runs while this one waits for memory.
         return _tiles(16, 32, 4, 2)
     return _tiles(min(block(heads), 32), 64, 4, 3)
 
 
 def _backward_keys_tiles(query: Tensor, heads: int) -> dict[str, Any]:
-    """Programs hold a gradient of BLOCK_N x 576 in registers and stream query and output gradient."""
+    """Return the tiles. A program keeps a BLOCK_N x 576 gradient in registers and streams the queries."""
     memory = shared_memory(query.device)
     if query.dtype == torch.float32:  # queries and output gradients are 2 x BLOCK_H rows of shared memory
-        # A head of its own leaves half of 16 rows empty, and 256 + 256 wide they spill 1.7 KB.
+        # One head leaves half of 16 rows empty, and heads of 256 + 256 numbers would spill 1.7 KB per thread.
         return _tiles(16 if memory > SMALL and heads > 8 else 8, 16, 8, 1)
     if memory < LARGE:
-        # Products of single warps keep more in registers: with 64 keys a thread spills 5 KB.
+        # Products of single warps keep more in registers: with 64 keys a thread would spill 5 KB.
         return _tiles(16, 32, 8, 2)
     return _tiles(16 if on_blackwell(query.device) else min(block(heads), 32), 64, 8, 2)
 
 
 def _backward_query_tiles(query: Tensor, heads: int, value_dim: int) -> dict[str, Any]:
-    """As forward, with no more than 32 heads where products of single warps would keep more in registers.
+    """Return the forward's tiles, or others for warp group products.
 
-    On warp groups small tiles of keys, many of them on their way; 128 heads take half of the columns each, so
-    that keys are gathered once.
+    Without warp groups at most 32 heads are taken, because products of single warps keep more in registers.
+    Warp groups take small tiles of keys with many loads in flight. With 128 heads each program takes half of
+    the columns, so that keys are gathered once.
     """
     if shared_memory(query.device) < LARGE:
         return _forward_tiles(query, min(heads, 32)) | {"PARTS": 1}
