@@ -206,7 +206,7 @@ def in_order(grad_keys: Tensor) -> Tensor:
 
     Args:
         grad_keys: gradients in the column order of ``hopper_backward_rows_kernel``. Within 16 columns, it
-            keeps the columns of one thread of a product adjacent: two columns, and the two that are 8 further.
+            keeps the columns of one thread of a product adjacent: two columns, and the two 8 further.
     """
     # [keys, 36, thread, half, number] -> [keys, 36, half, thread, number] -> [keys, 576]
     return grad_keys.view(len(grad_keys), -1, 4, 2, 2).transpose(2, 3).reshape(grad_keys.shape)

@@ -1,8 +1,9 @@
-"""Probabilities of sparse attention summed over heads, on Hopper, in Gluon.
+"""Sum over heads of sparse attention's probabilities, on Hopper, in Gluon.
 
 A program holds the queries of up to 128 heads of a row and gathers each of its keys once, in nine pieces of
-64 columns that are filled again as soon as they were multiplied. One warp group gathers; two multiply tiles
-of 64 keys by turns, so that the exponentials of one run beside the products of the other.
+64 columns. A piece is refilled as soon as it has been multiplied. One warp group gathers. Two warp groups
+alternate in multiplying tiles of 64 keys, so that the exponentials of one tile overlap with the products of
+the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     power_of_two,
 )
 
-# Pieces of a key, and columns of each.
+# Pieces of a key, and columns per piece: 9 x 64 = 576.
 PIECES: gl.constexpr = gl.constexpr(9)
 WIDTH: gl.constexpr = gl.constexpr(64)
 
@@ -40,7 +41,7 @@ WIDTH: gl.constexpr = gl.constexpr(64)
 def gather_pieces(
     row, base, query_head, heads, keys, key_row, queries, pieces, barriers, HEADS: gl.constexpr
 ):
-    """The group that copies: the queries, then the pieces of tile after tile of keys."""
+    """Copy the queries, then the pieces of tile after tile of keys; the copying warp group's part."""
     row_indices, length, key_length = row
     query_full, full, empty = barriers
     layout: gl.constexpr = gl.SliceLayout(1, COPIES)
@@ -63,7 +64,7 @@ def gather_pieces(
 
 @gluon.jit
 def sum_tiles(row, results, queries, pieces, barriers, scale_log2, GROUP: gl.constexpr, HEADS: gl.constexpr):
-    """A group that multiplies: every second tile, from ``GROUP``."""
+    """Sum every second tile, starting at ``GROUP``; one multiplying warp group's part."""
     row_indices, length, key_length = row
     row_lse, row_sum, heads, topk = results
     query_full, full, empty = barriers
@@ -118,7 +119,7 @@ def hopper_attention_sum_kernel(
     scale_log2,
     HEADS: gl.constexpr,
 ):
-    """One program per row, all heads; keys of 576 numbers in two bytes each."""
+    """Sum probabilities over all heads; one program per row; keys have 576 numbers of two bytes."""
     row = gl.program_id(0).to(gl.int64)
     base, keys, length = place_of_row(
         row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
@@ -127,7 +128,7 @@ def hopper_attention_sum_kernel(
     dtype: gl.constexpr = query.dtype.element_ty
     queries = gl.allocate_shared_memory(dtype, [PIECES, HEADS, WIDTH], TILE)
     pieces = gl.allocate_shared_memory(dtype, [PIECES, BLOCK, WIDTH], TILE)
-    # Copied queries, copied pieces of two tiles, pieces that are free.
+    # Queries copied; pieces of two tiles copied; pieces read.
     barriers = (barrier_of(COPYING), barriers_of(2 * PIECES, COPYING), barriers_of(PIECES, 1))
     summed = (indices + row * topk, length, key_length)
     results = (lse + row * heads, attention_sum + row * topk, heads, topk)

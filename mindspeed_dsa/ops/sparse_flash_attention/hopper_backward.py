@@ -1,10 +1,11 @@
 """Gradients of keys and scores of sparse flash attention on Hopper, in Gluon.
 
-What ``backward_keys_kernel`` computes, with the same tiles, but that a tile may belong to several rows: for
-the gradient of its keys they are one row of as many times the heads. One warp group copies: the keys of the
-next tile, and queries and output gradients of the next heads. Two multiply: each computes half of a tile's
-scores and owns half of the columns of the gradient of its keys. Programs stay on their multiprocessor and
-take tile after tile, so that the next one is copied while the gradient of this one is added to memory.
+It computes the same as ``backward_keys_kernel``, with the same tiles. In addition, a tile may belong to
+several rows: for the gradient of its keys they are one row with a multiple of the heads. One warp group
+copies the keys of the next tile, and queries and output gradients of the next heads. Two warp groups
+multiply: each computes half of a tile's scores and owns half of the columns of the keys' gradient. Programs
+are persistent and take tile after tile, so that the next tile is copied while the gradient of this one is
+added to memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     power_of_two,
 )
 
-# Buffers of queries and output gradients.
+# Number of buffers for queries and output gradients.
 STAGES: gl.constexpr = gl.constexpr(2)
 VALUE_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
 TAIL_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
@@ -43,10 +44,12 @@ TAIL_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2],
 
 @gluon.constexpr_function
 def _added(columns, lines):
-    """Layout of sums that go to memory: four columns in a thread, and of eight threads 128 bytes of a row.
+    """Return the layout of sums for the memory: four columns per thread, and 128 bytes of a row per eight
+    threads.
 
-    Without ``lines`` half of that: what is reached from the layout of products by moving a bit of the column
-    from threads to registers. A second such move reaches the other; both at once would take shared memory.
+    Without ``lines``, it is an intermediate layout with half of these bytes. It differs from the product's
+    layout by moving one bit of the column from threads to registers, and the final layout differs by a second
+    move. Both moves at once would go through shared memory.
     """
     bits = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 2)]
     row, column = [4, 0], [0, 16]
@@ -62,7 +65,7 @@ def _added(columns, lines):
 
 @gluon.constexpr_function
 def _stored(heads):
-    """Layout of gradients of scores that go to memory: the heads of a thread beside each other."""
+    """Return the layout in which gradients of scores are stored: the heads of a thread are adjacent."""
     groups = heads // 8
     bits = [[0, 1 << bit] for bit in range(groups.bit_length() - 1)]
     lanes = [[0, groups], [0, 2 * groups], [1, 0], [2, 0], [4, 0]]
@@ -73,14 +76,14 @@ def _stored(heads):
 
 @gluon.jit
 def tile_of(task, tiles):
-    """Row of the chunk, first entry and rows that share it, of a task of ``tasks_of``."""
+    """Return the row of the chunk, first entry and number of sharing rows, of a task of ``tasks_of``."""
     tile = task // 8
     return tile // tiles, tile % tiles * BLOCK, task % 8
 
 
 @gluon.jit
 def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
-    """The group that copies."""
+    """Copy keys, and pairs of queries and output gradients; the copying warp group's part."""
     query, key_value, indices, tasks, task_bounds, grad_out = inputs
     first_row, rows_per_batch, key_length, heads, topk = sizes
     query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head = strides
@@ -112,15 +115,15 @@ def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
             sharer = (turn // head_blocks).to(gl.int64)
             base = first_base + sharer * query_row
             grad_base = first_grad_base + sharer * grad_row
-            # Query and output gradient of a head are neighbours: one product gives scores and gradient
-            # of the probabilities, in neighbouring registers, and one both paths into the key.
+            # Query and output gradient of a head are neighbors: one product gives scores and gradient of the
+            # probabilities, in neighboring registers, and one product gives both paths into the key.
             head = (turn % head_blocks * HEADS + slot // 2).to(gl.int64)
             offsets = gl.where(is_query, head * query_head, head * grad_head)
             starts = gl.multiple_of(gl.where(is_query, base, grad_base) + offsets, 16)
             stage = step % STAGES
             mbarrier.wait(pair_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             copy_rows(pair_value.index(stage), starts, head < heads, 0, VALUE)
-            # The output has no such part: zeros beside the query's.
+            # The output has no rotary part, so its gradient gets zeros there.
             copy_rows(pair_tail.index(stage), starts, (head < heads) & is_query, VALUE, TAIL)
             async_copy.mbarrier_arrive(pair_full.index(stage), increment_count=False)
             step += 1
@@ -128,7 +131,7 @@ def copy_tiles(inputs, sizes, strides, tiles, barriers, HEADS: gl.constexpr):
 
 @gluon.jit
 def add_sums(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr, ATOMIC: gl.constexpr):
-    """Sums of a tile to rows of memory, with atomics or as they are; rows without a key to nowhere."""
+    """Write a tile's sums to rows of memory, with or without atomics; rows without a key are skipped."""
     columns: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = _added(columns, True)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -155,7 +158,7 @@ def multiply_tiles(
     WITH_SUM: gl.constexpr,
     ATOMIC: gl.constexpr,
 ):
-    """The two groups that multiply."""
+    """Compute scores, gradients of scores and keys; the two multiplying warp groups' part."""
     indices, places, tasks, task_bounds, lse, delta = inputs
     grad_scores, attention_sum, grad_keys = results
     first_row, rows_per_batch, key_length, heads, topk = sizes
@@ -195,7 +198,7 @@ def multiply_tiles(
             stage = step % STAGES
             mbarrier.wait(pair_full.index(stage), (step // STAGES) & 1)
             fence_async_shared()
-            # Behind the fence, which waits for all that a thread has asked memory for.
+            # After the fence, because the fence waits for the thread's outstanding loads.
             norm = gl.load(lse + row * heads + head, mask=head < heads, other=float("inf"))
             row_delta = gl.load(delta + row * heads + head, mask=head < heads, other=0.0)
             value, tail = pair_value.index(stage), pair_tail.index(stage)
@@ -204,7 +207,8 @@ def multiply_tiles(
                 k_value.index(only), value.permute((1, 0)), none, use_acc=False, is_async=True
             )
             both = warpgroup_mma(k_tail.index(only), tail.permute((1, 0)), both, is_async=True)
-            # The two before these have ended: the other buffer and the gradients have been read.
+            # The previous turn's two products have ended: the other pair buffer and `gradients` have been
+            # read.
             value_sums, tail_sums = warpgroup_mma_wait(2, deps=(acc_value, acc_tail))
             mbarrier.arrive(pair_empty.index((step + 1) % STAGES), pred=turn > 0)
             both = warpgroup_mma_wait(0, deps=(both,))
@@ -223,6 +227,8 @@ def multiply_tiles(
             fence_async_shared()
             acc_value = warpgroup_mma(gradients, value, warpgroup_mma_init(value_sums), is_async=True)
             acc_tail = warpgroup_mma(gradients, tail, warpgroup_mma_init(tail_sums), is_async=True)
+            # In the register order of the product, so that no data moves: see GROUPS in
+            # `backward_query_kernel`.
             stored = gl.permute(gl.reshape(gradient, [BLOCK, 2, HEADS // 8, 4]), (0, 1, 3, 2))
             stored = gl.convert_layout(gl.reshape(stored, [BLOCK, HEADS]), stored_layout, assert_trivial=True)
             place = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(0, stored_layout))
@@ -283,13 +289,13 @@ def hopper_backward_keys_kernel(
     WITH_SUM: gl.constexpr,
     ATOMIC: gl.constexpr,
 ):
-    """A chunk of rows from ``first_row`` on, by as many programs as run at once.
+    """Process a chunk of rows from ``first_row`` on, with as many programs as run at once.
 
-    ``indices`` and ``places`` are those of ``SharedTiles`` for the chunk, ``tasks`` those of ``tasks_of``, of
-    which the chunk's lie between the two ``task_bounds``. ``grad_scores`` is
-    ``[rows of the chunk, topk, heads]`` in the order of ``indices``, heads up to a multiple of HEADS, in the
-    order that ``backward_query_kernel`` calls GROUPS. ``grad_keys`` is as for ``backward_keys_kernel``; a
-    tile of its own has each entry that no earlier row takes along.
+    ``indices`` and ``places`` are the fields of ``SharedTiles`` for the chunk. ``tasks`` comes from
+    ``tasks_of``; the chunk's tasks are between the two ``task_bounds``. ``grad_scores`` is ``[rows of the
+    chunk, topk, heads]`` in the order of ``indices``. Its heads are padded to a multiple of HEADS, in the
+    order that ``backward_query_kernel`` calls GROUPS. ``grad_keys`` is as in ``backward_keys_kernel``;
+    without ATOMIC, entries whose gradient is part of an earlier row's sum are not written.
     """
     dtype: gl.constexpr = query.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMASharedLayout(4 * HEADS, 16, 2)
@@ -299,7 +305,7 @@ def hopper_backward_keys_kernel(
     pair_tail = gl.allocate_shared_memory(dtype, [STAGES, 2 * HEADS, TAIL], TILE)
     gradients = gl.allocate_shared_memory(dtype, [BLOCK, 2 * HEADS], narrow)
     tiles = (k_value, k_tail, pair_value, pair_tail, gradients)
-    # Copied keys, keys that are free, and the same of pairs.
+    # Keys copied, keys read, pairs copied, pairs read.
     barriers = (barrier_of(COPYING), barrier_of(1), barriers_of(STAGES, COPYING), barriers_of(STAGES, 1))
     sizes = (first_row, rows_per_batch, key_length, heads, topk)
     strides = (query_batch, query_row, query_head, key_batch, key_row, grad_batch, grad_row, grad_head)

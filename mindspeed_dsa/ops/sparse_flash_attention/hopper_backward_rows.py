@@ -1,13 +1,15 @@
-"""Gradients of sparse flash attention on Hopper for many heads, in Gluon: a row and 64 heads to a program.
+"""Gradients of sparse flash attention for many heads on Hopper, in Gluon, with one row and 64 heads per
+program.
 
-Queries and output gradients of a row stay in shared memory, and tiles of 64 keys pass through. Two warp
-groups have parts of their own. One gathers keys and computes probabilities and gradients of scores, which the
-other reads from shared memory. The other forms the gradients of these keys, 64 columns at a time, and adds
-them to memory while its next columns are multiplied: the additions bound the kernel. The gradient of the
-queries is kept in registers of both, about half of its columns in each.
+Queries and output gradients of a row stay in shared memory, and tiles of 64 keys stream through. Two warp
+groups have separate roles. The first gathers keys and computes probabilities and gradients of scores, which
+the second reads from shared memory. The second computes the gradients of these keys, 64 columns at a time,
+and adds them to memory while its next columns are multiplied: these additions bound the kernel's speed. Both
+keep the gradient of the queries in registers, about half of its columns each.
 
-Entries that are no keys are gathered as zeros: they give nothing to the queries, and nothing of them is
-added. Each warp group has all the registers that there are for a thread, and spills none of them in a loop.
+Entries that are no keys are gathered as zeros: they contribute nothing to the queries' gradient, and their
+own gradients are not added. Each warp group has the maximum of 256 registers per thread, and does not spill
+in a loop.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
 )
 from mindspeed_dsa.ops.sparse_flash_attention.hopper_forward import HALF, OUTPUT, SCORES
 
-# Columns of a key's gradient that are multiplied at a time.
+# Columns of a key's gradient per product.
 SLICE: gl.constexpr = gl.constexpr(64)
 SLICES: gl.constexpr = gl.constexpr((VALUE.value + TAIL.value) // SLICE.value)
-# Keys whose scores are computed at a time: beside the queries' gradient registers have no room for all 64.
+# Keys per score product: next to the queries' gradient, registers have no room for the scores of all 64.
 FEW: gl.constexpr = gl.constexpr(32)
 FEW_SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FEW.value, 16]))
 NARROW: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
@@ -51,14 +53,14 @@ NARROW: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 
 @gluon.jit
 def entries_of(row_indices, first, length, layout: gl.constexpr, COUNT: gl.constexpr):
-    """Entries of a row from the first one on, -1 behind its last key."""
+    """Load entries of a row from ``first`` on, -1 past its last key."""
     place = first + gl.arange(0, COUNT, layout=layout)
     return gl.load(row_indices + place, mask=place < length, other=-1)
 
 
 @gluon.jit
 def gather_keys(entries, keys, key_row, key_length, k_value, k_tail, key_full):
-    """Copy keys of a tile, zeros for entries that are none."""
+    """Copy keys of a tile to shared memory, zeros for entries that are no keys."""
     for few in gl.static_range(2):
         index = entries[few]
         valid = (index >= 0) & (index < key_length)
@@ -70,7 +72,7 @@ def gather_keys(entries, keys, key_row, key_length, k_value, k_tail, key_full):
 
 @gluon.jit
 def store_columns(target, first_head, heads, sums, FIRST: gl.constexpr):
-    """Columns of the gradient of a row's queries, for the heads that there are."""
+    """Store columns of the gradient of a row's queries, for the existing heads."""
     layout: gl.constexpr = sums.type.layout
     head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     column = FIRST + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
@@ -80,7 +82,7 @@ def store_columns(target, first_head, heads, sums, FIRST: gl.constexpr):
 
 @gluon.jit
 def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, WITH_SUM: gl.constexpr):
-    """The group that copies, and computes scores, their gradients and the first half of the queries'."""
+    """Copy; compute scores, their gradients and the queries' first half; the first warp group's part."""
     row_indices, length, key_length = row
     base, query_head, grad_base, grad_head = queries
     lse, delta, first_head, heads = of_heads
@@ -132,13 +134,14 @@ def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, 
             )
             inner = warpgroup_mma(grad_value.index(only), value, none, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
-            # At most 1, also of entries that are no keys: an infinite gradient times their zeros is NaN.
+            # Clamped to 1 also for entries that are no keys: an infinite gradient times their zeros would be
+            # NaN.
             weight = power_of_two(gl.minimum(scores * scale_log2 - norm[:, None], 0.0))
             if WITH_SUM:
                 columns: gl.constexpr = gl.SliceLayout(0, FEW_SCORES)
                 begin = tile * BLOCK + few * FEW
                 key = entries_of(row_indices, begin, length, columns, FEW)
-                # Of the two programs that a row has at most, in either order.
+                # At most two programs add to a row, so the order does not matter.
                 gl.atomic_add(
                     attention_sum + begin + gl.arange(0, FEW, layout=columns),
                     gl.sum(weight, axis=0),
@@ -169,7 +172,7 @@ def score_tiles(row, queries, of_heads, keys, results, scales, tiles, barriers, 
 
 @gluon.jit
 def slice_of_keys(tiles, only, NUMBER: gl.constexpr):
-    """Begin to form some columns of the gradients of a tile's keys, ``[keys, columns]``."""
+    """Start computing ``SLICE`` columns of the gradients of a tile's keys, ``[keys, columns]``."""
     q_value, q_tail, grad_value, _k_value, _k_tail, probabilities, gradients = tiles
     acc = gl.full([BLOCK, SLICE], 0.0, gl.float32, layout=SCORES)
     gradient = gradients.index(only).permute((1, 0))
@@ -179,13 +182,13 @@ def slice_of_keys(tiles, only, NUMBER: gl.constexpr):
         acc = warpgroup_mma(weights, grad_slice, acc, use_acc=False, is_async=True)
         query = q_value.index(only).slice(NUMBER * SLICE, SLICE, 1)
         return warpgroup_mma(gradient, query, acc, is_async=True)
-    # The output has no such columns.
+    # The output has no rotary columns, so only the scores' gradient contributes.
     return warpgroup_mma(gradient, q_tail.index(only), acc, use_acc=False, is_async=True)
 
 
 @gluon.constexpr_function
 def _places(lines):
-    """Layout of sums at their places in memory: see :func:`add_slice`."""
+    """Return a layout of sums with columns in the order of memory: see :func:`add_slice`."""
     row, place = [4, 0], [0, 16]
     registers, threads = (row, place) if lines else (place, row)
     return gl.DistributedLinearLayout(
@@ -199,14 +202,14 @@ def _places(lines):
 
 @gluon.jit
 def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
-    """Sums of 64 columns to rows of memory, with atomics; rows without a key to nowhere.
+    """Add 64 columns of sums to rows of memory, with atomics; rows without a key are skipped.
 
-    A thread of a product has two of 16 columns, and two that are 8 behind. They are neighbours in memory, so
-    that it adds them at once; ``hopper.in_order`` puts columns back. Threads then exchange half of their
-    rows: the numbers of eight are 128 bytes of a row.
+    Of 16 columns, a thread of a product has two and the two that are 8 further. They are stored as neighbors,
+    so that the thread adds them at once; ``hopper.in_order`` restores the order of columns. Threads then
+    exchange half of their rows, so that eight threads hold 128 contiguous bytes of a row.
     """
     layout: gl.constexpr = _places(True)
-    # [keys, 16 columns, half of them, thread, number] to [..., thread, half, number]
+    # [keys, 16-column group, half, thread, number] -> [keys, group, thread, half, number]
     apart = gl.permute(gl.reshape(sums, [BLOCK, SLICE // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
     placed = gl.convert_layout(gl.reshape(apart, [BLOCK, SLICE]), _places(False), assert_trivial=True)
     placed = gl.convert_layout(placed, layout)
@@ -217,7 +220,7 @@ def add_slice(grad_keys, offsets, index, key_length, sums, FIRST: gl.constexpr):
 
 @gluon.jit
 def add_tiles(row, queries, results, tiles, barriers):
-    """The group that adds keys' gradients to memory, and forms the second half of the queries'."""
+    """Add the keys' gradients to memory and compute the queries' second half; the second group's part."""
     row_indices, length, key_length = row
     first_head, heads = queries
     grad_query, grad_keys = results
@@ -229,7 +232,7 @@ def add_tiles(row, queries, results, tiles, barriers):
     for tile in range(gl.cdiv(length, BLOCK)):
         index = load_indices(row_indices, tile, length, rows)
         offsets = index.to(gl.int64) * (VALUE + TAIL)
-        # Who arrives has seen all copies, and has fenced them.
+        # The group that arrives here has waited for all copies, and has fenced them.
         mbarrier.wait(ready, tile & 1)
         only = kept_inside(0)
         current = slice_of_keys(tiles, only, 0)
@@ -239,7 +242,7 @@ def add_tiles(row, queries, results, tiles, barriers):
         for number in gl.static_range(SLICES - 1):
             following = slice_of_keys(tiles, only, number + 1)
             if number == 0:
-                # The gradient of the queries, and two products of the columns behind.
+                # Still running: two products for the queries' gradient, and two for the next columns.
                 current = warpgroup_mma_wait(4, deps=(current,))
             elif number == 1:
                 current, acc = warpgroup_mma_wait(2, deps=(current, acc))
@@ -283,10 +286,10 @@ def hopper_backward_rows_kernel(
     scale_log2,
     WITH_SUM: gl.constexpr,
 ):
-    """One program per row and 64 heads; keys of 512 + 64 numbers in two bytes each.
+    """Compute all gradients of a row for 64 heads; one program each; keys have 512 + 64 two-byte numbers.
 
     ``grad_query`` is ``[rows, heads, 576]``, ``grad_keys`` ``[batch * key_length, 576]`` fp32 and
-    ``attention_sum`` ``[rows, topk]`` fp32; the last two are added to, with atomics.
+    ``attention_sum`` ``[rows, topk]`` fp32. The last two are added to with atomics.
     """
     head_blocks = gl.cdiv(heads, BLOCK)
     row = (gl.program_id(0) // head_blocks).to(gl.int64)

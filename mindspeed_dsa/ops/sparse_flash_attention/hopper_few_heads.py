@@ -1,9 +1,9 @@
 """Forward of sparse flash attention for up to 16 heads on Hopper, in Gluon.
 
-With few heads the gather takes longer than the products, whose tiles would be mostly padding with heads in
-their 64 rows: here keys are in the rows of scores, values' columns in those of the output, and heads in the
-columns. One warp group gathers into two buffers; the two that multiply attend every second tile of keys each,
-with maxima, sums and an output of their own, and meet once, at the end.
+With few heads the gather takes longer than the products, and heads in the 64 rows of a product would be
+mostly padding. So keys form the rows of the scores, the value's columns form the rows of the output, and
+heads form the columns of both. One warp group gathers into two buffers. Two warp groups attend to every
+second tile of keys each, with their own maxima, sums and output, and merge them once at the end.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     power_of_two,
 )
 
-# Heads of a program, the least columns of a product.
+# Heads per program, the smallest number of columns of a product.
 HEADS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
 def gather_tiles(row, base, query_head, heads, keys, key_row, tiles, barriers):
-    """The group that copies: the queries, then tile after tile of keys."""
+    """Copy the queries, then tile after tile of keys; the copying warp group's part."""
     row_indices, length, key_length = row
     query_value, query_tail, value, tail, _probabilities = tiles
     query_full, full, empty, _done = barriers
@@ -66,7 +66,7 @@ def gather_tiles(row, base, query_head, heads, keys, key_row, tiles, barriers):
 
 @gluon.jit
 def attend_tiles(row, results, tiles, barriers, others, scale_log2, GROUP: gl.constexpr):
-    """A group that multiplies: every second tile, from ``GROUP``, always in buffer ``GROUP``."""
+    """Attend to every second tile, from ``GROUP`` on, always in buffer ``GROUP``; one group's part."""
     row_indices, length, key_length = row
     row_out, row_lse, heads = results
     query_value, query_tail, value, tail, probabilities = tiles
@@ -106,6 +106,7 @@ def attend_tiles(row, results, tiles, barriers, others, scale_log2, GROUP: gl.co
         total = total * shrink + gl.sum(exponentials, axis=0)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(GROUP))
+    # Group 1 stores its partial softmax; group 0 rescales both to the common maximum and merges them.
     if GROUP == 1:
         maxima.store(highest)
         sums.store(total)
@@ -152,7 +153,7 @@ def hopper_few_heads_forward_kernel(
     key_row,
     scale_log2,
 ):
-    """One program per row, all of up to 16 heads; keys of 512 + 64 numbers in two bytes each."""
+    """Compute output and lse for up to 16 heads; one program per row; keys have 512 + 64 two-byte numbers."""
     row = gl.program_id(0).to(gl.int64)
     base, keys, length = place_of_row(
         row, query, key_value, lengths, rows_per_batch, query_batch, query_row, key_batch
@@ -168,7 +169,7 @@ def hopper_few_heads_forward_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
     sums = gl.allocate_shared_memory(gl.float32, [HEADS], VECTOR)
     outputs = gl.allocate_shared_memory(gl.float32, [VALUE, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    # Copied queries, copied buffers, buffers that are free, the second group's results.
+    # Queries copied, buffers copied, buffers read, second group's results stored.
     barriers = (barrier_of(COPYING), barriers_of(2, COPYING), barriers_of(2, 1), barrier_of(1))
     tiles = (query_value, query_tail, value, tail, probabilities)
     others = (maxima, sums, outputs)

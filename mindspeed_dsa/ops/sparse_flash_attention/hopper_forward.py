@@ -1,14 +1,15 @@
-"""Forward of sparse flash attention on Hopper, in Gluon: warp groups that gather and multiply at once.
+"""Forward of sparse flash attention on Hopper, in Gluon, with warp groups that gather and multiply
+concurrently.
 
-A program attends one row's keys for 64 heads. One warp group gathers keys, 64 at a time and by turns into two
-buffers. Two multiply: group g computes the scores of every second tile of keys, those in buffer g, and the
-columns of half g of the output for all of them; the probabilities of a tile reach the other group through
-shared memory. While one group normalises, the other one's products run, and a half of a buffer is filled
-again as soon as the group that owns its columns has read it.
+A program attends to one row's keys for 64 heads. One warp group gathers keys, 64 at a time, alternately into
+two buffers. Two warp groups multiply: group g computes the scores of every second tile of keys, those in
+buffer g. For all tiles, it computes the columns of half g of the output. The probabilities of a tile reach
+the other group through shared memory. While one group normalizes, the other group's products run. Each half
+of a buffer is refilled as soon as the group that owns its columns has read it.
 
-A tile's probabilities take the place of the tails of its keys: 64 x 64 numbers both, and no product needs the
-tails once the probabilities exist. The maxima of rows follow the order of tiles from group to group, so that
-all probabilities of a row are relative to the maximum before them, as in the plain kernel.
+A tile's probabilities overwrite the tails of its keys: both are 64 x 64 numbers, and no product needs the
+tails once the probabilities exist. The groups pass the row maxima on in the order of the tiles, so that all
+probabilities of a row are relative to the running maximum, as in the plain kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mindspeed_dsa.ops.sparse_flash_attention.hopper_common import (
     power_of_two,
 )
 
-# Columns of a half of a value. Heads of a program are as many as keys of a tile.
+# Columns of half a value. A program has as many heads as a tile has keys.
 HALF: gl.constexpr = gl.constexpr(256)
 SCORES: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -50,7 +51,7 @@ STORES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1
 
 @gluon.jit
 def gather(row, queries, keys, key_row, tiles, barriers):
-    """The group that copies: the queries, then tile after tile of keys."""
+    """Copy the queries, then tile after tile of keys; the copying warp group's part."""
     row_indices, length, key_length = row
     base, query_head, first_head, heads = queries
     query_left, query_right, query_tail, left, right, tail = tiles
@@ -63,7 +64,7 @@ def gather(row, queries, keys, key_row, tiles, barriers):
     copy_rows(query_right, starts, is_head, HALF, HALF)
     copy_rows(query_tail, starts, is_head, 2 * HALF, TAIL)
     async_copy.mbarrier_arrive(query_full, increment_count=False)
-    index = load_indices(row_indices, 0, length, layout)
+    index = load_indices(row_indices, 0, length, layout)  # [BLOCK], one tile ahead of the copies
     for pair in range(gl.cdiv(length, 2 * BLOCK)):
         phase = (pair & 1) ^ 1
         for buffer in gl.static_range(2):
@@ -72,7 +73,7 @@ def gather(row, queries, keys, key_row, tiles, barriers):
             starts = keys + index.to(gl.int64) * key_row
             mbarrier.wait(empty_left.index(buffer), phase)
             copy_rows(left.index(buffer), starts, valid, 0, HALF)
-            # The tails' memory is free when the other group has read the probabilities in it.
+            # The tail's memory is free once the other group has read the probabilities stored there.
             if buffer == 1:
                 copy_rows(tail.index(buffer), starts, valid, 2 * HALF, TAIL)
             async_copy.mbarrier_arrive(full_left.index(buffer), increment_count=False)
@@ -86,13 +87,13 @@ def gather(row, queries, keys, key_row, tiles, barriers):
 
 @gluon.jit
 def shrunk(acc, shrink):
-    """``acc * shrink`` by row."""
+    """Return ``acc * shrink``, with one factor per row."""
     return acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
 
 
 @gluon.jit
 def times_others_values(acc, highest, total, probabilities, values, maxima, ready, phase):
-    """Begin to add the other group's tile, in this group's columns, relative to the maxima there."""
+    """Start adding the other group's tile to this group's columns, relative to that tile's maxima."""
     mbarrier.wait(ready, phase)
     higher = maxima.load(gl.SliceLayout(1, SCORES))
     shrink = power_of_two(highest - higher)
@@ -102,7 +103,7 @@ def times_others_values(acc, highest, total, probabilities, values, maxima, read
 
 @gluon.jit
 def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.constexpr):
-    """A group that multiplies: scores of the tiles in buffer ``GROUP``, output of half ``GROUP``."""
+    """Compute scores of the tiles in buffer ``GROUP`` and half ``GROUP`` of the output; one group's part."""
     row_indices, length, key_length = row
     out, lse, first_head, heads = results
     query_left, query_right, query_tail, left, right, tail = tiles
@@ -128,12 +129,12 @@ def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.co
         )
         mbarrier.wait(full_right.index(GROUP), phase)
         fence_async_shared()
-        # Behind the fence, which waits for all that a thread has asked memory for.
+        # After the fence, because the fence waits for the thread's outstanding loads.
         index = load_indices(row_indices, 2 * pair + GROUP, length, gl.SliceLayout(0, SCORES))
         scores = warpgroup_mma(query_right, right.index(own).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma(query_tail, tail.index(own).permute((1, 0)), scores, is_async=True)
         if GROUP == 1:
-            # Behind its own scores, so that what follows them runs beside this product.
+            # After its own scores, so that the softmax of those overlaps with this product.
             acc, highest, total = times_others_values(
                 acc, highest, total, tail.index(OTHER), values.index(OTHER), maxima.index(OTHER),
                 ready.index(OTHER), phase,
@@ -165,7 +166,7 @@ def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.co
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(OTHER))
-    # Each group has added its own tiles' probabilities.
+    # Each group has summed the probabilities of its own tiles only.
     sums.index(GROUP).store(total)
     mbarrier.arrive(done.index(GROUP))
     mbarrier.wait(done.index(OTHER), 0)
@@ -177,7 +178,8 @@ def attend(row, results, tiles, barriers, maxima, sums, scale_log2, GROUP: gl.co
         natural = (highest + gl.log2(divisor)) / LOG2E
         gl.store(lse + head, gl.where(is_empty, float("-inf"), natural), mask=head < heads)
     acc = shrunk(acc, 1.0 / divisor)
-    # Through the first buffer, whose half nobody else reads any more: rows leave in whole lines.
+    # Rows pass through the first buffer, whose half no other group reads any more, to be stored as whole
+    # lines.
     values.index(0).store(acc.to(query_left.dtype))
     head = first_head + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, STORES))
     column = GROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, STORES))
@@ -204,7 +206,7 @@ def hopper_forward_kernel(
     key_row,
     scale_log2,
 ):
-    """One program per row and 64 heads; keys of 512 + 64 numbers in two bytes each."""
+    """Compute output and lse; one program per row and 64 heads; keys have 512 + 64 numbers of two bytes."""
     head_blocks = gl.cdiv(heads, BLOCK)
     row = (gl.program_id(0) // head_blocks).to(gl.int64)
     first_head = (gl.program_id(0) % head_blocks) * BLOCK
@@ -222,13 +224,13 @@ def hopper_forward_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [2, BLOCK], VECTOR)
     sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK], VECTOR)
     barriers = (
-        barrier_of(COPYING),  # the queries are there
-        barriers_of(2, COPYING),  # left halves of keys are there, and right ones
+        barrier_of(COPYING),  # queries have been copied
+        barriers_of(2, COPYING),  # left halves of keys have been copied; right halves have been copied
         barriers_of(2, COPYING),
-        barriers_of(2, 1),  # they have been read
+        barriers_of(2, 1),  # left halves have been read; right halves have been read
         barriers_of(2, 1),
-        barriers_of(2, 1),  # a tile's probabilities are there
-        barriers_of(2, 1),  # a group's sums are there
+        barriers_of(2, 1),  # a tile's probabilities are stored
+        barriers_of(2, 1),  # a group's sums are stored
     )
 
     tiles = (query_left, query_right, query_tail, left, right, tail)
