@@ -1,7 +1,7 @@
-"""A part of a forward, run again in backward with its graph, as Megatron's checkpoint runs it.
+"""Recomputation of part of a forward in backward, under the conditions of Megatron's checkpoint.
 
-Megatron's checkpoint keeps inputs and random states of a function, and calls it a second time when its
-gradient is there. What is recomputed in parts, or before that, needs the same surroundings.
+Megatron's checkpoint saves a function's inputs and random states, and calls the function again when its
+gradient arrives. Recomputing only parts, or recomputing earlier, needs the same conditions.
 """
 
 from __future__ import annotations
@@ -17,38 +17,42 @@ from mindspeed_dsa.feature import Megatron
 
 @runtime_checkable
 class RunsAgain(Protocol):
-    """Layer of one forward that a schedule of pairs recomputes, in two parts and each once."""
+    """Layer of one forward that a paired schedule recomputes in two parts, each of them once.
+
+    Attributes:
+        runs_again: whether backward recomputes this layer.
+    """
 
     runs_again: bool
 
     def recompute_before(self) -> None:
-        """Recompute what is before the experts; their tokens are on their way then."""
+        """Recompute the part before the experts, whose dispatched tokens were kept."""
 
     def recompute_experts(self) -> None:
-        """Recompute the rest."""
+        """Recompute the experts and the rest."""
 
 
 RandomStates = Any
-"""States of the CPU, of the device, and of Megatron's tracker of named states."""
+"""Random states of the CPU, of the device, and of Megatron's tracker of named states."""
 
 
 def random_states(megatron: Megatron) -> RandomStates:
-    """Return the states that the next random numbers come from."""
+    """Return the current random states."""
     return megatron("core.tensor_parallel.random")._get_all_rng_states()
 
 
 def set_random_states(megatron: Megatron, states: RandomStates) -> None:
-    """Have the next random numbers come from states that :func:`random_states` returned."""
+    """Restore states returned by :func:`random_states`."""
     megatron("core.tensor_parallel.random")._set_all_rng_states(*states)
 
 
 @contextlib.contextmanager
 def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
-    """Run the block with a graph and the random numbers of a forward; afterwards they are what they were.
+    """Run the block with gradients enabled and with the random states of a forward; restore them after.
 
     Args:
-        megatron: of the session.
-        states: what :func:`random_states` returned before that forward.
+        megatron: the session's accessor of Megatron's modules.
+        states: result of :func:`random_states` before that forward.
     """
     random = megatron("core.tensor_parallel.random")
     with random._fork_rng(), checkpointing(megatron), torch.enable_grad():
@@ -58,7 +62,7 @@ def as_in_forward(megatron: Megatron, states: RandomStates) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checkpointing(megatron: Megatron) -> Iterator[None]:
-    """Set Megatron's mark that a checkpointed function is running, where the release has one (from 0.16)."""
+    """Set Megatron's flag that a checkpointed function is running; releases before 0.16 have none."""
     random = megatron("core.tensor_parallel.random")
     getattr(random, "_set_checkpointing", lambda: None)()
     try:

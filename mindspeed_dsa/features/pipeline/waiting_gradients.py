@@ -1,7 +1,7 @@
-"""Weight gradients that a pipeline's backwards leave uncomputed, by chunk and microbatch.
+"""Weight gradients that a pipeline's backwards leave for later, by chunk and microbatch.
 
-A schedule with a split backward computes gradients of inputs first, which other ranks wait for, and those of
-weights where it has time::
+A schedule with a split backward first computes input gradients, since other ranks wait for them. It computes
+weight gradients when it has time::
 
     waiting = WaitingGradients(chunks, microbatches, megatron)
     with waiting.step():                          # around all of a training step's forwards and backwards
@@ -11,10 +11,10 @@ weights where it has time::
         waiting.ran_backward(chunk)
         waiting.run(chunk, microbatch)            # any time later: once for every chunk and microbatch
 
-A weight gets its gradient through autograd, so that all hooks of data parallelism see it, and once for each
-microbatch as without a split. Left out are weights of embeddings, norms, routers and biases, and all that no
-linear layer asks :func:`~mindspeed_dsa.parallel.weight_gradients.deferred_gradient_of` for: these get theirs
-in backward.
+A weight still gets its gradient through autograd, once per microbatch, so that all hooks of data parallelism
+run. Some gradients are computed in backward as usual: for embeddings, norms, routers and biases, and for any
+weight of a layer that does not call
+:func:`~mindspeed_dsa.parallel.weight_gradients.deferred_gradient_of`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Unit = tuple[int, int]
 
 
 class WaitingGradients:
-    """Store of one training step.
+    """Deferred weight gradients of one training step.
 
     Args:
-        chunks: this rank's model chunks, as the schedule gets them.
-        microbatches: of the step.
-        megatron: of the session.
+        chunks: this rank's model chunks, as passed to the schedule.
+        microbatches: number of microbatches of the step.
+        megatron: the session's accessor of Megatron's modules.
 
     Attributes:
-        most_bytes: largest memory of operands that waited between two of a step's events.
-        most_units: most pairs of chunk and microbatch whose gradients waited at one time.
+        most_bytes: peak memory of the operands of waiting gradients, in bytes.
+        most_units: peak number of pairs of chunk and microbatch with waiting gradients.
     """
 
     def __init__(self, chunks: Sequence[Any], microbatches: int, megatron: Megatron) -> None:
@@ -60,42 +60,42 @@ class WaitingGradients:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Surround a step: chunks are reduced when the last of their gradients is there.
+        """Run a step inside the block; a chunk is reduced after the last of its gradients.
 
-        Whatever waits still runs before Megatron finalizes the gradients.
+        Gradients that still wait are computed before Megatron finalizes the gradients.
         """
         config = self._config
         names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
-        given = {name: getattr(config, name) for name in names}
-        config.no_sync_func = self._no_sync(given["no_sync_func"])
-        config.grad_sync_func = self._reduce_later(given["grad_sync_func"])
-        config.finalize_model_grads_func = self._run_before(given["finalize_model_grads_func"])
+        functions = {name: getattr(config, name) for name in names}
+        config.no_sync_func = self._no_sync(functions["no_sync_func"])
+        config.grad_sync_func = self._reduce_later(functions["grad_sync_func"])
+        config.finalize_model_grads_func = self._run_before(functions["finalize_model_grads_func"])
         try:
             yield
             self.run_all()
         finally:
-            self._queues.clear()  # of a step that failed
-            for name, value in given.items():
+            self._queues.clear()  # only a failed step leaves any
+            for name, value in functions.items():
                 setattr(config, name, value)
 
     def deferring(self, chunk: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Have linear layers that are called in the block leave their weights' gradients here."""
+        """Defer the weight gradients of linear layers called inside the block."""
         queue = self._queues.setdefault((chunk, microbatch), [])
         return queue_gradients(self._weights[chunk], queue)
 
     def ran_backward(self, chunk: int) -> None:
-        """Note that one of a chunk's backwards is done."""
+        """Record that one backward of the chunk is done; its weight gradients may be left."""
         self._reductions[chunk].in_backward()
         waiting = [queue for queue in self._queues.values() if queue]
         self.most_units = max(self.most_units, len(waiting))
-        self.most_bytes = max(self.most_bytes, _bytes(each for queue in waiting for each in queue))
+        self.most_bytes = max(self.most_bytes, _bytes(entry for queue in waiting for entry in queue))
 
     def run(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients of one backward; nothing is done a second time.
+        """Compute the weight gradients of one backward. Does nothing if they are done.
 
         Args:
-            chunk: of the backward.
-            microbatch: of it.
+            chunk: index of the backward's chunk.
+            microbatch: index of its microbatch.
         """
         queue = self._queues.pop((chunk, microbatch), None)
         if queue is None:
@@ -109,7 +109,7 @@ class WaitingGradients:
             reduction.all_there()
 
     def left_nothing(self, chunk: int) -> None:
-        """Note that one of a chunk's backwards, whose forward was not :meth:`deferring`, has computed all."""
+        """Record a backward without deferred weight gradients: its forward was not :meth:`deferring`."""
         if self._is_last(chunk):
             self._reductions[chunk].all_there()
 
@@ -118,14 +118,14 @@ class WaitingGradients:
         return self._left[chunk] == 0
 
     def run_all(self) -> None:
-        """Compute all weight gradients that wait, in the order of their forwards."""
+        """Compute all waiting weight gradients, in the order of their forwards."""
         for unit in list(self._queues):
             self.run(*unit)
 
     # -- reduction over data parallel ranks --------------------------------------------------------
 
     def _no_sync(self, given: Any) -> Any:
-        """Wrap a configuration's ``no_sync_func``: one for all chunks, or a list."""
+        """Wrap the configuration's ``no_sync_func``, a function for all chunks or a list."""
         if given is None:
             return None
         if not isinstance(given, list):
@@ -138,7 +138,7 @@ class WaitingGradients:
         return [reduction.no_sync for reduction in self._reductions]
 
     def _reduce_later(self, given: Any) -> Any:
-        """Wrap a configuration's ``grad_sync_func`` likewise."""
+        """Wrap the configuration's ``grad_sync_func``, a function for all chunks or a list."""
         if given is None:
             return None
         functions = given if isinstance(given, list) else [given for _ in self._reductions]
@@ -149,6 +149,7 @@ class WaitingGradients:
         reduction = self._reductions[chunk]
 
         def grad_sync(*args: Any) -> None:
+            # Postponed until the chunk's last gradient; queued gradients may still be missing.
             reduction.start = partial(function, *args)
             if self._left[chunk] == 0:
                 reduction.all_there()
@@ -156,7 +157,7 @@ class WaitingGradients:
         return grad_sync
 
     def _run_before(self, given: Any) -> Any:
-        """Wrap a configuration's ``finalize_model_grads_func``."""
+        """Wrap the configuration's ``finalize_model_grads_func``: run waiting gradients first."""
         if given is None:
             return None
 
@@ -168,7 +169,7 @@ class WaitingGradients:
 
 
 class _NoSync:
-    """Megatron's ``no_sync`` of a chunk, which can be left and entered again."""
+    """Megatron's ``no_sync`` context of a chunk, which can be left and entered again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -176,7 +177,7 @@ class _NoSync:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Keep gradients from being reduced, as the schedule asks for."""
+        """Suppress reduction inside the block, on behalf of the schedule."""
         self._switch(True)
         try:
             yield
@@ -185,12 +186,12 @@ class _NoSync:
 
     @property
     def is_on(self) -> bool:
-        """Return whether gradients are kept from being reduced now."""
+        """Whether reduction is suppressed now."""
         return self._entered is not None
 
     @contextlib.contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Keep gradients from being reduced in the block, or let them."""
+        """Suppress reduction inside the block, or allow it."""
         before = self.is_on
         self._switch(on)
         try:
@@ -211,14 +212,15 @@ class _NoSync:
 
 
 class _Reduction:
-    """When a chunk's gradients are reduced, under ``--overlap-grad-reduce``.
+    """Time at which a chunk's gradients are reduced under ``--overlap-grad-reduce``.
 
-    Gradients are reduced as soon as they are there if the schedule lets those of the chunk's last backward be
-    reduced so; else where it starts the reduction, or, if some are to come then, after the last.
+    If the schedule allows reduction during the chunk's last backward, the last microbatch's gradients are
+    reduced as they are computed. Otherwise the reduction starts where the schedule starts it, but not before
+    the chunk's last gradient.
 
     Attributes:
-        no_sync: keeps the chunk's gradients from being reduced; ``None``: they are reduced at the end.
-        start: what the schedule wants to start, once all gradients are there.
+        no_sync: context that suppresses the chunk's reduction. ``None``: it is reduced only at the end.
+        start: reduction requested by the schedule, to be called after the last gradient.
     """
 
     def __init__(self) -> None:
@@ -227,33 +229,34 @@ class _Reduction:
         self._at_once = False
 
     def in_backward(self) -> None:
-        """Note whether the schedule lets a backward's gradients be reduced."""
+        """Record whether the schedule allows reduction during this backward."""
         self._at_once = self._at_once or (self.no_sync is not None and not self.no_sync.is_on)
 
     def reducing(self, last: bool) -> AbstractContextManager[None]:
-        """Surround gradients of one microbatch."""
+        """Return a context for computing one microbatch's gradients."""
         if self.no_sync is None:
             return contextlib.nullcontext()
         return self.no_sync.switched(not (last and self._at_once))
 
     def all_there(self) -> None:
-        """Start what has been asked for."""
+        """Start the requested reduction, if any."""
         start, self.start = self.start, None
         if start is not None:
             start()
 
 
 def _weights(chunk: Any, megatron: Megatron) -> Iterator[Tensor]:
-    """Yield matrices that learn, without those that an embedding reads, whose gradients are of two kinds."""
+    """Yield trained matrices except embeddings, whose lookups contribute gradients of another kind."""
     embedding = megatron("core.tensor_parallel.layers").VocabParallelEmbedding
-    apart = {id(each.weight) for each in chunk.modules() if isinstance(each, embedding)}
+    apart = {id(module.weight) for module in chunk.modules() if isinstance(module, embedding)}
     for weight in chunk.parameters():
+        # Weights of norms, and biases, have one dimension.
         if weight.requires_grad and weight.dim() > 1 and id(weight) not in apart:
             yield weight
 
 
 def give(queue: list[Queued]) -> None:
-    """Compute gradients and hand them to autograd, weight by weight; operands go as soon as each is done."""
+    """Compute the queued gradients weight by weight through autograd, and release operands on the way."""
     while queue:
         with torch.enable_grad():
             late = _taken_out(queue)
@@ -261,21 +264,22 @@ def give(queue: list[Queued]) -> None:
 
 
 def _taken_out(queue: list[Queued]) -> DeferredGradient:
-    """Return the gradients of the first weight, of all its uses."""
+    """Remove the first weight's entries from the queue; return them as one deferred gradient."""
     weight = queue[0].weight
     late = DeferredGradient(weight)
-    for each in [each for each in queue if each.weight is weight]:
-        late.defer(each.gradient)
-    queue[:] = [each for each in queue if each.weight is not weight]
+    for entry in [entry for entry in queue if entry.weight is weight]:
+        late.defer(entry.gradient)
+    queue[:] = [entry for entry in queue if entry.weight is not weight]
     return late
 
 
 def _bytes(queued: Iterable[Queued]) -> int:
-    """Return the memory of all operands, each storage once."""
+    """Return the memory of all operands in bytes, counting each storage once."""
+    # Operands may be views of one storage.
     storages = {
         storage.data_ptr(): storage.nbytes()
-        for each in queued
-        for operand in each.operands
+        for entry in queued
+        for operand in entry.operands
         if (storage := operand.untyped_storage()).nbytes()
     }
     return sum(storages.values())

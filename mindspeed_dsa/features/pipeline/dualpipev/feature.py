@@ -1,4 +1,4 @@
-"""Declaration of dualpipev: two chunks per pipeline rank in the shape of a V, and their schedule."""
+"""Feature ``dualpipev``: two chunks per pipeline rank in the shape of a V, and their schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindspeed_dsa.patches.spec import Patch
 FLAG = "--schedules-method dualpipev"
 DETACH = "--dualpipev-dw-detach"
 CHUNKS = 2
-"""Model chunks of a rank."""
+"""Number of model chunks per rank."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Options:
     """Abilities of the installed release, and other features that change the schedule.
 
     Attributes:
-        places_prediction: layers of multi-token prediction go where the layout has them.
-        paired: forwards and backwards share blocks.
-        split: weight gradients that would hold up another rank wait.
+        places_prediction: whether the release places multi-token prediction layers by the layout.
+        paired: whether forwards and backwards run as pairs.
+        split: whether weight gradients that would hold up another rank are deferred.
     """
 
     places_prediction: bool
@@ -55,11 +55,11 @@ class Options:
 
 
 def dualpipev_wanted(settings: Any) -> bool:
-    """Return whether the schedule is chosen, or a flag of it is given alone, which is refused."""
+    """Return whether the schedule is selected, or only its flag is given, which is then refused."""
     return settings.schedules_method == "dualpipev" or bool(settings.dualpipev_dw_detach)
 
 
-# -- which layers are where --------------------------------------------------------------------------
+# -- layers of the chunks ----------------------------------------------------------------------------
 
 _OTHER_SPLITS = {
     "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
@@ -71,14 +71,14 @@ _OTHER_SPLITS = {
     "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
 }
-"""Flags that deal layers out otherwise, by the names of arguments and of a configuration's fields."""
+"""Other flags that distribute layers: dict from argument or configuration field to flag."""
 
 
 def even_layout(args: Any) -> str | None:
-    """Return the layout of equal chunks; None where one is given or the layers do not divide.
+    """Return a layout with equal chunks, or ``None`` if a layout is given or the layers do not divide.
 
     Args:
-        args: a job's arguments, or a model's configuration.
+        args: job arguments, or a model configuration.
     """
     layers, ranks = argument(args, "num_layers"), argument(args, "pipeline_model_parallel_size") or 1
     if ranks == 1 or not layers or argument(args, "pipeline_model_parallel_layout") is not None:
@@ -89,7 +89,7 @@ def even_layout(args: Any) -> str | None:
 
 
 def deal_out(args: Any) -> list[str]:
-    """Give a job the layout of equal chunks, unless it has one."""
+    """Set the layout with equal chunks, unless the job has a layout; return sentences for the log."""
     layout = even_layout(args)
     if layout is None or not hasattr(args, "pipeline_model_parallel_layout"):
         return []
@@ -98,12 +98,12 @@ def deal_out(args: Any) -> list[str]:
 
 
 def rewrite_arguments(args: Any) -> list[str]:
-    """Do what is done to a job's arguments; for ``Feature.rewrite``."""
+    """Set the layout and serve ``--delay-wgrad-compute``; for ``Feature.rewrite``."""
     return [*deal_out(args), *serve_without_transformer_engine(args, DETACH)]
 
 
 def check_chunks_of_v(args: Any) -> Iterator[str]:
-    """Yield why layers cannot be dealt out in the shape of a V."""
+    """Yield the reasons why layers cannot be distributed in the shape of a V."""
     ranks = argument(args, "pipeline_model_parallel_size") or 1
     if ranks == 1:
         yield f"{FLAG} needs a pipeline; set --pipeline-model-parallel-size to 2 or more, or omit it"
@@ -119,7 +119,7 @@ def check_chunks_of_v(args: Any) -> Iterator[str]:
     layout = argument(args, "pipeline_model_parallel_layout")
     mtp_layers = argument(args, "mtp_num_layers") or 0
     try:
-        found = stages_of(layout)
+        listed = stages_of(layout)
     except ValueError as error:
         yield f"{FLAG}: {error}"
         return
@@ -128,15 +128,15 @@ def check_chunks_of_v(args: Any) -> Iterator[str]:
             f"{FLAG}: --num-layers {layers} cannot be dealt out to {stages} equal chunks, two on each of "
             f"{ranks} ranks; give their sizes, as {LAYOUT} '{nearly_even(layers, stages, mtp_layers)}'"
         )
-    elif found and len(found) != stages:
+    elif listed and len(listed) != stages:
         yield (
-            f"{FLAG}: {LAYOUT} has {len(found)} chunks, and {ranks} ranks with two chunks each need {stages}"
+            f"{FLAG}: {LAYOUT} has {len(listed)} chunks, and {ranks} ranks with two chunks each need {stages}"
         )
-    elif found and any("m" in stage for stage in found[:-1]):
+    elif listed and any("m" in stage for stage in listed[:-1]):
         yield f"{FLAG}: layers of multi-token prediction follow the decoder's last; end {LAYOUT} with mL"
 
 
-# -- what it works with ------------------------------------------------------------------------------
+# -- combinations ------------------------------------------------------------------------------------
 
 _REFUSED = {
     "defer_embedding_wgrad_compute": "postpones gradients to the end of another schedule",
@@ -155,11 +155,11 @@ _REFUSED = {
     "fp8": "keeps scales in the order of another schedule",
     "fp4": "keeps scales in the order of another schedule",
 }
-"""Arguments that are refused when they are set, and why."""
+"""Arguments that are refused when set, with the reason."""
 
 
 def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
-    """Yield every problem of a job's arguments, or of a model's configuration."""
+    """Yield the problems of a job's arguments, or of a model configuration."""
     if argument(args, "schedules_method") != "dualpipev" and hasattr(args, "schedules_method"):
         yield f"{DETACH} is about a schedule that is not chosen; add {FLAG}, or omit it"
         return
@@ -196,7 +196,7 @@ def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
 
 
 def _saves_slices(args: Any) -> bool:
-    """Return whether Megatron saves, or expects, the optimizer's state in an order of a layout's own."""
+    """Return whether Megatron saves or expects optimizer state in an order that depends on the layout."""
     name = "dist_ckpt_optim_fully_reshardable"
     if not argument(args, "use_distributed_optimizer") or getattr(args, name, True):
         return False
@@ -206,7 +206,7 @@ def _saves_slices(args: Any) -> bool:
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
-    """Refuse steps of few microbatches; evaluations may have any number."""
+    """Refuse training steps with too few microbatches; evaluations may have any number."""
     ranks, steps = argument(args, "pipeline_model_parallel_size") or 1, batches.of_training(args)
     needed = CHUNKS * ranks
     if steps is not None and (count := steps.microbatches) < needed:
@@ -217,7 +217,7 @@ def _check_microbatches(args: Any) -> Iterator[str]:
 
 
 def refuse_before_megatron(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``validate_args``, which would say otherwise what is wrong with the layers."""
+    """Wrap ``validate_args``: check the layers first, since Megatron's message would mislead."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         require(context, lambda arguments, _: check_chunks_of_v(arguments), args)
@@ -229,7 +229,7 @@ def refuse_before_megatron(original: Callable[..., Any], context: Context[Option
 _PLACEMENT = "mindspeed_dsa.features.pipeline.dualpipev.placement"
 _TIED = "mindspeed_dsa.features.pipeline.dualpipev.tied_weights"
 _OUTERMOST = 10
-"""Before features that ask a configuration for its chunks."""
+"""Patch priority: outside features that ask a configuration for its chunks."""
 _RANGE = ">=0.14,<0.21"
 
 FEATURE = Feature(

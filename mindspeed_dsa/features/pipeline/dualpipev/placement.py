@@ -1,8 +1,8 @@
-"""Places of a V: which stage of the model a chunk is, and on which rank the model ends.
+"""Placement in a V: the stage of each chunk, and the rank with the model's last stage.
 
-Rank ``r`` of ``PP`` has stage ``r`` as its chunk 0 and stage ``2 PP - 1 - r`` as its chunk 1, so the first
-rank has the embedding and the loss. Megatron's modules ask a layout which layers they are, and functions of
-position whether the model ends with them.
+With ``PP`` ranks, rank ``r`` has stage ``r`` as chunk 0 and stage ``2 PP - 1 - r`` as chunk 1. So the first
+rank has both the embedding and the loss. Megatron's modules get their layers from a layout, and ask position
+functions whether the model ends with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def lay_out(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__``: of a model with a pipeline."""
+    """Wrap ``TransformerConfig.__post_init__``: set a V-shaped layout in models with a pipeline."""
     layout_class = cache(partial(_v_shaped, context.megatron))
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,43 +43,44 @@ def lay_out(original: Callable[..., None], context: Context[Options]) -> Callabl
 
 
 def _v_shaped(megatron: Megatron) -> Any:
-    """Return a class of layouts, derived from this Megatron's own."""
+    """Return a subclass of this Megatron's layout class."""
     parent: Any = megatron("core.transformer.pipeline_parallel_layer_layout").PipelineParallelLayerLayout
     state = megatron("core.parallel_state")
 
     class VShapedLayout(parent):
-        """Megatron's layout, whose second chunks lie on the ranks in reverse order.
+        """Megatron's layout with the second chunks on the ranks in reverse order.
 
         Args:
-            plain: the layout of interleaved chunks with the same stages.
+            plain: layout of interleaved chunks with the same stages.
         """
 
         v_shaped = True
 
         def __init__(self, plain: Any) -> None:
             self.__dict__.update(vars(plain))
+            # plain.layout is [rank][turn]. 2 ranks: [[s0, s2], [s1, s3]] -> s0, s1, s2, s3.
             self.stages = [list(stage) for turn in zip(*plain.layout, strict=True) for stage in turn]
             ranks = self.pipeline_model_parallel_size
             if len(self.stages) != CHUNKS * ranks:
                 raise SettingsError(
                     f"{FLAG} needs {CHUNKS * ranks} chunks on {ranks} pipeline ranks, not {len(self.stages)}"
                 )
-            # By rank and chunk, as other code reads it.
+            # [rank][chunk], for other code that reads it. 2 ranks: stages [[0, 3], [1, 2]].
             self.layout = [[self.stages[rank], self.stages[-1 - rank]] for rank in range(ranks)]
 
         def get_layer_offset(
             self, layer_type: Any = None, vp_stage: int | None = None, pp_rank: int | None = None
         ) -> int:
-            """Return how many layers of a kind, by default the decoder's, precede a chunk's."""
+            """Return the number of layers of a kind before a chunk; default kind: decoder layers."""
             if vp_stage is None:
                 raise SettingsError(f"{FLAG}: a model was built without saying which of its chunks it is")
             kind = megatron("core.transformer.enums").LayerType.decoder if layer_type is None else layer_type
             rank = state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
             stage = len(self.stages) - 1 - rank if vp_stage else rank
-            return sum(each.count(kind) for each in self.stages[:stage])
+            return sum(layers.count(kind) for layers in self.stages[:stage])
 
         def validate_layer_layout(self, num_layers: int, mtp_num_layers: int) -> bool:
-            """Check it, and return that no stage has layers of multi-token prediction alone."""
+            """Check the layout; return that no stage has only multi-token prediction layers."""
             super().validate_layer_layout(num_layers, mtp_num_layers)
             return False
 
@@ -87,9 +88,10 @@ def _v_shaped(megatron: Megatron) -> Any:
 
 
 def ends_on_first_rank(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Decorate ``is_pipeline_last_stage``.
+    """Wrap ``is_pipeline_last_stage``: with a chunk given, the model ends with chunk 1 of rank 0.
 
-    Without a chunk it asks which rank reports a step. That stays the last one, which is handed the losses.
+    Without a chunk the caller asks for the rank that reports a step, which remains the last rank. The first
+    rank sends the losses there.
     """
 
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -103,13 +105,13 @@ def ends_on_first_rank(original: Callable[..., bool], context: Context[Options])
 
 
 class Reporting:
-    """Which of two questions ``is_pp_last_stage`` is asked.
+    """State that tells the two meanings of ``is_pp_last_stage`` apart.
 
     Args:
-        context: the feature's.
+        context: the feature's context.
 
     Attributes:
-        asked: whether the question is which rank reports a step; otherwise it is where the model ends.
+        asked: whether callers ask for the rank that reports a step; otherwise for the end of the model.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -117,7 +119,7 @@ class Reporting:
 
     @contextmanager
     def being(self, asked: bool) -> Iterator[None]:
-        """Run the block, which asks the one or the other."""
+        """Set ``asked`` inside the block."""
         before, self.asked = self.asked, asked
         try:
             yield
@@ -126,10 +128,10 @@ class Reporting:
 
 
 def last_is_first(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Decorate ``is_pp_last_stage``, which is asked together with ``is_vp_last_stage``.
+    """Wrap ``is_pp_last_stage``, which callers combine with ``is_vp_last_stage``: the model ends on rank 0.
 
-    Since 0.19 a step and an evaluation ask it as well, for the rank that reports the losses. That stays the
-    last one.
+    Since 0.19, a step and an evaluation also call it to find the rank that reports the losses, which remains
+    the last rank.
     """
     reporting = context.state(Reporting)
 
@@ -142,7 +144,7 @@ def last_is_first(original: Callable[..., bool], context: Context[Options]) -> C
 
 
 def report_on_last_rank(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``train_step`` and ``evaluate``, around the schedule: they ask which rank reports."""
+    """Wrap ``train_step`` and ``evaluate``, which ask for the rank that reports a step."""
     reporting = context.state(Reporting)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -153,9 +155,9 @@ def report_on_last_rank(original: Callable[..., Any], context: Context[Options])
 
 
 def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_batch_on_this_tp_rank`` up to 0.17, which asks for the rank and not for the chunk.
+    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17, which goes by the rank and ignores the chunk.
 
-    Without a pipeline it hands out everything.
+    With a pipeline size of 1 it returns the complete batch.
     """
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
@@ -170,9 +172,9 @@ def hand_out_whole_batches(original: Callable[..., Any], context: Context[Option
 
 
 def hand_out_as_one_stage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``get_batch_on_this_tp_rank`` since 0.18, which is told of the rank and not of the chunk.
+    """Wrap ``get_batch_on_this_tp_rank`` since 0.18, which goes by the rank and ignores the chunk.
 
-    As the only stage of a pipeline a rank is handed everything.
+    With a pipeline size of 1 it returns the complete batch.
     """
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""One training step, or one evaluation, that plays DualPipeV's list event by event.
+"""One training step or evaluation that runs DualPipeV's list event by event.
 
-The list is the simulator's, and the only source of order. Forwards, backwards and pairs are Megatron's own
-functions, looked up when they are called, so that features which follow or change them do so here as well.
+The list comes from the simulator and is the only source of order. Forwards, backwards and pairs are
+Megatron's own functions, looked up at each call, so that features that wrap them stay in force.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_SERVED = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 
 
 def play_the_list(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``get_forward_backward_func``: of jobs with a pipeline."""
+    """Wrap ``get_forward_backward_func``: return the schedule below for jobs with a pipeline."""
     groups = Groups()
 
     def get_forward_backward_func(pp_size: int | None = None, *args: Any, **kwargs: Any) -> _Function:
@@ -53,7 +53,7 @@ def play_the_list(original: _Function, context: Context[Options]) -> _Function:
 
 
 class _Step:
-    """One step of a rank; parameters are those of Megatron's schedules."""
+    """One step of a rank; takes the parameters of Megatron's schedules."""
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class _Step:
         self._pipeline = state.get_pipeline_model_parallel_group()
         self._context_ranks = state.get_context_parallel_world_size()
         self._list = self._schedule()
+        # Units whose weight gradients are a separate event on this rank.
         self._apart = {
             (event.chunk, event.microbatch)
             for event in self._list.ranks[self._pipeline.rank()]
@@ -108,6 +109,7 @@ class _Step:
             Kind.BACKWARD: self._backward,
             Kind.WEIGHT: self._give_weights,
         }
+        # 8192 tokens, CP 2, TP 4 with sequence parallel: 8192 / 2 / 4 = 1024 rows.
         rows = (decoder_seq_length or seq_length) // self._context_ranks
         if self._config.sequence_parallel:
             rows //= state.get_tensor_model_parallel_world_size()
@@ -120,7 +122,7 @@ class _Step:
         return (parameter for chunk in self._model for parameter in chunk.parameters())
 
     def _has_plans(self, options: Options) -> bool:
-        """Return whether the model's forwards are plans that a backward can share a block with."""
+        """Return whether forwards are schedule plans, which can run paired with a backward."""
         return options.paired and bool(getattr(self._config, "overlap_moe_expert_parallel_comm", False))
 
     def _schedule(self) -> Schedule:
@@ -132,7 +134,7 @@ class _Step:
     # -- the list ------------------------------------------------------------------------------------
 
     def run(self) -> list[Any]:
-        """Run all events; return what forwards report of their losses, on the rank that Megatron asks."""
+        """Run all events; return the loss reports, on the rank that Megatron reads them from."""
         with contextlib.nullcontext() if self._waiting is None else self._waiting.step():
             return self._run()
 
@@ -145,6 +147,7 @@ class _Step:
         blocks = list(self._list.blocks(self._transfers.rank))
         self._transfers.expect(blocks[0])
         for block, following in zip(blocks, [*blocks[1:], ()], strict=True):
+            # Receives of the next block are posted before this block runs.
             self._transfers.expect(following)
             if self._plans and block[0].kind is not Kind.WEIGHT:
                 self._run_plans(block)
@@ -191,17 +194,17 @@ class _Step:
         self._finish_backward(event, gradient)
 
     def _deferring(self, forward: Event | None) -> AbstractContextManager[Any]:
-        """Have a forward leave its weights' gradients, if the list has them apart."""
+        """Defer a forward's weight gradients if the list has them as a separate event."""
         if self._waiting is None or forward is None or not self._is_split(forward):
             return contextlib.nullcontext()
         return self._waiting.deferring(forward.chunk, forward.microbatch)
 
     def _is_split(self, event: Event) -> bool:
-        """Return whether a forward's, or backward's, weight gradients are an event of their own."""
+        """Return whether the list has the weight gradients of this forward or backward as an event."""
         return (event.chunk, event.microbatch) in self._apart
 
     def _finish_backward(self, event: Event, gradient: Tensor | None) -> None:
-        """Send the gradient of a backward's input, and note whether those of weights are left."""
+        """Send the gradient of the backward's input, and record whether weight gradients are left."""
         if self._waiting is not None:
             self._waiting.ran_backward(event.chunk)
         if gradient is not None:
@@ -215,7 +218,7 @@ class _Step:
         self._waiting.run(event.chunk, event.microbatch)
 
     def _run_plans(self, block: Sequence[Event]) -> None:
-        """Run a forward, a backward or both as Megatron's plans, side by side."""
+        """Run a forward, a backward or a pair as Megatron's schedule plans."""
         forward = next((event for event in block if event.kind is Kind.FORWARD), None)
         backward = next((event for event in block if event.kind is Kind.BACKWARD), None)
         self._megatron("core.pipeline_parallel.utils").set_streams()
@@ -253,7 +256,7 @@ class _Step:
     # -- values --------------------------------------------------------------------------------------
 
     def _enter(self, event: Event) -> Tensor | None:
-        """Return a forward's input, the leaf that its graph begins at."""
+        """Return a forward's input, a leaf of its graph; ``None`` for the first stage."""
         entered = self._transfers.take(event)
         if not self._forward_only:
             if entered is not None:
@@ -274,7 +277,7 @@ class _Step:
         return self._list.stage(self._transfers.rank, event.chunk) == self._list.stages - 1
 
     def _is_first(self, event: Event) -> bool:
-        """Return whether a forward is its chunk's first; in validation, of the first step."""
+        """Return whether a forward is its chunk's first; in validation, only in the first step."""
         first = event.microbatch == 0
         if self._first_val_step is not None and self._forward_only:
             return bool(self._first_val_step) and first
@@ -283,15 +286,15 @@ class _Step:
     # -- the end of a step ---------------------------------------------------------------------------
 
     def _handed_over(self) -> list[Any]:
-        """Give the last rank, which reports a step and counts its tokens, what the first one has found."""
+        """Send the loss reports and token count from the first rank to the last, which reports the step."""
         ranks = dist.get_process_group_ranks(self._pipeline)
-        found: list[Any] = [(self._reports, self._tokens)]
+        payload: list[Any] = [(self._reports, self._tokens)]
         if self._transfers.rank == 0:
-            dist.send_object_list(tree_map(_to_host, found), ranks[-1], self._pipeline)
+            dist.send_object_list(tree_map(_to_host, payload), ranks[-1], self._pipeline)
             return []
         if self._transfers.rank == len(ranks) - 1:
-            dist.recv_object_list(found, ranks[0], self._pipeline)
-            reports, self._tokens = tree_map(self._to_device, found[0])
+            dist.recv_object_list(payload, ranks[0], self._pipeline)
+            reports, self._tokens = tree_map(self._to_device, payload[0])
             return list(reports)
         return []
 
@@ -310,7 +313,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _refuse(others: dict[str, Any], model: Any) -> None:
-    """Refuse what a caller of the schedule asks for and gets from Megatron's own alone."""
+    """Refuse arguments that only Megatron's own schedules serve."""
     for name, value in others.items():
         if name not in _NOT_SERVED or value is not None:
             raise SettingsError(f"{FLAG}: the schedule was called with {name}, which it does not serve")
@@ -319,12 +322,12 @@ def _refuse(others: dict[str, Any], model: Any) -> None:
 
 
 class _Synchronisation:
-    """Reduction of gradients over data parallel ranks, at each chunk's last backward.
+    """Reduction of gradients over data parallel ranks at each chunk's last backward.
 
     Args:
-        config: Megatron's, whose functions do it.
+        config: Megatron configuration with the functions for reduction.
         model: chunks of this rank.
-        microbatches: of the step.
+        microbatches: number of microbatches of the step.
     """
 
     def __init__(self, config: Any, model: list[Any], microbatches: int) -> None:
@@ -332,18 +335,18 @@ class _Synchronisation:
         self._held: contextlib.ExitStack | None = None
 
     def begin(self) -> None:
-        """Hold reductions back, and have parameters gathered where that was left to the schedule."""
+        """Suppress reduction, and gather parameters if the configuration leaves that to the schedule."""
         self._hold()
         for chunk, sync in enumerate(_per_chunk(self._config.param_sync_func, self._model)):
             sync(self._model[chunk].parameters())
 
     def before(self, event: Event) -> None:
-        """Let a chunk's last backward reduce as it goes."""
+        """Allow reduction during a chunk's last backward, unless the schedule starts it explicitly."""
         if event.microbatch == self._last and self._config.grad_sync_func is None:
             self._let_go()
 
     def after(self, event: Event) -> None:
-        """Have the chunk's gradients reduced, where the schedule is to do so; hold back the others."""
+        """Reduce the chunk's gradients if the schedule is to do so; suppress the reduction of others."""
         functions = _per_chunk(self._config.grad_sync_func, self._model)
         if event.microbatch == self._last and functions:
             self._let_go()
@@ -351,7 +354,7 @@ class _Synchronisation:
         self._hold()
 
     def end(self) -> None:
-        """Hold back nothing any more."""
+        """Allow reduction again."""
         self._let_go()
 
     def _hold(self) -> None:

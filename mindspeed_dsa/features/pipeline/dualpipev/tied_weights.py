@@ -1,8 +1,8 @@
-"""The embedding's weight and its copy in the chunk that ends the model, both on the first rank.
+"""The embedding weight and its copy in the model's last stage, both on the first rank.
 
-Megatron keeps the copy on the last rank, and an all-reduce keeps both alike: for an output layer that shares
-the embedding's weight, and for multi-token prediction, which embeds tokens. Here both are on one rank, and an
-addition does.
+The copy serves an output layer tied to the embedding, and multi-token prediction, which embeds tokens.
+Megatron keeps it on the last rank, and an all-reduce keeps both equal. Here both are on one rank, so an
+addition replaces the all-reduce.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_dsa.parallel.local_shards import local_of
 
 
 def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Decorate ``default_embedding_ranks``."""
+    """Wrap ``default_embedding_ranks``: only the first rank has embeddings."""
 
     def default_embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
         return [pp_ranks[0]]
@@ -29,8 +29,8 @@ def embed_on_first_rank(original: Callable[..., list[int]]) -> Callable[..., lis
 
 
 def copy_embedding(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``setup_embeddings_and_output_layer``, after which the copy holds zeros."""
-    embedding: Any = None  # reference to that of the model chunk that was built last with one of its own
+    """Wrap ``setup_embeddings_and_output_layer``, which leaves zeros in the copy: copy the embedding."""
+    embedding: Any = None  # weak reference to the embedding of the chunk built last that has one
 
     def setup_embeddings_and_output_layer(self: Any) -> None:
         nonlocal embedding
@@ -49,7 +49,7 @@ def copy_embedding(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def add_gradients(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``_allreduce_word_embedding_grads``: the rank that has both adds them up."""
+    """Wrap ``_allreduce_word_embedding_grads``: add the two gradients on the rank that has both."""
 
     def _allreduce_word_embedding_grads(model: list[Any], config: Any, *args: Any, **kwargs: Any) -> None:
         unwrap = context.megatron("core.utils").get_attr_wrapped_model
@@ -65,5 +65,5 @@ def add_gradients(original: Callable[..., None], context: Context[Options]) -> C
 
 
 def _gradient_of(weight: Any) -> Tensor:
-    """Return where the optimizer finds a weight's gradient; of a shard, this rank's piece."""
+    """Return the gradient that the optimizer reads; for a DTensor, this rank's shard."""
     return local_of(weight.main_grad if hasattr(weight, "main_grad") else weight.grad)

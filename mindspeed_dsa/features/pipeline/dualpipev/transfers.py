@@ -1,11 +1,10 @@
-"""Messages between the ranks of a V: activations and gradients, to the rank above and to the rank below.
+"""Messages between the ranks of a V: activations and gradients to the next and to the previous rank.
 
-Every message leaves when its event is done, and nobody waits for it to be taken; it stays in memory until
-one comes from its receiver that was sent later than that has used it. A rank posts its receives in
-the order in which the sender's list sends, ahead of the event that needs them. So all messages from one rank
-to another are one queue, in one order on both ends, and ranks wait for each other as in the simulation: it
-cannot deadlock. Where a backend runs all of a group's messages one after the other, each direction gets a
-group of its own.
+A message is sent when its event is done, without waiting for its receive. Its buffer is kept until a later
+message from the receiver shows that the receiver has used it. A rank posts its receives in the order of the
+sender's list, ahead of the event that needs them. So all messages from one rank to another form one queue
+with the same order on both ends. Ranks wait for each other as in the simulation, which does not deadlock.
+Backends that run all messages of a group one after the other get one group per direction.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ _TAGS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 
 
 class LostNeighbourError(MindSpeedDSAError):
-    """A message that did not arrive, or was not taken."""
+    """A message did not arrive, or was not received."""
 
 
 class Groups:
-    """Process groups of a session's pipelines by direction, made on first use."""
+    """Process groups per direction of a session's pipelines, created on first use."""
 
     def __init__(self) -> None:
         self._downward: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def of(self, pipeline: Any) -> tuple[Any, Any]:
-        """Return the groups for messages to ranks of higher and of lower number.
+        """Return the groups for messages to the next rank and to the previous rank.
 
         Args:
-            pipeline: process group.
+            pipeline: pipeline parallel process group.
         """
-        if dist.get_backend(pipeline) == "gloo":  # which has queues for each direction and tag
+        if dist.get_backend(pipeline) == "gloo":  # has a queue per direction and tag
             return pipeline, pipeline
         if pipeline not in self._downward:
             ranks = dist.get_process_group_ranks(pipeline)
@@ -56,11 +55,11 @@ class Transfers:
     """Messages of one rank in one step.
 
     Args:
-        schedule: all ranks' lists.
-        groups: for messages to higher and to lower ranks.
-        shape: of an activation, ``[sequence, batch, hidden]``.
-        dtype: of it.
-        device: of it.
+        schedule: lists of all ranks.
+        groups: process groups for messages to the next and to the previous rank.
+        shape: shape of an activation, ``[sequence, batch, hidden]``.
+        dtype: dtype of an activation.
+        device: device of an activation.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class Transfers:
         self._schedule, self._groups, self.rank = schedule, groups, groups[0].rank()
         self._shape, self._dtype, self._device = shape, dtype, device
         self._ranks = dist.get_process_group_ranks(groups[0])
-        neighbours = [each for each in (self.rank - 1, self.rank + 1) if 0 <= each < len(schedule.ranks)]
+        neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < len(schedule.ranks)]
         self._to_come = {sender: deque(self._sent_by(sender)) for sender in neighbours}
         self._arriving: dict[Unit, tuple[Tensor, Any]] = {}
         self._here: dict[Unit, Tensor] = {}
-        self._leaving: dict[int, deque[_Sent]] = {each: deque() for each in neighbours}
-        self._positions = {each: dict(self._in_list_of(each)) for each in neighbours}
+        self._leaving: dict[int, deque[_Sent]] = {rank: deque() for rank in neighbours}
+        self._positions = {rank: dict(self._in_list_of(rank)) for rank in neighbours}
 
     def _in_list_of(self, rank: int) -> Iterable[tuple[Unit, int]]:
         for position, event in enumerate(self._schedule.ranks[rank]):
@@ -95,7 +94,7 @@ class Transfers:
         return self._schedule.next_unit(rank, event) if event.kind in _TAGS else None
 
     def _needs(self, event: Event) -> Unit | None:
-        """Return the unit of an event that gets a message; None where it begins with data or loss."""
+        """Return the unit of an event whose input is a message; ``None`` if it starts from data or loss."""
         if event.kind not in _TAGS:
             return None
         stage = self._schedule.stage(self.rank, event.chunk)
@@ -103,8 +102,9 @@ class Transfers:
         return None if begins else (event.kind, stage, event.microbatch)
 
     def _name(self, unit: Unit) -> Name:
-        """Return the name of what a unit begins with."""
+        """Return the name of a unit's input in traces."""
         kind, stage, microbatch = unit
+        # Stages PP to 2 PP - 1 are chunk 1.
         forward, chunk = kind is Kind.FORWARD, int(stage >= len(self._schedule.ranks))
         run = Pass(kind.name.lower(), microbatch, chunk)
         return Name("activation" if forward else "gradient", passes=(run,))
@@ -113,7 +113,7 @@ class Transfers:
         return self._schedule.rank_of(unit[1] + (-1 if unit[0] is Kind.FORWARD else 1))
 
     def expect(self, events: Iterable[Event]) -> None:
-        """Post the receives of events, and those that leave their senders before them."""
+        """Post the receives for the events, after those that their senders send earlier."""
         for event in events:
             unit = self._needs(event)
             sender = None if unit is None else self._sender(unit)
@@ -122,16 +122,20 @@ class Transfers:
             while unit in self._to_come[sender]:
                 coming = self._to_come[sender].popleft()
                 tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                # Group 0 is for messages to higher ranks, group 1 to lower ranks.
                 group = self._groups[self.rank < sender]
                 with names.under(self._name(coming)):
                     work = dist.irecv(tensor, self._ranks[sender], group, _TAGS[coming[0]])
                 self._arriving[coming] = tensor, work
 
     def take(self, event: Event) -> Tensor | None:
-        """Return an event's input, an activation or the gradient of its output, once it is there.
+        """Wait for an event's input, an activation or the gradient of its output.
+
+        Returns:
+            The input, or ``None`` if the event starts from data or from the loss.
 
         Raises:
-            LostNeighbourError: it does not come.
+            LostNeighbourError: the message does not arrive.
         """
         unit = self._needs(event)
         if unit is None:
@@ -147,18 +151,20 @@ class Transfers:
                 f"dualpipev: pipeline rank {self.rank} waits for rank {sender}, which is lost, before "
                 f"{_words(event)} (stage {unit[1]}): {error}"
             ) from error
+        # The message proves that the sender has run the unit before this one, with all its earlier inputs.
         kind, stage, microbatch = unit
         self._let_go(sender, (kind, stage + (-1 if kind is Kind.FORWARD else 1), microbatch))
         return tensor
 
     def _let_go(self, receiver: int, unit: Unit) -> None:
-        """Drop what a rank has taken, as it has come to a unit of its list: gloo says so at a wait alone."""
+        """Drop the messages that a receiver has used, since it has reached the given unit of its list."""
+        # gloo reports that a message was received only in wait().
         sent, reached = self._leaving[receiver], self._positions[receiver][unit]
         while sent and self._positions[receiver][sent[0].unit] <= reached:
             self._wait_until_taken(receiver, sent.popleft())
 
     def hand_on(self, event: Event, result: Tensor) -> None:
-        """Send an event's result, an activation or the gradient of its input, to where it is needed."""
+        """Send an event's result, an activation or the gradient of its input, to the unit that needs it."""
         unit = self._leads_to(self.rank, event)
         if unit is None:
             return
@@ -173,10 +179,10 @@ class Transfers:
         self._leaving[receiver].append(_Sent(unit, alias, work))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has been taken.
+        """Wait until all sent messages are received.
 
         Raises:
-            LostNeighbourError: it is not.
+            LostNeighbourError: a message is not received.
         """
         for receiver, sent in self._leaving.items():
             while sent:
@@ -195,7 +201,7 @@ class Transfers:
 
 
 class _Sent(NamedTuple):
-    """A message under way: the unit whose input it is, and what is sent."""
+    """A sent message: its tensor, and the unit that takes it as input."""
 
     unit: Unit
     tensor: Tensor

@@ -1,4 +1,4 @@
-"""All-to-alls behind another microbatch's computation."""
+"""Feature that hides all-to-alls behind another microbatch's computation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Options:
     """Abilities of the installed release, and other features that change a layer's pieces.
 
     Attributes:
-        counts_uses: overlapped reduction knows parameters that two backwards of a microbatch use.
-        streams: where rows may be moved.
-        moves_experts: hot experts travel with the rows.
+        counts_uses: whether overlapped reduction supports parameters with two backwards per microbatch.
+        streams: streams on which rows may be moved.
+        moves_experts: whether the weights of hot experts are sent to other ranks.
     """
 
     counts_uses: bool
@@ -65,11 +65,11 @@ _REFUSED = {
     "use_megatron_fsdp": "gathers weights by whole layers",
     "cuda_graph_impl": "would hold each transfer at a fixed place",
 }
-"""Arguments of Megatron that are refused when they are set, and why."""
+"""Megatron arguments that are refused when set, with the reason."""
 
 
 def check_overlap(args: Any, options: Options) -> Iterator[str]:
-    """Refuse arguments, or a model's configuration, that rule out pairs or leave nothing to hide."""
+    """Yield a problem for each argument or configuration field that rules out pairs or leaves no overlap."""
     if not number_of_experts(args):
         yield from check_experts(args, FLAG)
         return
@@ -109,7 +109,7 @@ def _check_embedding(args: Any, options: Options, stages: int) -> Iterator[str]:
 
 
 def _check_microbatches(args: Any) -> Iterator[str]:
-    """Refuse batches with nothing to pair, and those with fewer microbatches than Megatron interleaves."""
+    """Yield a problem for steps with nothing to pair, and for evaluations too small to interleave."""
     ranks, steps = argument(args, "pipeline_model_parallel_size") or 1, batches.of_training(args)
     group = argument(args, "microbatch_group_size_per_vp_stage") or ranks
     needed = max(2, ranks)
@@ -121,12 +121,12 @@ def _check_microbatches(args: Any) -> Iterator[str]:
                 f"{FLAG}: a step has {count} microbatch{'es' * (count != 1)}, which leaves nothing to pair; "
                 f"use at least {needed} ({steps.enlarged(needed)})"
             )
-    found = batches.of_evaluation(args)
+    evaluation = batches.of_evaluation(args)
     interleaves = ranks > 1 and not is_v_shaped(args)
-    if interleaves and found is not None and (count := found.microbatches) < group:
+    if interleaves and evaluation is not None and (count := evaluation.microbatches) < group:
         yield (
             f"{FLAG}: an evaluation has {count} microbatch{'es' * (count != 1)}, and Megatron interleaves "
-            f"{group} in a pipeline; use {found.enlarged(group)}, or a smaller {found.micro_flag}"
+            f"{group} in a pipeline; use {evaluation.enlarged(group)}, or a smaller {evaluation.micro_flag}"
         )
 
 
@@ -149,7 +149,7 @@ def _check_recompute(args: Any) -> Iterator[str]:
 
 
 def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``validate_args``: what a job's own code and Megatron read is the argument."""
+    """Wrap ``validate_args``: set the argument that Megatron and the job's own code read."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         args.overlap_moe_expert_parallel_comm = True
@@ -161,9 +161,9 @@ def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any
 def configure_paired_schedule(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__``: of a model with experts.
+    """Wrap ``TransformerConfig.__post_init__``: enable the paired schedule for models with experts.
 
-    Its own checks of the schedule, one of which is against fp32, are passed over; ours take their place.
+    :func:`check_overlap` replaces Megatron's own checks of the schedule, one of which refuses fp32.
     """
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -171,6 +171,7 @@ def configure_paired_schedule(
             original(self, *args, **kwargs)
             return
         require(context, check_overlap, self)
+        # Off during the original's checks.
         self.overlap_moe_expert_parallel_comm = False
         original(self, *args, **kwargs)
         self.overlap_moe_expert_parallel_comm = True

@@ -1,9 +1,9 @@
-"""One layer as pieces with a backward of their own, and the order in which two layers' pieces run.
+"""One layer as pieces with separate backwards, and the order in which two layers' pieces run.
 
-Megatron's schedule pairs a layer's forward (F) with the backward (B) of a layer of another microbatch. It has
-the layer's steps as nodes, each with a graph of its own, whose all-to-alls block. Here a transfer is started
-at the end of a piece and awaited at the beginning of the next one, in forward and in backward, so that
-whatever runs in between runs under it::
+Megatron's schedule pairs a layer's forward (F) with the backward (B) of another microbatch's layer. Megatron
+has a node with its own graph for each step of the layer, and blocking all-to-alls. Here a transfer is started
+at the end of a piece and awaited at the beginning of the next one, in forward and in backward. The work in
+between hides it::
 
     B  after the combine                    starts the reversed combine
     F  up to the dispatch                   starts the dispatch
@@ -12,9 +12,9 @@ whatever runs in between runs under it::
     B  up to the dispatch
     F  after the combine
 
-A direction that runs alone, as in warm-up and cool-down, runs its own lines: the shared expert and the
-weights' gradients are then all that its transfers have above them. The order is the same on all ranks, which
-the transfers of a group need.
+A forward or backward without a partner, as in warmup and cooldown, runs only its own lines. Then only the
+shared expert and the weight gradients hide its transfers. The order is the same on all ranks, as transfers of
+a process group require.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mindspeed_dsa.parallel.weight_gradients import are_queued, defer_gradients
 
 
 def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayerSchedulePlan.run``."""
+    """Wrap ``TransformerLayerSchedulePlan.run``: run both layers' pieces in the order above."""
 
     def run(
         f_layer: Any,
@@ -62,7 +62,8 @@ def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
         is_last_layer_in_bwd: bool = False,
     ) -> tuple[Any, Any]:
         plans = [plan for plan in (f_layer, b_layer) if plan is not None]
-        if not all(hasattr(plan, "pieces") for plan in plans):  # of a model with layers of other kinds
+        # Models with layers of another kind have plans without pieces.
+        if not all(hasattr(plan, "pieces") for plan in plans):
             result: tuple[Any, Any] = original(f_layer, b_layer, f_input, b_grad, is_last_layer_in_bwd)
             return result
         forward, backward = (None if plan is None else plan.pieces for plan in (f_layer, b_layer))
@@ -89,7 +90,7 @@ def run_pair(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def release_pieces(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayerSchedulePlan.release_state``."""
+    """Wrap ``TransformerLayerSchedulePlan.release_state``: release the pieces too."""
 
     def release_state(self: Any) -> None:
         self.pieces = None
@@ -99,9 +100,9 @@ def release_pieces(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_what_learns(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``ScheduleNode.default_backward_func``: autograd refuses tensors without a graph.
+    """Wrap ``ScheduleNode.default_backward_func``: skip outputs without a graph, which autograd refuses.
 
-    Below the first weight that learns there are pieces without any, such as a frozen embedding.
+    Pieces below the first trained weight, such as a frozen embedding, have no graph.
     """
 
     def default_backward_func(self: Any, outputs: Sequence[Tensor], output_grad: Any) -> Any:
@@ -118,11 +119,11 @@ def run_what_learns(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- cutting a layer's steps at its transfers -------------------------------------------------------
 
 _Step = Callable[..., Any]
-"""A node's forward: it gets the node and its inputs."""
+"""Forward function of a node; takes the node and its inputs."""
 
 
 def cut_at_transfers(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerLayerSchedulePlan._build_callable_nodes``: everything is queued in one place."""
+    """Wrap ``TransformerLayerSchedulePlan._build_callable_nodes``: build pieces on a single stream."""
 
     def _build_callable_nodes(
         self: Any, event: Any, comp_stream: Any, comm_stream: Any, extra_args: dict[str, Any]
@@ -156,7 +157,7 @@ def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context
         plan.moe_dispatch = None
         if apart:
             permutation = make(permute(moe, dispatch, handover), "permutation")
-            # A chunk's end is read by what follows it on the first stream, and so is the final norm in it.
+            # A chunk's last output, with the final norm, is read on the first stream, so it stays there.
             nodes = [permutation] if plan.moe_combine.is_last_layer else [permutation, plan.moe_combine]
             choose_stream = Nodes(moe.token_dispatcher, stream, nodes, context.options.streams).choose_stream
         if moe.use_shared_expert:
@@ -168,7 +169,7 @@ def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context
 
 
 def _before_experts(router: _Step, dispatch: _Step | None, layer: Any, handover: Handover) -> _Step:
-    """Make the step up to the dispatch, or up to the permutation where a node does both."""
+    """Build the step up to the dispatch; up to the router if the permutation is a node of its own."""
 
     def step(node: Any, hidden: Tensor) -> Any:
         with running_in_pieces(), contextlib.nullcontext() if dispatch else postponed(layer.mlp, handover):
@@ -198,9 +199,10 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
         state, companion = node.layer_state, companion_of(moe.token_dispatcher)
         if companion is not None:
             companion.enter_experts()
-        # The shared expert is a node of its own, and reads the norm's output when the experts have run:
-        # neither may Megatron's step run the one nor free the other.
-        # Before the arrivals: their gradients come under the way back, unless a schedule has them wait.
+        # Megatron's step must neither run the shared expert nor free the norm's output: the shared expert
+        # is a node of its own, and reads that output after the experts have run.
+        # Created before the arrivals, so that weight gradients run under the reversed dispatch. A schedule
+        # with a split backward queues them instead.
         with contextlib.nullcontext() if are_queued() else defer_gradients(moe.experts.parameters()):
             tokens, probs = handover.dispatch
             handover.dispatch.clear()
@@ -211,6 +213,7 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
         if not moe.use_shared_expert:
             handover.discard_norm(output)
         state.dispatched_probs = None
+        # A recomputed forward sends no combine, since the first forward has sent it.
         sends = departed(handover.combined) if handover.combined else departing(handover.combine)
         with named("combine", moe.layer_number), sends:
             sent: Tensor = moe.token_dispatcher.token_combine(output)
@@ -240,7 +243,7 @@ def _shared_expert(moe: Any, context: Context[Options]) -> _Step:
 
 
 def _normalised_at_end(mlp: _Step) -> _Step:
-    """Add the decoder's final norm, which from 0.16 Megatron has in the steps of a MoE layer alone."""
+    """Add the decoder's final norm, which since 0.16 Megatron has only in the steps of MoE layers."""
 
     def step(node: Any, hidden: Tensor) -> Tensor:
         output: Tensor = mlp(node, hidden)
@@ -253,7 +256,7 @@ def _normalised_at_end(mlp: _Step) -> _Step:
 
 
 def postpone_shared_expert(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.shared_experts_compute``: its input takes the place of its output for a while."""
+    """Wrap ``MoELayer.shared_experts_compute``: return its input, for the node that runs it later."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         if in_pieces() and self.use_shared_expert:

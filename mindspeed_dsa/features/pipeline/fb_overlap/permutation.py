@@ -1,7 +1,8 @@
-"""Permutation and unpermutation of a layer in pairs: rows are moved beside the other direction's matmuls.
+"""Permutation and unpermutation of paired layers on a second stream.
 
-Moving rows takes vector cores and memory, and attention and experts the matrix cores. With ``--two-streams``
-these nodes run on the second stream, in forward and in backward::
+Moving rows uses vector cores and memory bandwidth; attention and experts use matrix cores. With
+``--two-streams`` one direction's rows are moved during the other direction's matmuls, in forward and in
+backward::
 
     second stream                                  first stream
     B  unpermutation; starts the combine           F  attention, router
@@ -9,9 +10,9 @@ these nodes run on the second stream, in forward and in backward::
     B  permutation, behind the dispatch            F  shared expert, experts
     F  unpermutation, behind the combine           B  router, attention
 
-The host's order is the same as on one stream. Megatron's event, which the nodes of a microbatch share, orders
-each direction for itself; between the directions there is nothing to order. A transfer is started and awaited
-on the stream of its node.
+The host issues work in the same order as on one stream. Megatron's event, shared by a microbatch's nodes,
+orders each direction. The two directions are independent. A transfer is started and awaited on its node's
+stream.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from mindspeed_dsa.megatron import second_stream
 from mindspeed_dsa.megatron.two_streams import Streams
 
 Step = Callable[..., Any]
-"""A node's forward: it gets the node and its inputs."""
+"""Forward function of a node; takes the node and its inputs."""
 
 
 class Nodes:
     """Nodes of one layer's forward and backward that only move rows.
 
     Args:
-        dispatcher: of the layer, which keeps tensors between its steps.
-        first: the stream of all other nodes.
-        nodes: of the permutation and of the unpermutation, or one of them.
-        streams: of the session.
+        dispatcher: the layer's dispatcher, which keeps tensors between its steps.
+        first: stream of all other nodes.
+        nodes: nodes of the permutation and of the unpermutation, or one of them.
+        streams: the session's streams.
     """
 
     def __init__(self, dispatcher: Any, first: Any, nodes: Sequence[Any], streams: Streams) -> None:
@@ -47,19 +48,20 @@ class Nodes:
             node.submodule = _handing_over(node.submodule, dispatcher, first)
 
     def choose_stream(self, hidden: Tensor) -> None:
-        """Choose the nodes' stream for a forward, and its backward, of ``[sequence, batch, hidden]``."""
+        """Select the nodes' stream for a forward on ``[sequence, batch, hidden]`` and for its backward."""
         stream = second_stream.second() if second_stream.is_worth(self._streams, hidden) else self._first
         for node in self._nodes:
             node.stream = stream
 
 
 def _handing_over(step: Step, dispatcher: Any, first: Any) -> Step:
-    """Keep memory that crosses the streams until both are done with it."""
+    """Keep memory that both streams use until both are done with it."""
 
     def on_either_stream(node: Any, *inputs: Any) -> Any:
         if node.stream is first:
             return step(node, *inputs)
-        # What is kept beside the rows is read here, and what the step leaves there by later nodes.
+        # The step also reads tensors kept in the layer state and the dispatcher, and leaves some there for
+        # later nodes on the first stream.
         second_stream.keep_for(node.stream, [*inputs, *_kept(node, dispatcher)])
         outputs = step(node, *inputs)
         several = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -71,18 +73,18 @@ def _handing_over(step: Step, dispatcher: Any, first: Any) -> Step:
 
 def _kept(node: Any, dispatcher: Any) -> list[Tensor]:
     return [
-        each
+        value
         for holder in (node.layer_state, dispatcher)
-        for each in vars(holder).values()
-        if isinstance(each, Tensor)
+        for value in vars(holder).values()
+        if isinstance(value, Tensor)
     ]
 
 
 def serves(layer: Any, options: Options) -> bool:
     """Return whether a layer's permutation is a node of its own.
 
-    Hot experts are planned with the permutation and leave behind the dispatch: they stay with the router.
-    Latent rows are projected in the same step, by weights.
+    Not with moved experts, which are planned in the permutation and sent after the dispatch starts. Not with
+    latent rows, which the same step projects with a weight.
     """
     latent = getattr(layer.mlp.config, "moe_latent_size", None)
     return options.streams.second and not options.moves_experts and not latent
@@ -90,7 +92,7 @@ def serves(layer: Any, options: Options) -> bool:
 
 @contextlib.contextmanager
 def postponed(moe: Any, handover: Handover) -> Iterator[None]:
-    """Have a ``MoELayer`` return hidden states and probabilities as they are, in place of permuted ones."""
+    """Make a ``MoELayer`` return unpermuted hidden states and probabilities inside the block."""
 
     def preprocess(hidden: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         handover.routing_map = routing_map
@@ -104,7 +106,7 @@ def postponed(moe: Any, handover: Handover) -> Iterator[None]:
 
 
 def permute(moe: Any, dispatch: Step, handover: Handover) -> Step:
-    """Make the step that permutes what :func:`postponed` has left, and starts the dispatch."""
+    """Build the step that permutes the result of :func:`postponed` and starts the dispatch."""
 
     def step(node: Any, hidden: Tensor, probs: Tensor) -> Tensor:
         routing_map, handover.routing_map = handover.routing_map, None

@@ -1,4 +1,4 @@
-"""Parts of one layer's forward and backward, between which its all-to-alls are on their way."""
+"""Pieces of one layer's forward and backward, with its all-to-alls in flight between them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from mindspeed_dsa.parallel.all_to_all import InFlight
 
 
 def until_dispatch(plan: Any) -> list[Any]:
-    """Return the nodes before the dispatch: two in megatron-core 0.14 and 0.15, another name from 0.19."""
+    """Return the nodes before the dispatch."""
+    # 0.14 and 0.15: attn and post_attn. From 0.19: pre_dispatch_computation instead of attn.
     names = ("attn", "pre_dispatch_computation", "post_attn")
     return [getattr(plan, name) for name in names if hasattr(plan, name)]
 
 
 def precision_of(plan: Any) -> AbstractContextManager[Any]:
-    """Return the context that a plan's layer computes in; fp8's alone, and called so, before 0.19.2."""
+    """Return the low precision context of a plan's layer; before 0.19.2 it serves only fp8."""
     make: Any = getattr(plan, "get_low_precision_context", None)
     context: AbstractContextManager[Any] = make() if make else plan.get_fp8_context()
     return context
@@ -31,14 +32,14 @@ def precision_of(plan: Any) -> AbstractContextManager[Any]:
 
 @dataclass
 class Handover:
-    """Values that one forward hands from piece to piece. Refers to no graph but that of a norm's output.
+    """Values passed from piece to piece in one forward; holds no graph except for a norm's output.
 
     Attributes:
-        dispatch, combine: rows that are between two pieces.
-        combined: of a forward that is run again up to the experts' output, the combine that it had.
-        shared: takes the place of the shared expert's output, where that has no graph.
-        norm: Megatron's checkpoint of the output of the norm before the experts, where that is recomputed.
-        routing_map: between router and permutation, where that is a node of its own.
+        dispatch, combine: transfers in flight between two pieces.
+        combined: combine of the first forward, if this forward recomputes up to the experts' output.
+        shared: substitute for a shared expert's output that has no graph.
+        norm: Megatron's checkpoint of the recomputed norm before the experts.
+        routing_map: routing map between router and permutation, if the permutation is a separate node.
     """
 
     dispatch: list[InFlight] = field(default_factory=list)
@@ -49,10 +50,10 @@ class Handover:
     routing_map: Tensor | None = None
 
     def discard_norm(self, first: Tensor) -> None:
-        """Free the norm's output, once every piece has read it, until the gradient of ``first`` is there.
+        """Free the norm's output after its last reader; recompute it when ``first`` gets its gradient.
 
         Args:
-            first: of all that is computed from the norm's output, it has its gradient first.
+            first: result computed from the norm's output whose gradient is the first to arrive.
         """
         norm, self.norm = self.norm, None
         if norm is not None:
@@ -60,15 +61,15 @@ class Handover:
 
 
 class Pieces:
-    """A layer's nodes.
+    """Nodes of a layer for one forward and backward.
 
     Args:
-        plan: Megatron's, with its nodes.
+        plan: Megatron's layer plan, with its nodes.
         layer: Megatron's transformer layer.
-        shared: of the shared expert, if the layer has one.
-        handover: of this forward.
-        permutation: node between router and dispatch, if that is one of its own.
-        choose_stream: gets the input of a forward, and chooses where rows are moved.
+        shared: the shared expert's node, or ``None``.
+        handover: values passed between pieces of this forward.
+        permutation: node between router and dispatch, if separate.
+        choose_stream: function that selects the stream for moving rows from the forward's input.
     """
 
     def __init__(
@@ -90,36 +91,39 @@ class Pieces:
 
     @property
     def router(self) -> Any:
-        """Return the last node that computes something before the dispatch."""
+        """Last node before the dispatch, without the permutation."""
         return self.before[-2 if self._permutes else -1]
 
     def forward_before(self, hidden: Tensor, followed: bool = True) -> Tensor:
-        """Run attention, router and permutation; the dispatch is on its way.
+        """Run attention, router and permutation, and start the dispatch.
 
         Args:
-            hidden: ``[sequence, batch, hidden]``.
-            followed: by features that work in a layer's forward.
+            hidden: hidden states, ``[sequence, batch, hidden]``.
+            followed: whether to call the features that follow a layer's forward.
+
+        Returns:
+            Edge of the dispatch for :meth:`forward_experts`, ``[0]``, or a dense layer's output so far.
         """
         if followed:
             others = [value for name, value in vars(self._state).items() if name != "model"]
             self._passes = Passes(self._layer, hidden, others)
         if self._choose_stream is not None:
             self._choose_stream(hidden)
-            self._choose_stream = None  # it knows the nodes, which a recomputed layer lets go
+            self._choose_stream = None  # it refers to the nodes, which a recomputed layer must release
         with self._passes.piece():
             for node in self.before:
                 hidden = node.forward(hidden)
         return hidden
 
     def forward_experts(self, edge: Tensor) -> Any:
-        """Run the experts between the shared expert's two halves; the combine is on its way."""
+        """Run the experts between the shared expert's two halves, and start the combine."""
         with self._passes.piece():
             if self.shared is None:
                 return self.experts.forward(edge)
             return self.shared.forward(lambda: self.experts.forward(edge))
 
     def forward_after(self, edges: Any) -> Tensor:
-        """Run what follows the combine, to the layer's output, ``[sequence, batch, hidden]``."""
+        """Run the rest after the combine and return the layer's output, ``[sequence, batch, hidden]``."""
         with self._passes.piece():
             output: Tensor = self.prediction.forward(self.after.forward(edges))
         self._passes.ends(output)
@@ -127,40 +131,40 @@ class Pieces:
         return output
 
     def backward_after(self, gradient: Tensor) -> Any:
-        """Run backward up to the combine; its reverse is on its way."""
+        """Run backward down to the combine, and start the reversed combine."""
         return self.after.backward(self.prediction.backward(gradient))
 
     def recompute_before(self) -> None:
-        """Do what :class:`Recomputed` does; here everything is kept."""
+        """No-op; :class:`Recomputed` recomputes here."""
 
     def recompute_experts(self) -> None:
-        """Do what :class:`Recomputed` does; here everything is kept."""
+        """No-op; :class:`Recomputed` recomputes here."""
 
     def backward_experts(self, edges: Any) -> Tensor:
-        """Run backward of shared expert and experts; weight gradients run above the dispatch's reverse."""
+        """Run backward of shared expert and experts; weight gradients run under the reversed dispatch."""
         if self.shared is not None:
             edges = self.shared.backward(edges)
         received: Tensor = self.experts.backward(edges)
         return received
 
     def backward_before(self, gradient: Tensor) -> Tensor:
-        """Run backward of the rest, to the gradient of the layer's input."""
+        """Run the rest of backward and return the gradient of the layer's input."""
         for node in reversed(self.before):
             gradient = node.backward(gradient)
         return gradient
 
 
 class Shared:
-    """The shared expert's node, between the router's and the one after the combine.
+    """Node of the shared expert, between the router's node and the node after the combine.
 
-    Megatron-core 0.14 and 0.15 hand its output on beside the experts'; later releases have it in the layer's
-    state, where its input takes its place until then.
+    Megatron-core 0.14 and 0.15 return its output together with the experts' output. Later releases keep it in
+    the layer's state, which holds the shared expert's input until then.
 
     Args:
-        node: runs it.
+        node: node that runs the shared expert.
         moe: Megatron's ``MoELayer``.
-        state: of the layer.
-        handover: of this forward.
+        state: the layer's state.
+        handover: values passed between pieces of this forward.
     """
 
     def __init__(self, node: Any, moe: Any, state: Any, handover: Handover) -> None:
@@ -169,7 +173,7 @@ class Shared:
         self._out: Any = None
 
     def forward(self, experts: Callable[[], Tensor]) -> Any:
-        """Run it, with ``experts`` in its middle; what it returns is for the node after the combine."""
+        """Run the shared expert with ``experts`` in the middle; return inputs for the next node."""
         done: list[Tensor] = []
 
         def between(*_: Any) -> None:
@@ -189,10 +193,14 @@ class Shared:
         return done[0]
 
     def backward(self, edges: Any) -> Tensor:
-        """Run its backward; the gradient of its input is for the router's node.
+        """Run the shared expert's backward, and store its input's gradient for the router's node.
 
         Args:
-            edges: from the node after the combine, the gradient of the output perhaps beside the other.
+            edges: gradients from the node after the combine: the experts' edge, with the gradient of the
+                shared expert's output in 0.14 and 0.15.
+
+        Returns:
+            Gradient of the experts' edge.
         """
         edge, gradient = edges if isinstance(edges, tuple) else (edges, self._out.grad)
         self._in.grad = self._node.backward(gradient)
@@ -205,16 +213,16 @@ class Shared:
 
 
 class WithoutGraph:
-    """Value that has no graph of its own, but a gradient; what computes it is run again later.
+    """Value without a graph that collects a gradient, because its computation is run again later.
 
-    A leaf would hold the value until then.
+    Unlike a leaf, it does not hold the value's memory until then.
 
     Args:
-        value: of any shape.
+        value: tensor of any shape.
 
     Attributes:
-        edge: ``[0]``, stands for the value beyond a cut of the graph.
-        gradient: of the value, once backward has been there.
+        edge: substitute for the value across a cut of the graph, ``[0]``.
+        gradient: gradient of the value after backward, or ``None``.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -223,7 +231,7 @@ class WithoutGraph:
         self.gradient: Tensor | None = None
 
     def enter(self, edge: Tensor) -> Tensor:
-        """Return the value, once; it depends on ``edge``, :attr:`edge` or a leaf that stands for it."""
+        """Return the value, once, with a graph that begins at ``edge`` or a leaf that replaces it."""
         value, self._value = self._value, None
         entered: Tensor = _Enter.apply(edge, value, self)
         return entered

@@ -1,9 +1,9 @@
-"""Layers of pairs that keep their input alone: their forward runs again beside their backward.
+"""Paired layers that save only their input: their forward is recomputed during their backward.
 
-The first forward runs in pieces like any other, without a graph up to the combine. What follows the combine
-has its graph, which holds no rows, only where they go. So in backward the reversed combine is on its way
-before anything is computed again, and the second forward ends with the experts: it sends no combine. Between
-the pieces of :mod:`layer` there are two more, here called R::
+The first forward runs in pieces like any other, without a graph up to the combine. The part after the combine
+has its graph, which saves no rows, only their positions. So in backward the reversed combine starts before
+any recomputation. The second forward ends with the experts and sends no combine. The order of :mod:`layer`
+gets two more pieces, marked R::
 
     B  after the combine                    starts the reversed combine
     R  up to the dispatch                   starts the dispatch, again
@@ -14,7 +14,7 @@ the pieces of :mod:`layer` there are two more, here called R::
     B  up to the dispatch
     F  after the combine
 
-Each piece runs again with the random numbers that it had. Megatron's routers count losses and tokens in
+Each piece is recomputed with its original random numbers. Megatron's routers count losses and tokens only in
 passes with a graph, hence once.
 """
 
@@ -43,16 +43,16 @@ from mindspeed_dsa.platforms.host_pool import download
 
 
 class Part(Enum):
-    """Extent of a layer's recomputation."""
+    """Part of a layer that is recomputed."""
 
     LAYER = "the whole layer"
     EXPERTS = "all that follows attention"
 
 
 def recomputed_part(plan: Any) -> Part | None:
-    """Return what Megatron's arguments have recomputed of a plan's layer, ``None`` for nothing as a whole.
+    """Return the part of the layer that the recompute arguments select, or ``None``.
 
-    Each layer keeps its own input, where the method ``uniform`` would keep one for several.
+    Each layer keeps its own input, even with the method ``uniform``, which would keep one for several layers.
 
     Args:
         plan: Megatron's ``TransformerLayerSchedulePlan``.
@@ -68,15 +68,15 @@ def recomputed_part(plan: Any) -> Part | None:
 
 
 class Recomputed:
-    """Pieces of which those up to the experts run twice; to be used as :class:`Pieces` are.
+    """Drop-in for :class:`Pieces` that runs the pieces up to the experts a second time.
 
-    The second time may come any time before backward needs it.
+    The second run may happen at any time before backward needs it.
 
     Args:
-        plan: Megatron's, with its nodes.
-        build: makes nodes for one forward and backward; the first ones come from here, too.
-        part: what is recomputed.
-        megatron: of the session.
+        plan: Megatron's layer plan, with its nodes.
+        build: function that builds the nodes for one forward and backward; called for both runs.
+        part: part of the layer that is recomputed.
+        megatron: the session's accessor of Megatron's modules.
     """
 
     runs_again = True
@@ -85,7 +85,7 @@ class Recomputed:
         self._plan, self._build, self._part, self._megatron = plan, build, part, megatron
         self._layer = transformer_layer(plan.layer)
         self._first, self._again = build(), None  # type: Pieces, Pieces | None
-        # A layer that attends to another one's keys finds those of its own forward.
+        # Layers that share or replay a DSA selection read the same one in both runs.
         run: Callable[..., Tensor] = Pieces.forward_before
         self._run_before = Carrying(run) if part is Part.LAYER else run
         self._random: list[RandomStates] = []
@@ -95,7 +95,7 @@ class Recomputed:
         self._shared: WithoutGraph | None = None
         self._predicted: list[WithoutGraph] = []
         self._behind: list[WithoutGraph] = []
-        self._edge: Tensor | None = None  # between the two pieces that run again
+        self._edge: Tensor | None = None  # between the two recomputed pieces
         self._leaves_behind: list[Tensor] = []
         self._attention: _Attention | None = None
         self._routing: Tensor | None = None
@@ -104,7 +104,7 @@ class Recomputed:
     # -- forward ----------------------------------------------------------------------------------
 
     def forward_before(self, hidden: Tensor) -> Tensor:
-        """Run :meth:`Pieces.forward_before` without a graph, or with that of attention alone."""
+        """Run :meth:`Pieces.forward_before` without a graph, or with only attention's graph."""
         self._chunk, self._queueing = dict(vars(self._plan.chunk_state)), queueing_of_now()
         self._hidden = hidden.detach().requires_grad_(hidden.requires_grad)
         self._random.append(random_states(self._megatron))
@@ -114,7 +114,7 @@ class Recomputed:
                 edge = self._run_before(self._first, hidden)
             self._attention.begins_at(self._first.before[0].inputs[0])
         else:
-            # Megatron adds the residual with a graph whatever the mode, if its input has one.
+            # Detached: Megatron adds the residual in grad mode, so a graph on the input would survive.
             with torch.no_grad():
                 edge = self._run_before(self._first, hidden.detach(), followed=False)
         if hasattr(self._layer.mlp, "token_dispatcher"):
@@ -124,18 +124,18 @@ class Recomputed:
         return edge
 
     def _enter_before(self) -> None:
-        """Give what later pieces read beside the rows, and what has no graph, a place in theirs."""
+        """Detach the residual and MTP inputs so that later pieces can backpropagate into them."""
         state, chunk = self._plan.layer_state, self._plan.chunk_state
         if getattr(state, "residual", None) is not None:
             self._residual = WithoutGraph(state.residual)
             state.residual = self._residual.enter(self._residual.edge)
         if self._layer is not self._plan.layer and self._part is Part.LAYER:
-            # A layer of multi-token prediction puts the decoder's output beside its own.
-            self._predicted = [WithoutGraph(each) for each in chunk.mtp_hidden_states]
-            chunk.mtp_hidden_states = [each.enter(each.edge) for each in self._predicted]
+            # An MTP layer concatenates the decoder's output with its own.
+            self._predicted = [WithoutGraph(hidden) for hidden in chunk.mtp_hidden_states]
+            chunk.mtp_hidden_states = [entry.enter(entry.edge) for entry in self._predicted]
 
     def forward_experts(self, edge: Tensor) -> Any:
-        """Run :meth:`Pieces.forward_experts` without a graph; one begins with what it returns."""
+        """Run :meth:`Pieces.forward_experts` without a graph; the next piece's graph starts at its result."""
         self._random.append(random_states(self._megatron))
         with torch.no_grad():
             edges = self._first.forward_experts(edge)
@@ -163,7 +163,7 @@ class Recomputed:
         return self._behind[-1].enter(self._behind[-1].edge)
 
     def forward_after(self, edges: Any) -> Tensor:
-        """Run :meth:`Pieces.forward_after`, and let go of everything but the input."""
+        """Run :meth:`Pieces.forward_after`, and release everything except the layer's input."""
         output = self._first.forward_after(edges)
         if self._runs_again():
             self._first.before, self._first.experts, self._first.shared = [], None, None
@@ -174,14 +174,14 @@ class Recomputed:
         return output
 
     def _learns(self, name: str = "") -> bool:
-        """Return whether a gradient reaches what is before the experts, or, with a name, a part behind it."""
+        """Return whether a gradient reaches the part before the experts, or the named part of the MoE."""
         moe = self._layer.mlp
-        apart = [getattr(moe, each, None) for each in ("experts", "shared_experts")]
-        behind = {id(each) for part in apart if part is not None for each in part.parameters()}
-        before = (each for each in self._plan.layer.parameters() if id(each) not in behind)
+        modules = [getattr(moe, module, None) for module in ("experts", "shared_experts")]
+        behind = {id(param) for module in modules if module is not None for param in module.parameters()}
+        before = (param for param in self._plan.layer.parameters() if id(param) not in behind)
         part = getattr(moe, name, None) if name else None
-        own: Iterable[Tensor] = () if part is None else part.parameters()
-        return self._hidden.requires_grad or any(each.requires_grad for each in (*before, *own))
+        own_params: Iterable[Tensor] = () if part is None else part.parameters()
+        return self._hidden.requires_grad or any(param.requires_grad for param in (*before, *own_params))
 
     def _runs_again(self) -> bool:
         return self._learns("experts") or self._learns("shared_experts")
@@ -189,12 +189,13 @@ class Recomputed:
     # -- backward ---------------------------------------------------------------------------------
 
     def backward_after(self, gradient: Tensor) -> Any:
-        """Run :meth:`Pieces.backward_after`."""
+        """Run :meth:`Pieces.backward_after` of the first run, which has its graph."""
         edges = self._first.backward_after(gradient)
+        # The shared expert's gradient is in self._shared; its edge is of size 0.
         return edges[0] if isinstance(edges, tuple) else edges
 
     def recompute_before(self) -> None:
-        """Run :meth:`Pieces.forward_before` again, with its graph, unless that is done."""
+        """Run :meth:`Pieces.forward_before` again with its graph, unless done."""
         if self._again is not None or not self._runs_again():
             return
         self._plan.layer_state = type(self._plan.layer_state)()
@@ -210,13 +211,13 @@ class Recomputed:
         self._compare_routing()
 
     def _compare_routing(self) -> None:
-        """Ask whether rows go where they went in forward; another piece is on its way before the answer."""
+        """Start to compare the routing with the first forward's. The answer arrives while a piece runs."""
         first, self._routing = self._routing, None
         if first is not None:
             self._routes_alike = download((first == self._dispatcher["routing_map"]).all())
 
     def _require_same_routing(self) -> None:
-        """Refuse rows that go elsewhere than in forward: the combine is not sent again, and lacks them."""
+        """Raise if the routing differs: the combine is not repeated, so its rows would not match."""
         routes_alike, self._routes_alike = self._routes_alike, None
         if routes_alike is not None and not routes_alike():
             raise RuntimeError(
@@ -227,23 +228,23 @@ class Recomputed:
             )
 
     def _leave_before(self, again: Pieces) -> None:
-        """Find the places of :meth:`_enter_before` in the graph that is there now."""
+        """Find the tensors of :meth:`_enter_before` in the new graph."""
         state, chunk = self._plan.layer_state, self._plan.chunk_state
         self._leaves = [] if self._residual is None else [(state.residual, self._residual)]
         if self._predicted:
             node = again.router
-            leaves = [node.detach(each) for each in chunk.mtp_hidden_states]
+            leaves = [node.detach(hidden) for hidden in chunk.mtp_hidden_states]
             self._leaves += zip(leaves, self._predicted, strict=True)
 
     def recompute_experts(self) -> None:
-        """Run :meth:`Pieces.forward_experts` again, with its graph, unless that is done; nothing is sent."""
+        """Run :meth:`Pieces.forward_experts` again with its graph and without a combine, unless done."""
         self._require_same_routing()
         edge, self._edge = self._edge, None
         if edge is not None and self._again is not None:
             with self._as_in_forward():
                 self._again.forward_experts(edge)
                 if self._behind:
-                    # Of the nodes behind the router this one alone cuts tensors.
+                    # Only this node cuts tensors of a companion after the router.
                     self._leaves_behind = list(self._again.experts.detached)
             self._dispatcher = {}
 
@@ -254,13 +255,13 @@ class Recomputed:
             stack.enter_context(precision_of(self._plan))
             stack.enter_context(as_in_forward(self._megatron, self._random.pop(0)))
             stack.enter_context(_with_attributes(self._plan.chunk_state, self._chunk))
-            # One dispatcher serves all forwards of a layer, and another one may be half done.
+            # A layer's dispatcher serves all its forwards, and another forward may be between two steps.
             if self._dispatcher:
                 stack.enter_context(_with_attributes(self._layer.mlp.token_dispatcher, self._dispatcher))
             yield
 
     def backward_experts(self, edge: Any) -> Tensor | None:
-        """Run :meth:`Pieces.backward_experts` of what was recomputed."""
+        """Run :meth:`Pieces.backward_experts` of the second run."""
         if self._again is None:
             return None
         for leaf, entry in zip(self._leaves_behind, self._behind, strict=True):
@@ -270,7 +271,7 @@ class Recomputed:
         return self._again.backward_experts(edge)
 
     def backward_before(self, gradient: Any) -> Tensor | None:
-        """Run :meth:`Pieces.backward_before` of what was recomputed, and of what was kept."""
+        """Run :meth:`Pieces.backward_before` of the second run, and of attention if its graph was kept."""
         again = self._again
         if again is not None:
             for leaf, entry in self._leaves:
@@ -278,19 +279,19 @@ class Recomputed:
             gradient = again.backward_before(gradient)
             if self._attention is not None:
                 gradient = self._attention.backward()
-                self._plan.event.record()  # as nodes do, for those on another stream that follow
-        # The plan, and the order of recomputation, refer to this object, which ends here.
+                self._plan.event.record()  # like a node, for nodes on another stream that follow
+        # Break the reference cycle: the plan and the order of recomputation refer to this object.
         vars(self).clear()
         result: Tensor | None = gradient
         return result
 
 
 class _Attention:
-    """Attention of one forward, which keeps its graph where what follows it is recomputed.
+    """Attention of one forward that keeps its graph while the rest of the layer is recomputed.
 
     Args:
         layer: Megatron's transformer layer.
-        megatron: of the session.
+        megatron: the session's accessor of Megatron's modules.
     """
 
     def __init__(self, layer: Any, megatron: Megatron) -> None:
@@ -301,12 +302,12 @@ class _Attention:
         self._context: Any = None
 
     def begins_at(self, leaf: Tensor) -> None:
-        """Take the leaf that the graph begins at."""
+        """Set the leaf at which the graph begins."""
         self._input = leaf
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Have the block's graph end with attention."""
+        """Keep only attention's graph of the forward inside the block."""
         attend = self._layer._forward_attention
 
         def forward_attention(*args: Any, **kwargs: Any) -> Any:
@@ -315,7 +316,8 @@ class _Attention:
             self._random = random_states(self._megatron)
             self._leaf = self._output.detach().requires_grad_(self._output.requires_grad)
             torch.set_grad_enabled(False)  # until the end of the block
-            self._layer.recompute_pre_mlp_layernorm = False  # it is, with everything else
+            # The norm before the experts is recomputed with the rest.
+            self._layer.recompute_pre_mlp_layernorm = False
             return self._output.detach(), self._context
 
         with self._replaced(forward_attention), torch.enable_grad():
@@ -323,7 +325,7 @@ class _Attention:
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:
-        """Have the block find attention done."""
+        """Reuse the saved attention output instead of running attention."""
 
         def forward_attention(*_: Any, **__: Any) -> Any:
             set_random_states(self._megatron, self._random)
@@ -344,7 +346,7 @@ class _Attention:
             layer.recompute_pre_mlp_layernorm = norm
 
     def backward(self) -> Tensor | None:
-        """Run its backward, to the gradient of the layer's input."""
+        """Run attention's backward and return the gradient of the layer's input."""
         if self._output.requires_grad:
             torch.autograd.backward(self._output, self._leaf.grad)
         return None if self._input is None else self._input.grad
@@ -352,7 +354,7 @@ class _Attention:
 
 @contextlib.contextmanager
 def _with_attributes(of: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Run the block with other attributes of an object; ``values`` gets what has become of them."""
+    """Swap ``vars(of)`` for ``values`` inside the block, and write the changes back to ``values``."""
     attributes = vars(of)
     before = dict(attributes)
     attributes.clear()

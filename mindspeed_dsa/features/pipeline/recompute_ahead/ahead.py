@@ -1,8 +1,8 @@
 """Checkpointed segments that a rank recomputes before it waits for their gradient.
 
-Which segments, and when, follows from the order of the schedule alone. It never depends on whether a gradient
-is there already: the ranks of a tensor, context or expert parallel group must run the collectives of their
-layers in one order, and they do not see the same clock.
+The schedule's order alone determines the segments and the time. It must not depend on whether a gradient has
+already arrived: the ranks of a tensor, context or expert parallel group have to run their layers' collectives
+in one order, and they do not see the same arrival times.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Unit = tuple[int, int]
 
 
 class Ahead(pipeline_steps.Follower):
-    """Segments of each forward whose backward is to come, and which backward is next."""
+    """Follower that records the segments of each forward with a pending backward, and the next backward."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
         self.everywhere, self._log = context.options.everywhere, context.log
         self.unit: Unit | None = None
-        """Unit of the forward that is running."""
+        """Unit of the running forward."""
         self.segments: dict[Unit, list[Any]] = {}
         self.layers: dict[Unit, list[tuple[RunsAgain, Any]]] = {}
-        """In a schedule of pairs, whose layers have no such segments; with each a reference to Megatron's."""
+        """Recomputed layers per unit in a paired schedule, with a reference to Megatron's layer."""
         self.pairs = False
         self._order: list[Unit] = []
         self._done, self._warmup = 0, 0
         self.recomputed = {"ahead": 0, "in place": 0}
-        """Segments of the last step."""
+        """Number of segments recomputed in the last step, by place."""
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Read the schedule's order."""
+        """Determine the order of backwards in the schedule."""
         chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
         config = self.megatron("core.utils").get_model_config(chunks[0])
         ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
@@ -60,7 +60,7 @@ class Ahead(pipeline_steps.Follower):
         return True
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Say once what was moved."""
+        """Log once how many segments were recomputed ahead."""
         self._log.info(
             "%d segments were recomputed while a gradient was on its way, %d in their backward",
             *self.recomputed.values(),
@@ -69,7 +69,7 @@ class Ahead(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """Begin to collect a forward's segments; leave a backward's to its graph."""
+        """Start to record a forward's segments; drop a backward's, which its graph holds."""
         for event in events:
             unit = (event.chunk, event.microbatch)
             if event.kind is Kind.FORWARD:
@@ -81,7 +81,7 @@ class Ahead(pipeline_steps.Follower):
                 self._done += 1
 
     def after(self, events: Sequence[Event]) -> None:
-        """End a forward: nothing belongs to it from here on; and a pair's backward, which waits inside."""
+        """End a forward's recording. Count a pair's backward, which waits for its gradient inside."""
         self.unit = None
         for event in events:
             if self.pairs and event.kind is Kind.BACKWARD:
@@ -89,10 +89,11 @@ class Ahead(pipeline_steps.Follower):
                 self._done += 1
 
     def recompute(self) -> None:
-        """Recompute the segments of the next backward, last first, as it needs them."""
+        """Recompute the segments of the next backward in the order that it needs, the last first."""
         if not self.following or self._done >= len(self._order):
             return
         index, unit = self._done, self._order[self._done]
+        # 1F1B on 4 ranks: rank 0 has 3 warmup forwards, so it waits for the first gradient and the last 3.
         if self.everywhere or megatron_order.in_bubble(index, len(self._order), self._warmup):
             for segment in reversed(self.segments.get(unit, [])):
                 if segment.outputs is None and _has_inputs(segment):
@@ -105,7 +106,8 @@ class Ahead(pipeline_steps.Follower):
             self.recomputed["ahead"] += len(layers)
 
     def _on_chunk(self, chunk: int) -> _Function:
-        """Return what runs a chunk in Megatron-core 0.12, which has the current one in its global state."""
+        """Return a function that calls its argument with ``chunk`` as Megatron's current chunk (0.12)."""
+        # Later releases have no current chunk in parallel_state.
         state = self.megatron("core.parallel_state")
         current = state.get_virtual_pipeline_model_parallel_rank()
         if current is None:
@@ -125,12 +127,12 @@ follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Ahea
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``."""
+    """Wrap ``combined_forward_backward_step``: follow its events."""
     return pipeline_steps.follow_pairs(original, context.state(Ahead))
 
 
 def collect_layers(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``TransformerLayerSchedulePlan._build_callable_nodes``: of layers that backward runs again."""
+    """Wrap ``TransformerLayerSchedulePlan._build_callable_nodes``: record layers that are recomputed."""
     ahead = context.state(Ahead)
 
     def _build_callable_nodes(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,14 +145,15 @@ def collect_layers(original: _Function, context: Context[Options]) -> _Function:
 
 
 def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``tensor_parallel.random.checkpoint``."""
+    """Wrap ``tensor_parallel.random.checkpoint``: make its segment available for recomputation ahead."""
     ahead = context.state(Ahead)
 
     def checkpoint(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
         return checkpoint_learning(segment, function, distribute_saved_activations, *args)
 
     def segment(function: _Function, distribute_saved_activations: bool, *args: Any) -> Any:
-        # Inside a segment there is no graph, and while one is recomputed there is no forward.
+        # Nested checkpoints run as usual: inside a segment gradients are off, and in recomputation no
+        # forward is running.
         has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in _tensors(args))
         if ahead.unit is None or ahead.pairs or distribute_saved_activations or not has_backward:
             return original(function, distribute_saved_activations, *args)
@@ -161,7 +164,7 @@ def checkpoint_ahead(original: _Function, context: Context[Options]) -> _Functio
 
 
 class _Segment(torch.autograd.Function):
-    """Megatron's checkpoint, whose outputs may be there before its backward."""
+    """Megatron's checkpoint with outputs that may be recomputed before its backward."""
 
     @staticmethod
     def forward(ctx: Any, segments: list[Any], random: Any, function: _Function, *args: Any) -> Any:
@@ -174,6 +177,7 @@ class _Segment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.outputs is None:
+            # CheckpointFunction has one input less: function, distribute_saved_activations, args.
             return (None, *ctx.random.CheckpointFunction.backward(ctx, *grads))
         outputs, inputs = ctx.outputs, ctx.inputs
         ctx.outputs = ctx.inputs = None
@@ -188,9 +192,10 @@ class _Segment(torch.autograd.Function):
 
 
 def _has_inputs(ctx: Any) -> bool:
-    """Return false where an input is itself recomputed, as a norm's output, once a gradient says so.
+    """Return whether all saved inputs have storage.
 
-    The same on all ranks, as nothing of it depends on time.
+    An input that is itself recomputed, such as a norm's output, is freed until its gradient arrives. The
+    result is the same on all ranks, as it does not depend on time.
     """
     return all(each.numel() == 0 or each.untyped_storage().nbytes() for each in _tensors(ctx.saved_tensors))
 
@@ -200,7 +205,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def recompute_segment(ctx: Any, megatron: Megatron, run_there: _Function) -> None:
-    """Run a segment's forward again, with its graph, as Megatron's backward would."""
+    """Run a segment's forward again with its graph, as Megatron's backward would."""
     with as_in_forward(megatron, ctx.rng_states), gathered_weights.there(ctx.modules):
         ctx.inputs = ctx.random.detach_variable(ctx.saved_tensors)
         outputs = run_there(lambda: ctx.run_function(*ctx.inputs))
@@ -208,23 +213,23 @@ def recompute_segment(ctx: Any, megatron: Megatron, run_there: _Function) -> Non
 
 
 class _Wait:
-    """A transfer's handle that has something done before it waits."""
+    """Handle of a transfer that runs a function before it waits."""
 
     def __init__(self, work: Any, before: Callable[[], None]) -> None:
         self._work, self._before = work, before
 
     def wait(self, *args: Any) -> Any:
-        """Recompute, then wait."""
+        """Call the function, then wait."""
         self._before()
         return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the handle's own attribute."""
+        """Return an attribute of the wrapped handle."""
         return getattr(self._work, name)
 
 
 def recompute_before_waiting(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``_p2p_ops`` and ``_batched_p2p_ops``: who waits for a gradient recomputes first."""
+    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: recompute before waiting for a gradient."""
     ahead = context.state(Ahead)
 
     def p2p_ops(*, tensor_recv_next: Any, **kwargs: Any) -> Any:

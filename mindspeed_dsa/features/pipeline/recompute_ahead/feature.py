@@ -1,4 +1,4 @@
-"""Recomputation of a chunk where its pipeline rank would wait for a gradient."""
+"""Feature that recomputes a chunk while its pipeline rank would wait for a gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Options:
     """The requested settings.
 
     Attributes:
-        everywhere: ahead of every gradient; else only of those that a rank waits for.
+        everywhere: whether to recompute ahead of every gradient, not only ahead of those awaited in bubbles.
     """
 
     everywhere: bool
@@ -28,18 +28,18 @@ class Options:
 
 
 _WITHOUT_OUTPUT = {"layernorm", "mla_up_proj", "moe_act"}
-"""Modules that Megatron recomputes in the backward of what follows them, not in one of their own."""
+"""Modules that Megatron recomputes in the backward of a later module, not in their own backward."""
 _READERS = {"layernorm": {"mlp", "moe", "shared_experts"}, "mla_up_proj": {"core_attn"}}
-"""Modules that read the output of such a one, which is not there before that."""
+"""Modules that read the freed output of such a module, and cannot be recomputed before it is."""
 
 
 def recompute_ahead_wanted(settings: Any) -> bool:
-    """Return whether one of the two switches is on."""
+    """Return whether one of the two flags is set."""
     return bool(settings.recompute_in_bubble or settings.recompute_in_advance)
 
 
 def check_recompute_ahead(args: Any, options: Any) -> list[str]:
-    """Refuse jobs without a pipeline, or without anything that Megatron's own function recomputes."""
+    """Refuse jobs without a pipeline, or without segments that Megatron's checkpoint recomputes."""
     return list(_problems(args))
 
 
@@ -82,11 +82,11 @@ def _problems(args: Any) -> Iterator[str]:
 
 
 def _ahead(args: Any, modules: set[str]) -> set[str]:
-    """Return those of the modules whose input is there when their gradient is not."""
+    """Return the modules that can be recomputed before their gradient arrives: their input is in memory."""
     ready = modules - _WITHOUT_OUTPUT
     for name in _WITHOUT_OUTPUT & modules:
         ready -= _READERS.get(name, set())
-    # The indexer reads the norm's output beside queries and keys.
+    # The DSA indexer inside core_attn reads the norm's output, in addition to queries and keys.
     reads_norm = argument(args, "experimental_attention_variant") == "dsa" and "layernorm" in modules
     return ready - {"core_attn"} if reads_norm else ready
 
@@ -94,7 +94,7 @@ def _ahead(args: Any, modules: set[str]) -> set[str]:
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _OUTERMOST = 10
-"""After the feature that has layers run again."""
+"""Patch priority: outside the feature that makes layers recompute."""
 _HERE = "mindspeed_dsa.features.pipeline.recompute_ahead.ahead"
 
 FEATURE = Feature(

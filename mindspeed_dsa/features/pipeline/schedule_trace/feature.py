@@ -1,4 +1,4 @@
-"""Recording of what every pipeline rank really did in one step, and when."""
+"""Feature that records the forwards and backwards of every pipeline rank in one step, with times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
 STEP = 3
-"""Recorded by default: the first ones allocate memory, and measure what features measure once."""
+"""Default step. Earlier steps allocate memory and run one-time measurements of features."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Options:
     """The requested settings.
 
     Attributes:
-        folder: where the files go.
-        step: which training step of the run is recorded, from 1.
-        split: weight gradients are computed apart.
-        waiting: as many of them may wait, where that is bounded.
+        folder: folder for the trace files.
+        step: training step to record, from 1.
+        split: whether weight gradients are computed separately.
+        waiting: bound on the number of waiting weight gradients, or ``None``.
     """
 
     folder: Path
@@ -54,12 +54,12 @@ class Options:
 
 
 def trace_wanted(settings: Any) -> bool:
-    """Return whether a folder is named, or a step, which is refused without one."""
+    """Return whether a folder is given, or only a step, which is then refused."""
     return settings.trace_schedule is not None or settings.trace_schedule_step is not None
 
 
 def check_trace(args: Any, options: Any) -> list[str]:
-    """Refuse a step that the run does not reach, and a folder that cannot be one."""
+    """Refuse a step that the run does not reach, and a folder that is a file."""
     return list(_problems(args))
 
 

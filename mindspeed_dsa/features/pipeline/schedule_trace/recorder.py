@@ -1,4 +1,4 @@
-"""Starts and ends of forwards and backwards of one step, as the device saw them."""
+"""Recorder of the start and end of forwards and backwards in one step, in device time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Function = Callable[..., Any]
 
 
 class Recorder(pipeline_steps.Follower):
-    """Counts a session's training steps and records the chosen one."""
+    """Counts the session's training steps and records the requested one."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
@@ -32,7 +32,7 @@ class Recorder(pipeline_steps.Follower):
         self._origin: tuple[Any, float] = (None, 0.0)
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Start the chosen step on all ranks at the same time, as far as a barrier says."""
+        """Start the requested step on all ranks at the same time, up to the skew of a barrier."""
         self._steps += 1
         if self._steps != self._options.step:
             return False
@@ -43,16 +43,16 @@ class Recorder(pipeline_steps.Follower):
         return True
 
     def before(self, events: Sequence[Event]) -> None:
-        """Mark where the device starts with them."""
+        """Mark the start of the events on the device."""
         self._start = _mark()
 
     def after(self, events: Sequence[Event]) -> None:
-        """Mark where it ends."""
+        """Mark the end of the events on the device."""
         end = _mark()
         self._marks += [(event, self._start, end) for event in events]
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Write this rank's file."""
+        """Write this rank's trace file."""
         folder = self._options.folder
         folder.mkdir(parents=True, exist_ok=True)
         text = recorded.text(self._layout(step), self._position(), self._steps, self._spans())
@@ -63,6 +63,7 @@ class Recorder(pipeline_steps.Follower):
         platforms.current().synchronize()
         first, origin = self._origin
         return [
+            # elapsed_time is in ms, spans in seconds of the host's clock.
             Span(event, 0, origin + first.elapsed_time(start) / 1e3, origin + first.elapsed_time(end) / 1e3)
             for event, start, end in self._marks
         ]
@@ -96,7 +97,7 @@ class Recorder(pipeline_steps.Follower):
 
 
 def _mark() -> Any:
-    """Record a point in the device's order of work."""
+    """Record a timing event on the device's current stream."""
     event = platforms.current().new_event(timing=True)
     event.record()
     return event
@@ -106,5 +107,5 @@ record_steps, record_forwards, record_backwards = pipeline_steps.decorators(Reco
 
 
 def record_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``."""
+    """Wrap ``combined_forward_backward_step``: record its events."""
     return pipeline_steps.follow_pairs(original, context.state(Recorder))

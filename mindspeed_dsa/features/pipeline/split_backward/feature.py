@@ -1,4 +1,7 @@
-"""Gradients of inputs first, those of weights where a pipeline would wait: ZB-H1, plain or interleaved."""
+"""Feature that splits backward: input gradients first, weight gradients in the bubbles (ZB-H1).
+
+Serves 1F1B and interleaved pipelines.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ class Options:
     """The requested settings.
 
     Attributes:
-        waiting: how many weight gradients may wait, each of one chunk and microbatch; ``None``: as many as
-            the schedule has a use for.
+        waiting: bound on waiting weight gradients, in pairs of chunk and microbatch. ``None``: as many as
+            the schedule can use.
     """
 
     waiting: int | None = None
@@ -32,7 +35,7 @@ class Options:
         """Build from resolved settings.
 
         Raises:
-            SettingsError: a bound without a split, or a negative one.
+            SettingsError: a bound is given without the flag, or is negative.
         """
         waiting = settings.split_backward_waiting
         if waiting is not None and not splits_backward(settings):
@@ -45,14 +48,14 @@ class Options:
 
 
 def splits_backward(settings: Any) -> bool:
-    """Return whether weight gradients are computed apart."""
+    """Return whether weight gradients are computed separately."""
     return bool(getattr(settings, "split_backward", False)) or (
         delays_gradients(settings) and not argument(settings, "schedules_method")
     )
 
 
 def delays_gradients(values: Any) -> bool:
-    """Return whether Megatron's flag is given, for its own layers and in a schedule that is served."""
+    """Return whether ``--delay-wgrad-compute`` is set, with local layers and a schedule that is served."""
     return bool(
         argument(values, "delay_wgrad_compute")
         and argument(values, "transformer_impl") in (None, "local")
@@ -61,36 +64,42 @@ def delays_gradients(values: Any) -> bool:
 
 
 def _in_other_pairs(values: Any) -> bool:
-    """Return whether forwards and backwards share blocks as Megatron has it alone, on streams."""
+    """Return whether forwards and backwards are paired by Megatron's own overlap on two streams."""
     return bool(
         argument(values, "overlap_moe_expert_parallel_comm") and not argument(values, "moe_fb_overlap")
     )
 
 
 def detaches_gradients(settings: Any) -> bool:
-    """Return whether those of DualPipeV wait, by its own flag or by Megatron's for its own layers."""
+    """Return whether DualPipeV defers weight gradients, by its own flag or Megatron's."""
     return argument(settings, "schedules_method") == "dualpipev" and bool(
         argument(settings, "dualpipev_dw_detach") or delays_gradients(settings)
     )
 
 
 def recomputes_later(settings: Any) -> bool:
-    """Return whether gradients wait and Megatron recomputes in place; the library's own way knows of it."""
+    """Return whether gradients wait and Megatron's own recompute is used.
+
+    The feature ``recompute-outputs`` handles waiting gradients itself.
+    """
     waits = splits_backward(settings) or detaches_gradients(settings)
     return waits and "recompute-outputs" not in settings.features_on
 
 
 def split_wanted(settings: Any) -> bool:
-    """Return whether backwards are split, or a bound is given, which is refused by itself."""
+    """Return whether backward is split, or only a bound is given, which is then refused."""
     return splits_backward(settings) or settings.split_backward_waiting is not None
 
 
 def serve_without_transformer_engine(args: Any, flag: str = FLAG) -> list[str]:
-    """Take Megatron's flag away, before it asks for Transformer Engine's layers; for ``Feature.rewrite``.
+    """Clear ``--delay-wgrad-compute`` before Megatron demands Transformer Engine; for ``Feature.rewrite``.
 
     Args:
-        args: a job's arguments.
-        flag: what is done in its place.
+        args: job arguments, changed in place.
+        flag: flag that serves the request instead.
+
+    Returns:
+        Sentences for the log, one per change.
     """
     if not delays_gradients(args):
         return []
@@ -112,11 +121,11 @@ _REFUSED = {
     "fp8": "multiplies in Transformer Engine's layers",
     "fp4": "multiplies in Transformer Engine's layers",
 }
-"""Arguments of Megatron that are refused when they are set, and why."""
+"""Megatron arguments that are refused when set, with the reason."""
 
 
 def check_split(args: Any, options: Any) -> Iterator[str]:
-    """Refuse jobs without a pipeline, and arguments that put weight gradients elsewhere."""
+    """Yield a problem for jobs without a pipeline, and for settings that place weight gradients elsewhere."""
     if argument(args, "pipeline_model_parallel_size") == 1:
         yield (
             f"{FLAG} fills the waits of a pipeline, and there is none; set --pipeline-model-parallel-size or "
@@ -140,11 +149,11 @@ def check_split(args: Any, options: Any) -> Iterator[str]:
 
 
 def conflicts_of_waiting(flag: str, switch: str | None = None) -> tuple[Conflict, ...]:
-    """Return what a feature conflicts with whose weight gradients wait.
+    """Return the conflicts of a feature that defers weight gradients.
 
     Args:
-        flag: has them wait.
-        switch: as in :class:`Conflict`.
+        flag: flag that defers them, for the messages.
+        switch: setting that limits the conflict; see :class:`Conflict`.
     """
     chunked = (
         f"layers in chunks compute their weights' gradients beside their transfers, which {flag} leaves for "
@@ -167,7 +176,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _OUTERMOST = 20
-"""Outside of what replaces Megatron's recomputation."""
+"""Patch priority: outside features that replace Megatron's recomputation."""
 _HERE = "mindspeed_dsa.features.pipeline.split_backward.playing"
 RECOMPUTED_LATER = Patch(
     f"{_RANDOM}:checkpoint",
@@ -177,7 +186,7 @@ RECOMPUTED_LATER = Patch(
     params=("function", "distribute_saved_activations"),
     priority=_OUTERMOST,
 )
-"""Row of whatever leaves weight gradients for later: in what runs forward again, too."""
+"""Patch for every feature that defers weight gradients: recomputed layers defer theirs too."""
 
 OUTPUTS = Feature(
     name="split-backward-outputs",

@@ -1,4 +1,4 @@
-"""Weight gradients of a step, played where the schedule's list has them."""
+"""Player that computes a step's weight gradients at their places in the schedule's list."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MIB = 1 << 20
 
 
 class Player(pipeline_steps.Follower):
-    """Runs the weight gradients that the list has after each backward; Megatron runs the rest of it.
+    """Computes the weight gradients that the list has after each backward; Megatron runs the other events.
 
-    Each runs when the gradient of the backward's input has been sent and before anything is waited for, or,
-    where nothing is sent, at once.
+    They run right after the send of the backward's input gradient, before any wait. Without a send they run
+    at once.
 
     Attributes:
-        waiting: of the step that runs.
-        most: weight gradients that waited at one time in the last step, and bytes of their operands.
+        waiting: weight gradients of the running step, or ``None`` outside a step.
+        most: peak number of waiting weight gradients in the last step, and peak bytes of their operands.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -40,7 +40,7 @@ class Player(pipeline_steps.Follower):
         self._is_first = self._sent = False
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Make this rank's list."""
+        """Build this rank's list."""
         chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
         config = self.megatron("core.utils").get_model_config(chunks[0])
         state = self.megatron("core.parallel_state")
@@ -60,7 +60,7 @@ class Player(pipeline_steps.Follower):
         return True
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Call a schedule whose reductions wait for all weight gradients."""
+        """Run the schedule with reductions postponed until all weight gradients are there."""
 
         def reduced_later(*inner: Any, **keywords: Any) -> Any:
             if not self.following or self.waiting is None:
@@ -75,7 +75,7 @@ class Player(pipeline_steps.Follower):
             self._due.clear()
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Say once what waited."""
+        """Log once how many gradients waited."""
         if self.waiting is None:
             return
         self.most = (self.waiting.most_units, self.waiting.most_bytes)
@@ -88,40 +88,41 @@ class Player(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """Catch up, if no transfer has come in between."""
+        """Compute gradients that are still due, if no send has done so."""
         if events[0].kind is not Kind.WEIGHT:
             self.play()
             self._sent = False
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
-        """Have a forward's linear layers leave their weights' gradients for later."""
+        """Defer the weight gradients of the forward's linear layers."""
         if self.waiting is None:
             return nullcontext()
         return self.waiting.deferring(forward.chunk, forward.microbatch)
 
     def after(self, events: Sequence[Event]) -> None:
-        """Note what is due after a backward; the first stage sends no gradient to compute it under."""
+        """Make the gradients after this backward due; compute them at once on the first stage."""
         event = next((event for event in events if event.kind is Kind.BACKWARD), None)
         if event is None or self.waiting is None:
             return
         self.waiting.ran_backward(event.chunk)
         self._due += self._after[event.chunk, event.microbatch]
+        # The first stage sends no input gradient. In a pair, the send may precede the end of the pair.
         if self._sent or (self._is_first and event.chunk == 0):
             self.play()
 
     def sent(self) -> None:
-        """Compute what is due, as a gradient has been sent; that of a pair may be before the pair is done."""
+        """Compute due gradients while an input gradient is being sent."""
         self._sent = True
         self.play()
 
     def play(self) -> None:
-        """Compute what is due."""
+        """Compute all due gradients."""
         while self._due and self.waiting is not None:
             self.waiting.run(*self._due.popleft())
 
 
 def _after_backwards(events: Sequence[Event]) -> dict[Unit, list[Unit]]:
-    """Return the weight gradients that a rank's list has between each backward and the next event."""
+    """Return a dict from each backward of a rank's list to the weight gradients listed after it."""
     after: dict[Unit, list[Unit]] = defaultdict(list)
     last: Unit = (0, 0)
     for event in events:
@@ -137,12 +138,12 @@ play_steps, defer_in_forwards, follow_backwards = pipeline_steps.decorators(Play
 
 
 def defer_in_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``."""
+    """Wrap ``combined_forward_backward_step``: follow its events."""
     return pipeline_steps.follow_pairs(original, context.state(Player))
 
 
 def compute_while_sending(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``_p2p_ops`` and ``_batched_p2p_ops``: who has sent a gradient has time."""
+    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: compute due gradients after sending an input gradient."""
     player = context.state(Player)
 
     def p2p_ops(*, tensor_send_prev: Any, **kwargs: Any) -> Any:
@@ -155,7 +156,7 @@ def compute_while_sending(original: _Function, context: Context[Options]) -> _Fu
 
 
 def defer_in_recomputation(original: _Function) -> _Function:
-    """Decorate ``tensor_parallel.random.checkpoint``."""
+    """Wrap ``tensor_parallel.random.checkpoint``: recomputed layers defer their weight gradients too."""
 
     def checkpoint(function: _Function, *args: Any) -> Any:
         return original(queued_as_now(function), *args)
@@ -164,7 +165,7 @@ def defer_in_recomputation(original: _Function) -> _Function:
 
 
 def defer_where_outputs_are_discarded(original: _Function) -> _Function:
-    """Decorate ``CheckpointWithoutOutput.checkpoint``."""
+    """Wrap ``CheckpointWithoutOutput.checkpoint`` in the same way."""
 
     def checkpoint(self: Any, run_function: _Function, *args: Any) -> Any:
         return original(self, queued_as_now(run_function), *args)
