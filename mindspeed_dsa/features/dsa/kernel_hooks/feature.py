@@ -1,4 +1,4 @@
-"""Our operators as a kernel backend of Megatron-core 0.19, through its hooks.
+"""Our operators as a DSA kernel backend of Megatron-core 0.19, through its kernel hooks.
 
 tests: tests/matrix/test_kernel_backend.py
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def refusals(chosen: FusedOptions) -> list[str]:
-    """Return the switches that are not supported from Megatron-core 0.19 on; each message includes a fix."""
+    """Return options that Megatron-core 0.19 and later do not support. Each message includes a fix."""
     if not chosen.fuse_kl_in_backward:
         return []
     return ["--dsa-fuse-kl-in-backward requires Megatron-core 0.16 to 0.18; omit it"]
 
 
 def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
-    """Report :func:`refusals`, if this Megatron has the hooks."""
+    """Report :func:`refusals` if this Megatron has the kernel hooks."""
     release = versions.of_megatron(getattr(args, "megatron_root", "megatron"))
     has_hooks = release is not None and release in SpecifierSet(">=0.19", prereleases=True)
     return refusals(FusedOptions.of(args)) if has_hooks else ()
@@ -38,25 +38,25 @@ def check_kernel_hooks(args: Any, options: Any) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Options(FusedOptions):
-    """Selected parts; all of them, if none was named."""
+    """Options of fused DSA. All parts are on if no part was requested."""
 
     @classmethod
     def of(cls, settings: Any) -> Self:
         """Build from resolved settings."""
-        chosen = super().of(settings)
-        if chosen.any_part:
-            return chosen
-        return replace(chosen, absorb=True, indexer=True, attention=True, kl_loss=True)
+        options = super().of(settings)
+        if options.any_part:
+            return options
+        return replace(options, absorb=True, indexer=True, attention=True, kl_loss=True)
 
 
 def kernel_hooks_wanted(settings: Any) -> bool:
-    """Return whether any switch of fused DSA is on, or Megatron's flag names our backend.
+    """Return whether a fused DSA flag is set, or Megatron's flag names our backend.
 
-    Stages with dense attention take ours as well, unless another one is named.
+    True as well for stages with dense attention, unless Megatron's flag names another backend.
     """
-    chosen, kernels = FusedOptions.of(settings), settings.dsa_kernel_backend
+    options, kernels = FusedOptions.of(settings), settings.dsa_kernel_backend
     named = getattr(settings, "dsa_backend", "auto") != "auto" or kernels == "mindspeed"
-    return chosen.any_part or named or (chosen.attends_densely and kernels in (None, "none"))
+    return options.any_part or named or (options.attends_densely and kernels in (None, "none"))
 
 
 _HERE = "mindspeed_dsa.features.dsa.kernel_hooks"
@@ -170,7 +170,7 @@ FEATURE = Feature(
             f"{_HERE}.shared_keys:mark_where_keys_are_shared",
             "key and weights are projected from a rank's own rows: their gradients are parts, to be summed",
             versions=KERNELS,
-            priority=100,  # after the mark that asks for an average
+            priority=100,  # after the wrapper that marks gradients as averages
         ),
     ),
 )

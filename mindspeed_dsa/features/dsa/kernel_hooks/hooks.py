@@ -1,11 +1,11 @@
-"""Our kernel backend of DSA for Megatron-core 0.19: when it is selected, and its functions.
+"""Our DSA kernel backend for Megatron-core 0.19: its selection, and its hook functions.
 
-Megatron calls these with its layout, sequence first, and treats ``None`` as "declined": it then calls the
-next function, and finally runs its own PyTorch code. ``starts`` and ``ends`` (the keys that each row sees, in
-the order of ``k``) cover causal, packed and context parallel rows alike, so Megatron's other arguments about
-packing are ignored.
+Megatron calls the hooks with its layout, sequence first. A hook that returns ``None`` declines, and Megatron
+calls the next hook, finally its own PyTorch code. ``starts`` and ``ends`` give the keys that each row sees,
+in the order of ``k``. They describe causal, packed and context parallel rows, so Megatron's other packing
+arguments are ignored.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 
 NAME = "mindspeed"
 """Name of our kernel backend."""
-# The field's type is a real one: Megatron-LM reads a flag's choices from it.
+# A type object, not a string: Megatron-LM reads a flag's choices from it.
 _CHOICES = Literal["none", "tilelang", "cudnn", "mindspeed"]
 FIELD = fields(make_dataclass("_Choice", [("dsa_kernel_backend", _CHOICES, field(default="none"))]))[0]
-"""The configuration's field with one more choice."""
+"""Field of the configuration with our backend as an additional choice."""
 HOOKS = (
     "run_fused_qk_topk",
     "run_fused_qk_topk_with_loss",
@@ -41,14 +41,14 @@ HOOKS = (
     "run_fused_dsa_attention",
 )
 _NO_VALUE = torch.empty(0, 0, 0)
-"""Value for a loss without attention; its three dimensions mark the operands as absorbed."""
+"""Placeholder value for a loss without attention. Its three dimensions mark the operands as absorbed."""
 
 
 # -- selection of the backend ------------------------------------------------------------------
 
 
 def accept_our_backend(original: Callable[[str], None]) -> Callable[[str], None]:
-    """Decorate ``_validate_dsa_kernel_backend_dependencies``, which requires CUDA."""
+    """Decorate ``_validate_dsa_kernel_backend_dependencies`` to accept our backend without CUDA."""
 
     def _validate_dsa_kernel_backend_dependencies(dsa_kernel_backend: str) -> None:
         if dsa_kernel_backend != NAME:
@@ -58,7 +58,10 @@ def accept_our_backend(original: Callable[[str], None]) -> Callable[[str], None]
 
 
 def choose_our_backend(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerConfig.__post_init__``: a DSA model gets our backend unless it names another."""
+    """Decorate ``TransformerConfig.__post_init__`` to select our backend for DSA models.
+
+    A configuration that names another backend raises ValueError.
+    """
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.experimental_attention_variant == "dsa":
@@ -82,13 +85,13 @@ def choose_our_backend(original: Callable[..., None], context: Context[Options])
 
 
 def module_name(context: Context[Options]) -> str:
-    """Return the entry in Megatron's table of kernel backends, which it imports as a module."""
+    """Return the module name for Megatron's table of kernel backends, from which it imports the module."""
     return backend_module(context.options).__name__
 
 
 @cache
 def backend_module(options: Options) -> ModuleType:
-    """Create a module whose functions are the hooks with these options.
+    """Create a module with the hooks as functions, bound to these options.
 
     Megatron caches the last imported module by name, so different options need different names.
     """
@@ -109,7 +112,7 @@ class KernelHooks:
     """Functions that Megatron calls, on the operators of ``mindspeed_dsa.ops``.
 
     Attributes:
-        options: which parts our operators take over.
+        options: parts that our operators take over.
     """
 
     options: Options
@@ -129,19 +132,19 @@ class KernelHooks:
         """Select the keys of every row.
 
         Args:
-            q: ``[sq, b, index_heads, index_dim]``.
-            k: ``[sk, b, index_dim]``.
-            weights: ``[sq, b, index_heads]``, every scale included.
-            index_topk: keys per row.
-            starts: ``[sq]`` int32, first visible key of each row.
-            ends: ``[sq]`` int32, one past the last visible key.
-            block_size: rows per launch; unused, our operators bound their memory themselves.
-            use_relu: whether products are clamped at zero.
-            **layout: the arguments from which Megatron derived ``starts`` and ``ends``.
+            q: index query ``[sq, b, index_heads, index_dim]``.
+            k: index key ``[sk, b, index_dim]``.
+            weights: head weights ``[sq, b, index_heads]``, with all scales multiplied in.
+            index_topk: number of keys per row.
+            starts: first visible key of each row, ``[sq]`` int32.
+            ends: end of the visible keys of each row, ``[sq]`` int32.
+            block_size: rows per launch; unused, as our operators limit their memory themselves.
+            use_relu: whether ReLU is applied to the per-head products.
+            **layout: arguments from which Megatron derived ``starts`` and ``ends``; unused.
 
         Returns:
-            ``[b, sq, min(index_topk, sk)]`` int32, ascending, -1 at the tail, and None for the number of
-            valid entries, which the -1 entries encode; or None if the fused indexer is switched off.
+            Indices ``[b, sq, min(index_topk, sk)]`` int32, ascending, -1 at the tail, and None for the number
+            of valid entries, which the -1 entries encode. None if the fused indexer is off.
         """
         if not self.options.indexer:
             return None
@@ -179,28 +182,27 @@ class KernelHooks:
         """Select the keys of every row, and compute the sparse indexer loss on them.
 
         Args:
-            q: ``[sq, b, index_heads, index_dim]``.
-            k: ``[sk, b, index_dim]``.
-            weights: ``[sq, b, index_heads]``, every scale included.
-            index_topk: keys per row.
-            starts: ``[sq]`` int32, first visible key of each row.
-            ends: ``[sq]`` int32, one past the last visible key.
-            block_size: rows per launch, not needed here.
-            query: ``[sq, b, heads, latent + rope]``, this rank's heads in absorbed form.
-            key: ``[sk, b, 1, latent + rope]``.
+            q: index query ``[sq, b, index_heads, index_dim]``.
+            k: index key ``[sk, b, index_dim]``.
+            weights: head weights ``[sq, b, index_heads]``, with all scales multiplied in.
+            index_topk: number of keys per row.
+            starts: first visible key of each row, ``[sq]`` int32.
+            ends: end of the visible keys of each row, ``[sq]`` int32.
+            block_size: rows per launch; unused.
+            query: main query ``[sq, b, heads, latent + rope]``, this rank's heads in absorbed form.
+            key: main key ``[sk, b, 1, latent + rope]``.
             softmax_scale: factor of the main attention's scores.
-            loss_coeff: weight of the loss.
-            pg_collection: Megatron's process groups; ``tp`` holds the ranks with the other heads, ``cp``
-                those with the other rows.
-            query_valid_rows: ``[b, sq]``, true for rows that count; all by default.
-            calculate_per_token_loss: the sum over rows, not their mean.
-            use_relu: whether the indexer's products are clamped at zero.
-            **layout: the arguments from which Megatron derived ``starts`` and ``ends``.
+            loss_coeff: coefficient of the loss.
+            pg_collection: Megatron's process groups: ``tp`` ranks with the other heads, ``cp`` ranks with the
+                other rows.
+            query_valid_rows: mask of rows that count, ``[b, sq]``; None: all count.
+            calculate_per_token_loss: whether the loss is a sum over rows instead of a mean.
+            use_relu: whether ReLU is applied to the indexer's per-head products.
+            **layout: arguments from which Megatron derived ``starts`` and ``ends``; unused.
 
         Returns:
-            Indices as :meth:`run_fused_qk_topk` returns them, None, and the loss, a scalar, under context
-            parallelism as :func:`_for_average` says; or None if a part is switched off or heads have separate
-            keys.
+            Indices as in :meth:`run_fused_qk_topk`, None, and the loss, a scalar scaled by
+            :func:`_for_average`. None if a part is off, or keys are per head.
         """
         if not (self.options.indexer and self.options.kl_loss) or key.shape[2] != 1:
             return None
@@ -226,32 +228,33 @@ class KernelHooks:
         """Attend to the selected keys.
 
         Args:
-            query: ``[sq, b, heads, latent + rope]``.
-            key: ``[sk, b, 1, latent + rope]``.
-            topk_indices: ``[b, sq, topk]`` of any integer type, -1 where there is no key.
+            query: absorbed query ``[sq, b, heads, latent + rope]``.
+            key: absorbed key ``[sk, b, 1, latent + rope]``.
+            topk_indices: selected keys ``[b, sq, topk]``, any integer type, -1 for no key.
             softmax_scale: factor of the scores.
-            v_channels: leading part of the key that is the value.
-            topk_length: ``[b, sq]``, how many leading entries of a row count; all by default.
+            v_channels: width of the leading part of the key that is the value.
+            topk_length: number of valid leading entries per row, ``[b, sq]``; None: all are valid.
 
         Returns:
-            ``[sq, b, heads, v_channels]``; or None if the fused attention is switched off.
+            Attention output ``[sq, b, heads, v_channels]``. None if the fused attention is off.
         """
         if not self.options.attention:
             return None
         if topk_length is not None:
+            # [topk] against [b, sq, 1]
             slot = torch.arange(topk_indices.shape[-1], device=topk_indices.device)
             topk_indices = topk_indices.masked_fill(slot >= topk_length[..., None], -1)
         if topk_indices.dtype != torch.int32:
-            topk_indices = topk_indices.long()  # the operator looks at all bits before it narrows
+            topk_indices = topk_indices.long()  # the operator checks the full range before it casts to int32
         attended = sparse_flash_attention(
-            query.transpose(0, 1),
-            key.squeeze(2).transpose(0, 1),
+            query.transpose(0, 1),  # [b, sq, heads, latent + rope]
+            key.squeeze(2).transpose(0, 1),  # [b, sk, latent + rope]
             topk_indices,
             softmax_scale,
             value_dim=v_channels,
             backend=self.options.backend,
         )
-        return attended.out.transpose(0, 1)
+        return attended.out.transpose(0, 1)  # [sq, b, heads, v_channels]
 
     def run_fused_dsa_attention(
         self,
@@ -279,40 +282,43 @@ class KernelHooks:
         pg_collection: Any = None,
         **layout: Any,
     ) -> tuple[Tensor, Tensor] | None:
-        """Run the whole layer: the loss gets its target from the attention, and the dense loss is streamed.
+        """Run selection, attention and loss of a layer in one call.
+
+        The loss reads its target from the attention, and the dense loss is computed without ``[sq, sk]``.
 
         Args:
-            query: ``[sq, b, heads, latent + rope]``.
-            key: ``[sk, b, 1, latent + rope]``.
+            query: absorbed query ``[sq, b, heads, latent + rope]``.
+            key: absorbed key ``[sk, b, 1, latent + rope]``.
             value: None in absorbed form.
-            up_v_weight: the value's up-projection ``[heads, value_dim, latent]``.
-            q_indexer: ``[sq, b, index_heads, index_dim]``.
-            k_indexer: ``[sk, b, index_dim]``.
-            indexer_weights: ``[sq, b, index_heads]``, every scale included.
-            indexer_topk: keys per row.
+            up_v_weight: up-projection of the value, ``[heads, value_dim, latent]``.
+            q_indexer: index query ``[sq, b, index_heads, index_dim]``.
+            k_indexer: index key ``[sk, b, index_dim]``.
+            indexer_weights: head weights ``[sq, b, index_heads]``, with all scales multiplied in.
+            indexer_topk: number of keys per row.
             softmax_scale: factor of the main attention's scores.
-            loss_coeff: weight of the indexer loss; 0 for none.
-            sparse_loss: the loss over the selected keys, not over all visible ones.
-            calculate_per_token_loss: the sum over rows, not their mean.
+            loss_coeff: coefficient of the indexer loss; 0 for no loss.
+            sparse_loss: whether the loss is over the selected keys instead of all visible ones.
+            calculate_per_token_loss: whether the loss is a sum over rows instead of a mean.
             absorbed_mla: whether query and key are in absorbed form.
-            attn_mask_type: Megatron's.
-            varlen_starts: ``[sq]``, first visible key of each row; plain causal rows without it.
-            varlen_ends: ``[sq]``, one past the last visible key.
-            key_positions: positions of the keys, if these are not in order.
-            query_valid_rows: ``[b, sq]``, true for rows that count in the loss.
-            use_relu: whether the indexer's products are clamped at zero.
-            varlen_is_plain_causal: whether the ranges are those of plain causal rows.
+            attn_mask_type: mask type of Megatron.
+            varlen_starts: first visible key of each row, ``[sq]``; None: plain causal rows.
+            varlen_ends: end of the visible keys of each row, ``[sq]``.
+            key_positions: positions of keys that are not in order; None if they are.
+            query_valid_rows: mask of rows that count in the loss, ``[b, sq]``; None: all count.
+            use_relu: whether ReLU is applied to the indexer's per-head products.
+            varlen_is_plain_causal: whether the ranges are plain causal.
             pg_collection: Megatron's process groups.
-            **layout: the arguments from which Megatron derived the ranges.
+            **layout: arguments from which Megatron derived the ranges; unused.
 
         Returns:
-            ``[sq, b, heads * value_dim]`` and the loss as :meth:`run_fused_qk_topk_with_loss` returns it; or
-            None if a part is switched off, heads have separate keys, or ranges do not describe the mask.
+            Output ``[sq, b, heads * value_dim]``, and the loss as in :meth:`run_fused_qk_topk_with_loss`.
+            None if a part is off, keys are per head, or ranges do not describe the mask.
         """
         with_loss = loss_coeff > 0 and torch.is_grad_enabled()
-        chosen = self.options
-        all_ours = chosen.indexer and chosen.attention and (chosen.kl_loss or not with_loss)
+        options = self.options
+        all_ours = options.indexer and options.attention and (options.kl_loss or not with_loss)
         has_ranges = varlen_starts is not None and varlen_ends is not None
+        # Plain causal rows need no ranges: the operators then know their form without reading the device.
         plain = query.shape[0] == key.shape[0] and (varlen_is_plain_causal or not has_ranges)
         if (
             not all_ours
@@ -333,8 +339,8 @@ class KernelHooks:
             self._rows(rows, query, groups),
             groups,
             loss,
-            chosen.backend,
-            precision=chosen.precision,
+            options.backend,
+            precision=options.precision,
         )
         index = IndexInputs.from_megatron(q_indexer, k_indexer, indexer_weights, use_relu)
         result = sparse_attention(problem, index)
@@ -343,7 +349,7 @@ class KernelHooks:
         return result.out, _for_average(result.loss, loss, groups)
 
     def _rows(self, rows: Rows, query: Tensor, groups: Groups) -> Rows:
-        """Leave out rows of padding, which Megatron does not know to be that."""
+        """Exclude padding from the loss. Megatron passes no mask for it, because it does not know of it."""
         if rows.counted is not None:
             return rows
         rank = 0 if groups.context is None else groups.context.rank()
@@ -353,9 +359,9 @@ class KernelHooks:
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
     """Scale a context parallel rank's share of the loss as Megatron expects it.
 
-    Megatron multiplies the loss's gradient by the number of ranks and averages the logged value over them. So
-    the value is the share times the number of ranks, and the gradient is that of the share. Per-token sums,
-    and losses of one rank, are returned as they are.
+    Megatron multiplies the loss's gradient by the number of ranks, and averages the logged value over ranks.
+    So the value is the share times the number of ranks, and the gradient is the share's own. Per-token sums
+    and losses of a single rank are returned unchanged.
     """
     if wanted.per_token or groups.context is None:
         return loss
@@ -363,7 +369,7 @@ def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
 
 
 class _TimesRanks(torch.autograd.Function):
-    """Loss times the number of ranks; in backward the gradient is that of the loss itself."""
+    """Loss times the number of ranks. The gradient in backward is not multiplied."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Attention of Megatron-core 0.19 as 0.16 to 0.18 have it, where the kernel hooks come too late.
+"""Wrappers for Megatron-core 0.19 where the kernel hooks come too late: key exchange, separate rotary parts.
 
 Under context parallelism Megatron gathers keys in three blocking collectives of ``DSAttention.forward``,
-before it calls the hooks. Here the latent key starts in the projections. The hooks also get queries in one
-piece, which NPUs take in parts: there the projections pass them on so.
+before it calls the hooks. Here the latent key's gather starts in the projections. Also, hooks get queries in
+one tensor, while NPUs take latent and rotary part separately: there the projections return separate parts.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from mindspeed_dsa.megatron.selection_source import current, place_of
 
 
 def start_with_the_key(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors``: start with the key.
+    """Decorate ``AbsorbedMLASelfAttention.get_query_key_value_tensors`` to gather the key first.
 
-    The key travels while the query is projected. On one rank this is for devices that keep parts apart.
+    The gather overlaps the query's projection. On one context parallel rank the wrapper only applies to
+    devices that take latent and rotary parts separately.
     """
 
     def get_query_key_value_tensors(
@@ -61,14 +62,12 @@ def start_with_the_key(original: Callable[..., Any], context: Context[Options]) 
 
 
 def wait_before_checkpoint(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward``: wait for the key first.
-
-    A gather under way cannot be recomputed.
-    """
+    """Decorate ``AbsorbedMLASelfAttention._checkpointed_attention_forward`` to wait for the key first."""
 
     def _checkpointed_attention_forward(
         self: Any, q_absorbed: Tensor, k_compressed: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
+        # A gather in flight cannot be recomputed.
         exchange = vars(self.core_attention).get(ATTRIBUTE)
         if exchange is None:
             return original(self, q_absorbed, k_compressed, *args, **kwargs)
@@ -82,10 +81,11 @@ def wait_before_checkpoint(original: Callable[..., Tensor]) -> Callable[..., Ten
 def attend_to_shared_keys(
     original: Callable[..., Tensor], context: Context[Options]
 ) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward`` where Megatron's takes a longer way: our gathers, shared selections.
+    """Decorate ``DSAttention.forward`` to run our core attention where the kernel hooks are not enough.
 
-    On several context parallel ranks the keys of all arrive in order. Of layers that share selections
-    Megatron runs selection, loss and attention one by one, because its kernels keep selections to themselves.
+    Under context parallelism, the keys of all ranks come from our gather, in order. For layers that share
+    selections, Megatron would run selection, loss and attention separately, because its kernels do not return
+    selections.
     """
 
     def forward(
@@ -104,12 +104,13 @@ def attend_to_shared_keys(
         **kwargs: Any,
     ) -> Tensor:
         is_alone = groups_of(self).cp.size() == 1
+        # Reasons: a key exchange, a layer in sharing, separate query parts, recorded or replayed selections.
         has_reason = vars(self).get(ATTRIBUTE) is not None or (
             place_of(self) is not None and context.options.all_ours and packed_seq_params is None
         )
-        # The query's latent part alone: the hooks want one piece.
+        # Without the rotary part the query is narrower than the key; the hooks need one tensor.
         has_reason = has_reason or query.shape[-1] < key.shape[-1]
-        # Who records or replays selections knows where rows lie, which the kernels' arguments do not say.
+        # Recording and replay address tokens by position, which the hooks' arguments do not give.
         if context.options.all_ours and current().microbatch is not None:
             has_reason = True
         is_dealt = _is_dealt_here(packed_seq_params) or (has_reason and is_alone)
@@ -141,7 +142,7 @@ def attend_to_shared_keys(
 def mark_where_keys_are_shared(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__`` by :func:`mark_gradients_of_own_rows`, where keys are shared."""
+    """Decorate ``DSAIndexer.__init__`` with :func:`mark_gradients_of_own_rows` where keys are shared."""
     marking = mark_gradients_of_own_rows(original)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,8 +153,8 @@ def mark_where_keys_are_shared(
 
 
 def _is_dealt_here(packed_seq_params: Any) -> bool:
-    """Return whether rows are those of whole sequences, or of packs that --pack-documents has dealt.
+    """Return whether our layout applies: whole sequences, or packs dealt by ``--pack-documents``.
 
-    Others Megatron has cut itself, and finds them.
+    Megatron slices and gathers other packed sequences itself.
     """
     return packed_seq_params is None or bool(getattr(packed_seq_params, "dealt_block_rows", 0))

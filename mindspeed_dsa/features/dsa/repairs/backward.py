@@ -1,6 +1,6 @@
-"""Repairs of the backward pass and of saved optimizer state.
+"""Repairs of Megatron's backward pass and saved optimizer state.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mindspeed_dsa.features.dsa.key_exchange.layers import recomputes
 from mindspeed_dsa.megatron.indexer_loss import weighing_loss
 from mindspeed_dsa.megatron.mla_projections import SumGradients
 
-# -- core-attention-recompute: with its indexer ---------------------------------------------
+# -- core-attention-recompute: recompute the indexer as well --------------------------------
 
 
 def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.__init__``: a DSA core attention recomputes itself."""
+    """Decorate ``MLASelfAttention.__init__`` to switch off MLA's checkpoint of a DSA core attention."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -33,11 +33,7 @@ def leave_recompute_to_dsa(original: Callable[..., Any], context: Context[None])
 
 
 def recompute_in_backward(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAttention.forward``: checkpoint it with the indexer's inputs.
-
-    The first pass runs without gradients, where DSA computes no indexer loss; the second, in backward,
-    computes it once.
-    """
+    """Decorate ``DSAttention.forward`` to checkpoint it with the indexer's inputs."""
 
     def forward(
         self: Any,
@@ -53,6 +49,8 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
         if not (self.training and torch.is_grad_enabled() and recomputes(self.config)):
             return original(self, query, key, value, attention_mask, x, qr, *args, **kwargs)
 
+        # The checkpointed forward runs without gradients and skips the indexer loss. Only the recomputation
+        # computes it. The coefficient is the forward's, as the configuration's can change until then.
         weight = self.config.dsa_indexer_loss_coeff
 
         def run(query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Any:
@@ -68,15 +66,12 @@ def recompute_in_backward(original: Callable[..., Any], context: Context[None]) 
 
 
 def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.__init__``: mark parameters for Megatron's average over ranks.
-
-    The indexer sees the gathered sequence, and its target is summed over all heads: each rank holds the
-    complete gradient. The attribute takes precedence over ``sequence_parallel``, which would sum these
-    copies.
-    """
+    """Decorate ``DSAIndexer.__init__``: mark parameters for Megatron's average over tensor parallel ranks."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        # The indexer sees the gathered sequence, and its target is summed over all heads, so each rank has
+        # the complete gradient. This attribute overrides sequence_parallel, which would sum the copies.
         for parameter in self.parameters():
             parameter.average_gradients_across_tp_domain = True
 
@@ -84,14 +79,14 @@ def average_over_tensor_parallel_ranks(original: Callable[..., Any]) -> Callable
 
 
 def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.__init__``: sum the rotary key's gradient over tensor parallel ranks.
+    """Decorate ``MLASelfAttention.__init__`` to sum the rotary key's gradient over tensor parallel ranks.
 
-    All heads share one rotary key. A rank's backward yields the gradient of its own heads. A reduce-scatter
-    sums these parts where each rank has a replica of the projection and applies it to its part of the
-    sequence; elsewhere they are not summed, and the replicas of the projection drift apart.
+    All heads share one rotary key, and a rank's backward only yields the gradient of its own heads. Megatron
+    sums them with a reduce-scatter if the down projection is replicated and applied to sequence shards. In
+    all other cases they are not summed, and replicas of the projection drift apart.
 
-    The output of a projection that is split over ranks is gathered here, so that Megatron continues as with a
-    replica, and its reduce-scatter under sequence parallelism computes the sum.
+    If the projection is split over ranks, its output is gathered here. Megatron then continues as with a
+    replicated projection, and under sequence parallelism its reduce-scatter computes the sum.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -104,15 +99,16 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
         mappings = context.megatron("core.tensor_parallel.mappings")
 
         def sum_in_backward(module: Any, inputs: Any, output: Any) -> Any:
-            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]; split projections return a slice of the last
-            # dimension of the whole sequence, full copies all of a part of the sequence.
+            # [s, b, kv_lora_rank + qk_pos_emb_head_dim]. Split projections return a slice of the last
+            # dimension for the whole sequence, replicated ones the full dimension for a shard of the
+            # sequence.
             projected = output[0]
             if not is_full_copy:
                 projected = mappings.gather_from_tensor_model_parallel_region(projected, group=group)
                 if config.sequence_parallel:
                     projected = mappings.scatter_to_sequence_parallel_region(projected, group=group)
             if not config.sequence_parallel:
-                # The latent part is summed at its up projection.
+                # The latent part's gradient is already summed at its up-projection.
                 latent, rotary_key = projected.split(sizes, dim=-1)
                 projected = torch.cat([latent, SumGradients.apply(rotary_key, group)], dim=-1)
             return (projected, *output[1:])
@@ -122,19 +118,20 @@ def sum_rotary_key_gradients(original: Callable[..., Any], context: Context[None
     return __init__
 
 
-# -- padded-buckets: the optimizer's state as it is saved ------------------------------------------
+# -- padded-buckets: offsets in the saved optimizer state -----------------------------------------
 
 
 def cut_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+    """Decorate ``DistributedOptimizer.sharded_param_state_fully_reshardable`` to fix parameter offsets.
 
-    Megatron joins the buckets of a buffer without the padding at their ends, and cuts parameters out at
-    offsets that include it. The decorator subtracts the padding from the offsets, as Megatron-LM's main does.
+    Megatron concatenates a buffer's buckets without the padding at their ends, but slices parameters at
+    offsets that include it. The wrapper subtracts the padding, as Megatron-LM's main does.
     """
 
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
         places = [(buffer, buffer.param_index_map) for buffer in self.buffers]
         for buffer, padded in places:
+            # Bucket i starts after the padding of buckets 0..i-1: paddings 3, 5 -> offsets shift by 0, 3, 8.
             paddings = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
             before = [0, *itertools.accumulate(paddings)]
             buffer.param_index_map = {

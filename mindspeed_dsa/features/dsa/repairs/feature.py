@@ -1,4 +1,4 @@
-"""Repairs of Megatron's own DSA: the switch, checks of a job's arguments, and the feature."""
+"""Repairs of Megatron's own DSA: flag, argument checks and feature."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def repair_names(text: str) -> str:
-    """Return names of repairs, separated by commas, without spaces.
+    """Parse a comma-separated list of repair names, and return it without spaces.
 
     Raises:
-        argparse.ArgumentTypeError: a name is none.
+        argparse.ArgumentTypeError: a name is not a repair.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    known = [repair.name for repair in REPAIRS]
-    if unknown := [name for name in names if name not in known]:
+    known_names = [repair.name for repair in REPAIRS]
+    if unknown := [name for name in names if name not in known_names]:
         raise argparse.ArgumentTypeError(
-            f"no repair is called {', '.join(unknown)}; choose among {', '.join(known)}"
+            f"no repair is called {', '.join(unknown)}; choose among {', '.join(known_names)}"
         )
     return ",".join(names)
 
@@ -45,11 +45,11 @@ LEFT_OUT = Flag(
 
 @dataclass(frozen=True)
 class Options:
-    """Requested settings.
+    """Requested options.
 
     Attributes:
-        left_out: names of repairs.
-        groups_experts: Megatron's own provider of local modules has experts for ``--moe-grouped-gemm``.
+        left_out: names of repairs to leave out.
+        groups_experts: whether Megatron's local spec provider has experts for ``--moe-grouped-gemm``.
     """
 
     left_out: frozenset[str]
@@ -64,13 +64,13 @@ class Options:
 
 
 def rows(settings: Any) -> tuple[Patch, ...]:
-    """Return the patches of all repairs but those that ``--no-dsa-repairs`` names."""
+    """Return the patches of all repairs except those in ``--no-dsa-repairs``."""
     left_out = Options.of(settings).left_out
     return tuple(patch for repair in REPAIRS if repair.name not in left_out for patch in repair.patches)
 
 
 def without_transformer_engine(args: Any) -> Sequence[str]:
-    """Report a missing Transformer Engine, which Megatron's default implementation needs."""
+    """Report a missing Transformer Engine if the job's implementation needs it."""
     if getattr(args, "transformer_impl", None) != "transformer_engine" or find_spec("transformer_engine"):
         return ()
     problem = (
@@ -81,7 +81,7 @@ def without_transformer_engine(args: Any) -> Sequence[str]:
 
 
 def without_sizes(args: Any) -> Sequence[str]:
-    """Report missing sizes and options that Megatron's DSA does not support; absent ones are not checked."""
+    """Report missing sizes and options that DSA does not support. Missing attributes are not checked."""
     if argument(args, "experimental_attention_variant") != "dsa":
         return ()
     problems = [
@@ -101,9 +101,9 @@ def without_sizes(args: Any) -> Sequence[str]:
 
 
 def keep_rope_unfused(args: Any) -> Sequence[str]:
-    """Switch off ``apply_rope_fusion``, which Megatron's DSA lacks before 0.19; ``Feature.rewrite``.
+    """Switch off ``apply_rope_fusion``, which Megatron's DSA lacks before 0.19; a ``Feature.rewrite``.
 
-    Megatron's default is true, so a job that leaves it has not asked for it; the results are the same.
+    Megatron's default is True, so most jobs have not asked for it. Results are the same.
     """
     if SPEC_DISPATCH.name in Options.of(args).left_out:
         return ()
@@ -118,7 +118,7 @@ def keep_rope_unfused(args: Any) -> Sequence[str]:
 
 
 def cannot_rotate(args: Any) -> Sequence[str]:
-    """Report a head size that is not a power of two, where heads are rotated."""
+    """Report an indexer head size that is not a power of two, if the Hadamard rotation is on."""
     size = getattr(args, "dsa_indexer_head_dim", None)
     if size is None or (size > 0 and size & (size - 1) == 0):
         return ()
@@ -132,7 +132,7 @@ def cannot_rotate(args: Any) -> Sequence[str]:
 
 
 def check_repairs(args: Any, options: Options) -> Iterator[str]:
-    """Yield what a job's arguments lack for the repairs that are on."""
+    """Yield problems of a job's arguments with the active repairs."""
     checks = {
         LOCAL_PROVIDER: without_transformer_engine,
         SPEC_DISPATCH: without_sizes,

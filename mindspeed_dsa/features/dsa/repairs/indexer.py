@@ -1,6 +1,6 @@
-"""The Hadamard rotation of the indexer's queries and keys: the Walsh-Hadamard transform as a matmul.
+"""Hadamard rotation of the indexer's queries and keys: the Walsh-Hadamard transform as a matmul.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def sylvester_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Ten
             f"the Hadamard rotation needs a power of two, but the indexer's head size is {size}; "
             "set dsa_indexer_head_dim to 64 or 128"
         )
-    # The matrix is cached: an inference tensor created under inference_mode could not be used in training
-    # later.
+    # Cached: an inference tensor, created under inference_mode, could not be used in training later.
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1, dtype=dtype, device=device)
         while matrix.size(0) < size:
+            # Sylvester's construction: [[H, H], [H, -H]]
             top = torch.cat([matrix, matrix], dim=1)
             matrix = torch.cat([top, torch.cat([matrix, -matrix], dim=1)], dim=0)
         return matrix
@@ -40,11 +40,11 @@ def sylvester_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Ten
 def hadamard_rotation(activation: Tensor) -> Tensor:
     """Multiply the last dimension by the orthonormal Hadamard matrix.
 
-    Sums in fp32 (fp64 for fp64 input) and rounds once, at the end, to the input's dtype. Being
-    orthonormal it leaves ``query @ key`` unchanged up to rounding; it is its own inverse.
+    Accumulates in fp32 (fp64 for fp64 input) and rounds once, to the input's dtype. The matrix is orthonormal
+    and its own inverse, so ``query @ key`` is unchanged up to rounding.
 
     Args:
-        activation: ``[..., size]``, ``size`` a power of two; any floating dtype.
+        activation: ``[..., size]`` in any floating dtype; ``size`` must be a power of two.
 
     Returns:
         Tensor of the same shape and dtype.
@@ -60,7 +60,7 @@ def hadamard_rotation(activation: Tensor) -> Tensor:
 
 
 def rotate_anywhere(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``rotate_activation``: a matmul where the CUDA package does not apply."""
+    """Decorate ``rotate_activation`` to use a matmul unless the CUDA package supports the input."""
     dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
 
     def rotate_activation(x: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """Repairs of the indexer loss in Megatron's code: when it is computed, its scale, its share, its log.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mindspeed_dsa.features.dsa.indexer_loss import (
 )
 from mindspeed_dsa.megatron.dsa import uses_dsa
 
-# -- loss-gate: a loss that is not used ----------------------------------------------------
+# -- loss-gate: skip a loss with coefficient 0 ----------------------------------------------
 
 _without_loss: ContextVar[bool] = ContextVar("_without_loss", default=False)
-"""True while an attention layer without indexer loss runs."""
+"""Whether an attention layer without indexer loss is running."""
 
 
 def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAttention.forward``: its evaluation path is the path without the loss."""
+    """Decorate ``DSAttention.forward`` to take its evaluation path if the indexer loss is not needed."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         learns = self.training and torch.is_grad_enabled()
@@ -38,24 +38,24 @@ def skip_unwanted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         mode = self.training
         self.training = False  # of this module only; here it only decides whether there is a loss
-        # Under no_grad there is no graph to save, and code that enables one inside, like the warm-up stage,
-        # needs it.
+        # Not set under no_grad: there is no graph to avoid, and code inside may enable one that it needs,
+        # like the warm-up stage.
         token = _without_loss.set(torch.is_grad_enabled())
         try:
             output = original(self, *args, **kwargs)
         finally:
             _without_loss.reset(token)
             self.training = mode
-        # A layer that shares another one's selection has no indexer.
+        # A layer that shares a selection has no indexer.
         return with_zero_gradients(output, self.indexer) if learns and self.indexer is not None else output
 
     return forward
 
 
 def score_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexer.forward_with_scores``: in attention, only the loss needs the scores' graph.
+    """Decorate ``DSAIndexer.forward_with_scores`` to build no graph inside attention without loss.
 
-    Other callers of the scores may need their gradient.
+    Outside attention, callers of the scores may need their gradient.
     """
 
     def forward_with_scores(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,39 +66,40 @@ def score_without_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_indexer_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a ``DSAttention.forward`` that skips the unused loss by itself."""
+    """Decorate a ``DSAttention.forward`` that skips the unused loss to give the indexer zero gradients."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
         if not (self.training and torch.is_grad_enabled()) or coefficient(self.config) > 0:
             return output
-        # A layer that reuses another layer's selection has no indexer.
+        # A layer that shares a selection has no indexer.
         return output if self.indexer is None else with_zero_gradients(output, self.indexer)
 
     return forward
 
 
-# -- loss-scale: the scale of the gradient, set where Megatron sets that of other losses ----
+# -- loss-scale: set the gradient's scale where Megatron sets the scales of other losses ----
 
 
 def indexer_loss_scale(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> Tensor:
-    """Return the factor of the gradient of one microbatch's indexer loss; a scalar tensor.
+    """Return the factor of the gradient of one microbatch's indexer loss, a scalar tensor.
 
-    Megatron averages the main loss over microbatches. Data parallelism averages gradients over context
-    parallel ranks too, whose shares of the loss add up, hence the factor of their number. With
-    ``calculate_per_token_loss`` Megatron divides by the number of tokens instead, when all gradients are
-    complete.
+    The factor is ``cp_size / num_microbatches``, times the fp16 loss scale. With
+    ``calculate_per_token_loss`` it is the loss scale only, because Megatron later divides complete gradients
+    by the number of tokens.
     """
     scale = torch.ones((), device=device)
     if config.grad_scale_func is not None:
         scale = config.grad_scale_func(scale).reshape(())
+    # Megatron averages the main loss over microbatches. Data parallelism also averages over context parallel
+    # ranks, but their shares of the indexer loss add up: multiply by cp_size.
     return scale if config.calculate_per_token_loss else scale * cp_size / num_microbatches
 
 
 def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the function that every schedule runs once per microbatch, before its backward."""
+    """Decorate the function that every schedule runs once per microbatch before its backward."""
     ours = indexer_loss(context.megatron)
-    ours.sums_over_tokens = False  # an earlier session's
+    ours.sums_over_tokens = False  # reset the value of an earlier session
     signature = inspect.signature(original)
 
     def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
@@ -118,15 +119,16 @@ def set_indexer_loss_scale(original: Callable[..., Any], context: Context[None])
 
 
 def weigh_by_tokens(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexerLossAutoScaler.backward``: where sums over tokens are expected, sum.
+    """Decorate ``DSAIndexerLossAutoScaler.backward`` to multiply means by tokens where sums are expected.
 
-    For losses that Megatron's own ``DSAttention.forward`` attaches, which are means over its output's rows.
+    Applies to losses that Megatron's own ``DSAttention.forward`` attaches: means over its output's tokens.
     """
     ours = indexer_loss(context.megatron)
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         grad_output, grad_loss = original(ctx, grad_output)
         if ours.sums_over_tokens:
+            # grad_output is [s, b, heads * value_dim]
             sequence, batch = grad_output.shape[:2]
             grad_loss = grad_loss * (sequence * batch)
         return grad_output, grad_loss
@@ -137,15 +139,15 @@ def weigh_by_tokens(original: Callable[..., Any], context: Context[None]) -> Cal
 # -- cp-loss-grads: a context parallel rank's share of the gradient -------------------------
 #
 # Megatron multiplies the loss by the number of context parallel ranks, because data parallelism averages
-# over them. That fits sums that were divided by all ranks' rows, but the loss is a mean over a rank's own
-# rows. The logged loss, an average over ranks, is right.
+# over them. That is right for sums divided by the rows of all ranks. But this loss is a mean over the rank's
+# own rows. The logged loss is an average over ranks and right.
 
 _OURS = "mindspeed"
-"""Name of our kernel backend, whose losses have the gradient of a share already."""
+"""Name of our kernel backend, whose loss already has the share's gradient."""
 
 
 def start_with_share(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``FusedDSAIndexerLoss.backward``."""
+    """Decorate ``FusedDSAIndexerLoss.backward`` to divide the loss gradient by the number of ranks."""
 
     def backward(ctx: Any, grad_topk_indices: Any, grad_loss: Tensor) -> Any:
         if not ctx.calculate_per_token_loss:
@@ -156,7 +158,7 @@ def start_with_share(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_of_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of ``dsa_kernels`` whose last result is the loss, or None."""
+    """Decorate a function of ``dsa_kernels`` that returns the loss or None last, to divide its gradient."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -173,7 +175,7 @@ def share_of_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Share(Function):
-    """Identity; in backward a part of the gradient."""
+    """Identity that divides the gradient by the number of ranks in backward."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
@@ -192,11 +194,11 @@ def _ranks(groups: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-# -- loss-tracker: our tracker behind the static methods of Megatron's ----------------------
+# -- loss-tracker: replace the static methods of Megatron's tracker with ours ----------------
 
 
 def _method_of_tracker(name: str) -> Callable[[Context[None]], Callable[..., None]]:
-    """Return a factory of what replaces one static method of ``DSAIndexerLossLoggingHelper``."""
+    """Return a factory of the replacement for a static method of ``DSAIndexerLossLoggingHelper``."""
 
     def make(context: Context[None]) -> Callable[..., None]:
         dsa = context.megatron("core.transformer.experimental_attention_variant.dsa")
@@ -217,7 +219,7 @@ track_metrics = _method_of_tracker("track_indexer_metrics")
 
 
 def number_after_decoder(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__``: its attention reports under a number of its own."""
+    """Decorate ``MultiTokenPredictionLayer.__init__`` to number its attention after the decoder's layers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)

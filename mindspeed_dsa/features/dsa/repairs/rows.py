@@ -1,4 +1,4 @@
-"""Rows of the repairs of Megatron's own DSA, each for the releases that have the fault.
+"""Patches of the repairs of Megatron's own DSA, with the releases that need them.
 
 Wrappers of one target nest in the order of this file: specs, inputs, losses, recomputation, gradients.
 """
@@ -18,13 +18,13 @@ _KERNELS = f"{DSA.rpartition('.')[0]}.dsa_kernels"
 
 @dataclass(frozen=True)
 class Repair:
-    """One fault of Megatron's DSA, mended.
+    """Repair of one fault in Megatron's DSA.
 
     Attributes:
-        name: the name that ``--no-dsa-repairs`` takes.
+        name: name for ``--no-dsa-repairs``.
         fault: error in Megatron.
         symptom: effect of the fault on a job.
-        patches: rows whose ``versions`` exclude releases without the fault.
+        patches: patches, whose ``versions`` exclude releases without the fault.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Repair:
     patches: tuple[Patch, ...]
 
 
-# -- what is built -----------------------------------------------------------------------------
+# -- model specs -------------------------------------------------------------------------------
 
 
 LOCAL_PROVIDER = Repair(
@@ -280,7 +280,7 @@ CP_LOSS_GRADS = Repair(
 )
 
 
-# -- what is recomputed ------------------------------------------------------------------------
+# -- recomputation -----------------------------------------------------------------------------
 
 CORE_ATTENTION_RECOMPUTE = Repair(
     "core-attention-recompute",
@@ -301,7 +301,7 @@ CORE_ATTENTION_RECOMPUTE = Repair(
             "DSA's core attention is recomputed together with its indexer",
             params=("query", "key", "value", "attention_mask", "x", "qr"),
             versions=OWN_LOOP,
-            priority=100,  # outside all wrappers that change what the forward does
+            priority=100,  # outside all wrappers that change the forward
         ),
     ),
 )

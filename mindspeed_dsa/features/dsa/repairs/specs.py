@@ -1,6 +1,6 @@
-"""Module specs of DSA models: dispatched to the variant, for the decoder and for MTP, and of local modules.
+"""Repairs of module specs for DSA models: spec selection, MTP layers, and local modules.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindspeed_dsa.megatron.local_modules import (
 
 
 def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the dispatcher: ``experimental_attention_variant="dsa"`` builds the DSA spec."""
+    """Decorate the spec dispatcher to build the DSA spec for ``experimental_attention_variant="dsa"``."""
 
     def get_experimental_attention_variant_module_spec(config: Any, backend: Any = None) -> Any:
         if config.experimental_attention_variant != "dsa":
@@ -32,7 +32,7 @@ def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callab
         if backend is None:
             backend = specs._get_backend_spec_provider(config=config)
         spec = specs.get_dsa_module_spec_for_backend(config=config, backend=backend)
-        # The block builder reads whether the input norm is part of the attention module; MLA's is not.
+        # The block builder reads this attribute. The input norm is not part of MLA's attention module.
         spec.metainfo["fuse_input_layernorm"] = False
         return spec
 
@@ -40,9 +40,10 @@ def dispatch_dsa(original: Callable[..., Any], context: Context[None]) -> Callab
 
 
 def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate the layer specs for MTP: MLA passes a DSA core attention more inputs than others accept.
+    """Decorate the layer specs that MTP uses to return DSA layers for DSA models.
 
-    From 0.19 on the function refuses DSA, and another one has the specs of all layers.
+    MLA passes a DSA core attention more inputs than other core attentions accept. From 0.19 on the original
+    function refuses DSA, and another one has the specs of all layers.
     """
 
     def get_gpt_decoder_layer_specs(config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,8 @@ def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -
         of_layers = getattr(specs, "get_transformer_layer_with_experimental_attention_variant_spec", None)
         if of_layers is not None:
             return of_layers(config)
-        # The block spec holds the layers of one pipeline stage, the caller needs those of the model.
+        # The block spec has the layers of one pipeline stage, but the caller needs all layers of the model:
+        # build it as for one stage.
         whole = copy.copy(config)
         whole.pipeline_model_parallel_size = 1
         whole.virtual_pipeline_model_parallel_size = None
@@ -70,12 +72,12 @@ def layer_specs_with_dsa(original: Callable[..., Any], context: Context[None]) -
 
 
 def full_copy_linear(context: Context[Options]) -> type:
-    """Return the class that MLA gets under the name ``Linear``."""
+    """Return the class to replace ``Linear`` in MLA's module."""
     return duplicated_linear(context.megatron)
 
 
 def provide_local_modules(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_get_backend_spec_provider``: ``transformer_impl="local"`` gets our provider."""
+    """Decorate ``_get_backend_spec_provider`` to return our provider for ``transformer_impl="local"``."""
 
     def _get_backend_spec_provider(config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.transformer_impl != "local":
@@ -87,36 +89,37 @@ def provide_local_modules(original: Callable[..., Any], context: Context[Options
 
 @cache
 def local_spec_provider(megatron: Megatron, groups_experts: bool) -> type:
-    """Build a subclass of that Megatron's ``LocalSpecProvider``.
+    """Build a subclass of a Megatron's ``LocalSpecProvider``.
 
     Args:
-        megatron: whose.
-        groups_experts: whether it has experts for ``--moe-grouped-gemm`` without another package.
+        megatron: Megatron to build it for.
+        groups_experts: whether Megatron's provider has experts for ``--moe-grouped-gemm`` without the
+            grouped_gemm package.
     """
     base: Any = megatron("core.models.backends").LocalSpecProvider
     torch_norm: Any = megatron("core.transformer.torch_norm").WrappedTorchNorm
 
     class LocalDSASpecProvider(base):
-        """Megatron's local modules, completed by the modules that the DSA specs need."""
+        """Megatron's local spec provider, with the additional modules that DSA specs need."""
 
         def linear(self) -> type:
-            """Return a linear layer replicated on every tensor parallel rank: down projections, indexer."""
+            """Return the linear layer replicated on tensor parallel ranks (down projections, indexer)."""
             return duplicated_linear(megatron)
 
         def fuse_layernorm_and_linear(self) -> bool:
-            """Return True: parameters are then named as in a Transformer Engine build of the model."""
+            """Return True, so that parameters have the same names as with Transformer Engine."""
             return True
 
         def column_parallel_layer_norm_linear(self) -> type:
-            """Return norm and column parallel linear in one module."""
+            """Return the module that combines norm and column parallel linear."""
             return layer_norm_column_parallel_linear(megatron)
 
         def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> Any:
-            """Return Megatron's choice, without its side effect on the module's default norm."""
+            """Return Megatron's choice, without its side effect on the default norm of the module."""
             return torch_norm if rms_norm else super().layer_norm(rms_norm=False, for_qk=for_qk, **kwargs)
 
         def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any) -> Any:
-            """Return sequential experts if the grouped GEMM kernels are not installed: same values."""
+            """Return sequential experts, with the same results, if grouped GEMM kernels are not installed."""
             if moe_use_grouped_gemm and not groups_experts and find_spec("grouped_gemm") is None:
                 warnings.warn(
                     "dsa-repairs: --moe-grouped-gemm needs the grouped_gemm package, which is not "
