@@ -1,4 +1,4 @@
-"""Work that all ranks do and end together: what one of them meets is raised on all of them."""
+"""Calls that succeed or fail on all ranks together: an error of one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def is_first() -> bool:
 
 
 def decided(do: Callable[[], T], who: str) -> T:
-    """Return what the first rank finds, on all ranks: of a shared folder another machine may see less.
+    """Call a function on the first rank and return its result on all ranks.
 
     Args:
-        do: function that the first rank calls; it runs no collective, and its result can be pickled.
-        who: speaks as in :func:`together`.
+        do: function without collectives; its result must be picklable.
+        who: prefix of messages, as in :func:`together`.
 
     Raises:
-        RunError: on all ranks, as :func:`together` raises it.
+        RunError: ``do`` failed; raised on all ranks as by :func:`together`.
     """
+    # Only the first rank looks, because another machine may see less of a shared folder.
     told = [together(lambda: do() if is_first() else None, who)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(told, src=0)
@@ -38,20 +39,20 @@ def decided(do: Callable[[], T], who: str) -> T:
 
 
 def together(do: Callable[[], T], who: str) -> T:
-    """Do something, wait for the other ranks, and raise what any of them has met on all.
+    """Call a function on every rank, and raise on all ranks if it fails on any of them.
 
-    Without it a rank that raises would leave the others waiting in their next collective. Where there is one
-    process alone, errors that are nobody's message pass as they are.
+    Otherwise the other ranks would wait for the failed rank in their next collective. In a single process,
+    errors without a message of this library pass through unchanged.
 
     Args:
-        do: what this rank has to do, without a collective in it.
-        who: speaks of what has no message of its own, such as ``mindspeed_dsa weights``.
+        do: function for this rank, without collectives.
+        who: prefix of messages for errors without one of their own, such as ``mindspeed_dsa weights``.
 
     Returns:
-        What ``do`` returns.
+        Result of ``do`` on this rank.
 
     Raises:
-        RunError: on all ranks, with the messages of all, each once. What nobody has foreseen names its rank,
+        RunError: on all ranks, with the distinct messages of all ranks. An unexpected error names its rank,
             which prints the traceback.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -68,14 +69,14 @@ def together(do: Callable[[], T], who: str) -> T:
         if ranks == 1:
             raise
         traceback.print_exc()
-        sys.stderr.flush()  # before a launcher ends this process because another one has ended
+        sys.stderr.flush()  # a launcher may end this process as soon as another rank exits
         what = f"{type(error).__name__}: {error}"
         problem, cause = f"{who}: rank {rank} has met {what}; mend what its traceback shows", error
     problems = [problem]
     if ranks > 1:
         problems = [None] * ranks
-        dist.all_gather_object(problems, problem)
-    met = dict.fromkeys(each for each in problems if each is not None)
+        dist.all_gather_object(problems, problem)  # also waits for all ranks
+    met = dict.fromkeys(message for message in problems if message is not None)  # distinct, in rank order
     if met:
         raise RunError("\n".join(met)) from cause
     (result,) = results

@@ -1,9 +1,9 @@
-"""Files beside the weights of a model that another one is to be like: data alone, of its own folder.
+"""Files next to the weights of a reference model, such as the tokenizer, copied to an exported model.
 
-The folder may come from anywhere. A link in it that leads to another place would have a file of this machine
-published with the trained model, so it is refused by name. Hugging Face's cache is made of links as well:
-each file of ``snapshots/REVISION`` or of a folder in it is one into ``blobs`` beside ``snapshots``, and these
-are its own.
+The reference folder may come from anywhere. A symbolic link in it could publish a file of this machine with
+the trained model, so links that leave the folder are refused by name. Hugging Face's cache consists of links
+as well: files in ``snapshots/REVISION`` and its subfolders link into ``blobs`` next to ``snapshots``. These
+are allowed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _COPIED = (
     "generation_config.json",
     "*.txt",
 )
-"""Files that are copied: no code."""
+"""Patterns of files to copy; code is never copied."""
 _WEIGHTS = (INDEX, "*.safetensors")
 
 
 def copy(folder: Path, into: Path) -> None:
-    """Copy the files beside a model's weights.
+    """Copy the files next to a model's weights.
 
     Raises:
-        RunError: one of them is a link that leads out of the folder.
+        RunError: a file is a link that leaves the folder.
     """
     for path in _matching(folder, _COPIED):
         if leads := _leads_out(folder, path):
@@ -42,22 +42,22 @@ def copy(folder: Path, into: Path) -> None:
 
 
 def require_own(folder: Path, who: str, weights: bool = False) -> None:
-    """Refuse a folder of which something that is read would be another folder's.
+    """Refuse a folder if a file to be read is a link to another folder.
 
     Args:
-        folder: the model's folder.
-        who: speaks if it fails.
-        weights: look at the weights' files as well, of which nothing but types and factors is published.
+        folder: folder of the model.
+        who: prefix of the error message.
+        weights: whether to check the weight files too, although only dtypes and factors are taken from them.
 
     Raises:
-        RunError: the message names every link that leads out of the folder.
+        RunError: links leave the folder; the message names all of them.
     """
     if found := list(problems(folder, weights)):
         raise RunError(f"{who}: {'; '.join(found)}")
 
 
 def problems(folder: Path, weights: bool = False) -> Iterator[str]:
-    """Yield a sentence for each link that leads out of the folder."""
+    """Yield a message for each link that leaves the folder."""
     for path in _matching(folder, (FILE, *_COPIED, *(_WEIGHTS if weights else ()))):
         if leads := _leads_out(folder, path):
             yield leads
@@ -69,12 +69,13 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _leads_out(folder: Path, path: Path) -> str:
-    """Return in words that a file is elsewhere; nothing where it is in the folder or in its cache's blobs."""
-    own, target = [folder.resolve()], path.resolve()
-    snapshots = next((parent for parent in own[0].parents if parent.name == "snapshots"), None)
+    """Return a message if the file is outside the folder and its cache's blobs, else an empty string."""
+    inside, target = [folder.resolve()], path.resolve()
+    snapshots = next((parent for parent in inside[0].parents if parent.name == "snapshots"), None)
+    # A `blobs` that is itself a link could lead anywhere.
     if snapshots is not None and not (blobs := snapshots.parent / "blobs").is_symlink():
-        own.append(blobs)
-    if any(target.is_relative_to(each) for each in own):
+        inside.append(blobs)
+    if any(target.is_relative_to(allowed) for allowed in inside):
         return ""
     return (
         f"{path} is a link to {target}, outside of that folder, and is not followed; put the file itself "

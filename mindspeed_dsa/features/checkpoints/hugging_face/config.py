@@ -1,8 +1,9 @@
-"""Model of a Hugging Face ``config.json``, as Megatron's arguments.
+"""Conversion of a Hugging Face ``config.json`` to Megatron's arguments.
 
-Kinds are DeepSeek-V3 with dense attention, DeepSeek-V3.2 and GLM-5.x. Arguments have the names of Megatron-LM
-0.19 and of this library's flags; :mod:`~mindspeed_dsa.features.checkpoints.hugging_face.flags` knows the
-releases in which they are others. Where a file leaves a number out, it is that of transformers' class.
+Supported models are DeepSeek-V3 with dense attention, DeepSeek-V3.2 and GLM-5.x. Arguments have the names of
+Megatron-LM 0.19 and of this library's flags. Names in other releases are in
+:mod:`~mindspeed_dsa.features.checkpoints.hugging_face.flags`. A number that a file leaves out has the default
+of transformers' class.
 
 Imports neither torch nor Megatron nor transformers.
 """
@@ -38,7 +39,7 @@ SIZES = {
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_topk": "num_experts_per_tok",
 }
-"""Names in the file by Megatron's argument."""
+"""Dict from Megatron's argument to the name in ``config.json``."""
 INDEXER = {
     "dsa_indexer_n_heads": "index_n_heads",
     "dsa_indexer_head_dim": "index_head_dim",
@@ -46,7 +47,7 @@ INDEXER = {
 }
 LAYERS, PREDICTIONS = "num_hidden_layers", "num_nextn_predict_layers"
 MOST_LAYERS = 10_000
-"""Above it a file is not believed: there are lists with an entry for each layer."""
+"""Maximum number of layers in a credible file: several lists have one entry per layer."""
 _LARGEST = 2**31 - 1
 _NUMBERS = ("first_k_dense_replace", "n_shared_experts", PREDICTIONS)
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
     "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
 }
-"""Defaults of transformers' class of each kind, where a file says nothing; the rest is :data:`_ALIKE`."""
+"""Defaults of transformers' class for each model type; defaults common to all are in :data:`_ALIKE`."""
 _ALIKE: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
@@ -77,61 +78,63 @@ _OF_ROPE = (
     "partial_rotary_factor",
 )
 _LENGTH = 8
-"""Bytes of a safetensors file that hold its header's length."""
+"""Size in bytes of the header length at the start of a safetensors file."""
 _LARGEST_HEADER = 100_000_000
-"""The safetensors library's bound, in bytes."""
+"""Maximum header size of the safetensors library, in bytes."""
 _NAME_A_FOLDER = "name a model's folder, with config.json and safetensors files"
 _INDEXER_OF = {"deepseek_v3": "deepseek-v3.2", "deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
-"""Model whose indexer each kind has, of :data:`mindspeed_dsa.megatron.dsa.MODELS`."""
+"""Dict from model type to the model in :data:`mindspeed_dsa.megatron.dsa.MODELS` with the same indexer."""
 
 
 def read_config(path: Path, who: str) -> dict[str, Any]:
     """Read a model's ``config.json``.
 
     Args:
-        path: of the file, or of its folder.
-        who: speaks if it fails, such as ``mindspeed_dsa weights``.
+        path: path of the file or its folder.
+        who: prefix of error messages, such as ``mindspeed_dsa weights``.
 
     Raises:
-        SettingsError: it cannot be read, or is no configuration.
+        SettingsError: the file cannot be read or is not a configuration.
     """
     file = path / FILE if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{who}: {file} cannot be read ({error}); {_NAME_A_FOLDER}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise SettingsError(f"{who}: {file} is no configuration of a model; {_NAME_A_FOLDER}")
-    return found
+    return content
 
 
 def read_model(path: Path, who: str) -> tuple[dict[str, Any], int]:
-    """Read a model's ``config.json``, without layers of multi-token prediction that its files do not have.
+    """Read a model's ``config.json``, without multi-token prediction layers that the weights lack.
 
-    Transformers writes none of these layers, and leaves their number in the configuration as it is.
+    transformers does not save these layers, but keeps their number in the configuration.
 
     Args:
-        path: of the file, or of its folder, in which there need not be weights.
-        who: speaks if it fails.
+        path: path of the file or its folder; the folder may have no weights.
+        who: prefix of error messages.
 
     Returns:
-        The configuration, and how many layers the file speaks of in vain.
+        Configuration, and number of multi-token prediction layers that the weights lack.
 
     Raises:
-        SettingsError: it cannot be read, or is no configuration.
+        SettingsError: the file cannot be read or is not a configuration.
     """
-    found = read_config(path, who)
-    layers, told = found.get(LAYERS), found.get(PREDICTIONS)
+    content = read_config(path, who)
+    layers, told = content.get(LAYERS), content.get(PREDICTIONS)
     names = _names_in(path if path.is_dir() else path.parent)
     if not names or not isinstance(layers, int) or not isinstance(told, int):
-        return found, 0
+        return content, 0
+    # "model.layers.61.eh_proj.weight" -> "61". Prediction layers are numbered after the decoder's layers.
     numbers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+    # Index of the first prediction layer without weights.
     there = next((layer for layer in range(told) if str(layers + layer) not in numbers), told)
-    return {**found, "num_nextn_predict_layers": there}, told - there
+    return {**content, "num_nextn_predict_layers": there}, told - there
 
 
 def _names_in(folder: Path) -> Iterable[str]:
-    """Return the names of a folder's weights; none where there are no weights, or damaged files."""
+    """Return the names of a folder's weights; empty without weights or with damaged files."""
     try:
         if (folder / INDEX).is_file():
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -148,17 +151,17 @@ def _names_in(folder: Path) -> Iterable[str]:
 
 
 def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what has to do with sizes: of weights, of activations, of work.
+    """Return the arguments that set sizes of weights and activations, and the amount of work.
 
     Args:
-        config: as :func:`read_config` returns it.
-        where: it is from, which begins every message: ``mindspeed_dsa plan: DIR/config.json``.
+        config: content of ``config.json``, see :func:`read_config`.
+        where: source of the configuration as prefix of messages: ``mindspeed_dsa plan: DIR/config.json``.
 
     Returns:
-        values by Megatron's argument, None where the model has none of it.
+        Dict from Megatron's argument to its value; ``None`` for parts that the model lacks.
 
     Raises:
-        SettingsError: the model is of another kind, or its sizes are none.
+        SettingsError: the model type is not supported, or sizes are invalid.
     """
     kind = config.get("model_type")
     if kind not in KINDS:
@@ -186,6 +189,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         **{flag: config[name] for flag, name in wanted.items()},
         **_sharing(config, where),
         "moe_layer_freq": _experts(config, where),
+        # Megatron computes n shared experts as one MLP of n times the width.
         "moe_shared_expert_intermediate_size": (
             (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"] or None
         ),
@@ -205,7 +209,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any], where: str) -> list[int]:
-    """Return 1 for each layer whose MLP has experts: a list of types, or dense layers first."""
+    """Return 1 for each layer with experts and 0 for dense layers, from a list of types or a count."""
     layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
     if types is None:
         dense = min(config.get("first_k_dense_replace") or 0, layers)
@@ -214,16 +218,16 @@ def _experts(config: Mapping[str, Any], where: str) -> list[int]:
 
 
 def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return which layers select keys, as Megatron's flags; Hugging Face counts from 0, and by types.
+    """Return Megatron's flags for layers that share selected keys; the file's layer numbers start at 0.
 
-    A list of types counts; where frequency and offset say the same, they are what is returned.
+    A list of types has priority. Frequency and offset are returned if they describe the same layers.
     """
     frequency, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
     pattern = config.get("index_topk_pattern")
     letters = pattern if isinstance(pattern, (str, list)) else [pattern]
     numbers = {"index_topk_freq": frequency, "index_skip_topk_offset": 0 if offset is None else offset}
     wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _is_count(value)]
-    if pattern is not None and not all(isinstance(each, str) for each in letters):
+    if pattern is not None and not all(isinstance(letter, str) for letter in letters):
         wrong.append(f"index_topk_pattern is {pattern!r}")
     if wrong:
         raise SettingsError(
@@ -237,10 +241,11 @@ def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if config.get("indexer_types") is not None:
         types = _types(config, where, "indexer_types", ("full", "shared"))
-        pattern = "".join("S" if each == "shared" else "F" for each in types)
+        pattern = "".join("S" if kind == "shared" else "F" for kind in types)
     if isinstance(pattern, list):
-        pattern = "".join("S" if each == "shared" else "F" for each in pattern)
+        pattern = "".join("S" if letter == "shared" else "F" for letter in pattern)
     by_rule = [rule.computes(layer) for layer in range(1, config["num_hidden_layers"] + 1)]
+    # A pattern that the rule reproduces is returned as the rule.
     if pattern and [letter != "S" for letter in pattern] != by_rule:
         return {"dsa_indexer_topk_pattern": pattern}
     if rule.frequency == 1:
@@ -249,7 +254,7 @@ def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str, ...]) -> list[str]:
-    """Return a list with a word for each layer."""
+    """Return a list with one allowed word per layer."""
     types, layers = config[name], config["num_hidden_layers"]
     if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= set(allowed):
         raise SettingsError(
@@ -259,7 +264,7 @@ def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str,
 
 
 def _is_size(name: str, value: Any) -> bool:
-    if value is None:  # queries without a latent, no prediction layers
+    if value is None:  # no latent queries, dense layers, shared experts or prediction layers
         return name in ("q_lora_rank", *_NUMBERS)
     least = 0 if name in _NUMBERS else 1
     return _is_count(value) and least <= value <= (MOST_LAYERS if name in (LAYERS, PREDICTIONS) else _LARGEST)
@@ -269,29 +274,29 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-# -- everything else that decides numbers -------------------------------------------------------
+# -- other arguments that affect the model's outputs ----------------------------------------------
 
 
 def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return everything that decides what the model computes.
+    """Return all arguments that affect the model's outputs.
 
     Args:
-        config: as :func:`read_config` returns it.
-        where: it is from, which begins every message: ``mindspeed_dsa weights: DIR/config.json``.
+        config: content of ``config.json``, see :func:`read_config`.
+        where: source of the configuration as prefix of messages: ``mindspeed_dsa weights: DIR/config.json``.
 
     Returns:
-        values by Megatron's argument. ``rope_type``, ``rotary_scaling_factor`` and, with YaRN,
+        Dict from Megatron's argument to its value. ``rope_type``, ``rotary_scaling_factor`` and, with YaRN,
         ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``mscale`` and ``mscale_all_dim``
-        are fields of ``MLATransformerConfig``. Routing in groups that excludes no expert is none.
+        are fields of ``MLATransformerConfig``. Group-limited routing that excludes no group is left out.
 
     Raises:
-        SettingsError: the model is of another kind, its sizes are none, or Megatron cannot compute it.
+        SettingsError: the model type is not supported, sizes are invalid, or Megatron cannot run the model.
     """
     sizes = sizes_of(config, where)
     problems = list(_no_numbers(config)) or [*_without_megatron(config), *_rotary_problems(config)]
     if problems:
         raise SettingsError(f"{where} is a model that Megatron cannot compute: {'; '.join(problems)}")
-    groups, chosen = _groups(config)
+    groups, group_topk = _groups(config)
     indexer = {}
     if sizes["experimental_attention_variant"] == "dsa":
         indexer = dict(MODELS[_INDEXER_OF[config["model_type"]]])
@@ -304,7 +309,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "max_position_embeddings": said(config, "max_position_embeddings"),
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": groups,
-        "moe_router_group_topk": chosen,
+        "moe_router_group_topk": group_topk,
         "moe_router_topk_scaling_factor": float(said(config, "routed_scaling_factor")),
         "moe_router_dtype": "fp32",
         **{name: value for name, value in indexer.items() if name not in sizes},
@@ -312,13 +317,13 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def said(config: Mapping[str, Any], name: str) -> Any:
-    """Return what a file says, or what transformers takes where it says nothing."""
+    """Return a value of the file, or transformers' default if the file has none."""
     value = config.get(name)
     return {**_ALIKE, **_DEFAULTS[config["model_type"]]}[name] if value is None else value
 
 
 def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is no positive number where one is read."""
+    """Yield an error for each value that should be a positive number."""
     rope = _rope_parameters(config)
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield "its rope parameters are not one table of numbers"
@@ -333,17 +338,14 @@ def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return in how many groups experts are routed, and to how many of them; None: to all."""
+    """Return the number of expert groups and of groups to route to; ``None`` if no group is excluded."""
     groups, chosen = said(config, "n_group"), said(config, "topk_group")
     return (groups, chosen) if 0 < chosen < groups else (None, None)
 
 
 def _without_megatron(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what Megatron's layers and its router cannot compute.
-
-    With sigmoid scores Megatron divides the weights of chosen experts by their sum if they are several, and
-    never otherwise; it ranks groups by the ``topk // group_topk`` best experts of each, transformers by two.
-    """
+    """Yield model properties that Megatron's layers or router do not support."""
+    # With sigmoid scores, Megatron normalizes the weights of selected experts iff topk > 1.
     only = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
@@ -362,15 +364,16 @@ def _without_megatron(config: Mapping[str, Any]) -> Iterator[str]:
         yield "q_lora_rank is None, and the indexer's queries are made of that latent"
     if not said(config, "routed_scaling_factor"):
         yield "routed_scaling_factor is 0, which it reads as 1"
-    groups, chosen = _groups(config)
-    if groups and chosen:
+    groups, group_topk = _groups(config)
+    # Megatron ranks groups by their topk // group_topk best experts, transformers always by two.
+    if groups and group_topk:
         topk, experts = config["num_experts_per_tok"], config["n_routed_experts"]
         if experts % groups:
             yield f"n_group {groups} does not divide n_routed_experts {experts}"
-        if topk // chosen != 2:
+        if topk // group_topk != 2:
             yield (
                 f"groups of experts are ranked by their two best, and it ranks them by "
-                f"num_experts_per_tok // topk_group = {topk // chosen}"
+                f"num_experts_per_tok // topk_group = {topk // group_topk}"
             )
 
 
@@ -380,36 +383,36 @@ def _without_megatron(config: Mapping[str, Any]) -> Iterator[str]:
 def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return Megatron's arguments for rotary embeddings.
 
-    Files of transformers before 5 have ``rope_theta`` and ``rope_scaling``, later ones ``rope_parameters``;
-    ``rope_scaling`` counts where both are given, as transformers has it.
+    Files of transformers < 5 have ``rope_theta`` and ``rope_scaling``, later files ``rope_parameters``. If
+    both are present, ``rope_scaling`` has priority as in transformers.
     """
-    given = _rope_parameters(config)
-    base = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    found: dict[str, Any] = {"rotary_base": int(base) if base.is_integer() else base}
-    if _rope_kind(given) != "yarn":
-        # Megatron-LM before 0.14 has YaRN alone, which a factor of 1 makes plain.
-        return found | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    rope = _rope_parameters(config)
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    arguments: dict[str, Any] = {"rotary_base": int(base) if base.is_integer() else base}
+    if _rope_kind(rope) != "yarn":
+        # Megatron-LM before 0.14 always applies YaRN; with a factor of 1 that is plain RoPE.
+        return arguments | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     longest = said(config, "max_position_embeddings")
     original = (
         config.get("original_max_position_embeddings")
-        or given.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings")
         or longest
     )
-    scale, all_dims = given.get("mscale"), given.get("mscale_all_dim")
-    return found | {
+    scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    return arguments | {
         "rope_type": "yarn",
-        "rotary_scaling_factor": float(given.get("factor") or longest / original),
+        "rotary_scaling_factor": float(rope.get("factor") or longest / original),
         "original_max_position_embeddings": original,
-        "beta_fast": float(given.get("beta_fast") or 32),
-        "beta_slow": float(given.get("beta_slow") or 1),
-        # transformers reads mscale beside mscale_all_dim only, and takes 1 and 0 otherwise.
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        # transformers uses `mscale` only together with `mscale_all_dim`, and otherwise takes 1 and 0.
         "mscale": float(scale) if scale and all_dims else 1.0,
         "mscale_all_dim": float(all_dims or 0.0),
     }
 
 
 def yarn_scale(factor: float, scale: float) -> float:
-    """Return YaRN's ``1 + 0.1 scale log(factor)``, and 1 where nothing is stretched."""
+    """Return YaRN's attention scale ``1 + 0.1 scale log(factor)``, or 1 if ``factor <= 1``."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -422,23 +425,23 @@ def _rope_kind(given: Mapping[str, Any]) -> Any:
 
 
 def _rotary_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what Megatron's rotary embeddings of latent attention cannot compute."""
-    given = _rope_parameters(config)
-    kind = _rope_kind(given)
+    """Yield rotary embedding properties that Megatron's latent attention does not support."""
+    rope = _rope_parameters(config)
+    kind = _rope_kind(rope)
     if kind not in ("default", "yarn"):
         yield f"rope_type is {kind!r}, and it has 'default' or 'yarn' only"
-    part = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if part != 1.0:
         yield f"partial_rotary_factor is {part!r}, and it rotates all of qk_rope_head_dim"
     if kind != "yarn":
         return
-    if given.get("truncate") is False:
+    if rope.get("truncate") is False:
         yield "truncate is False, and it rounds YaRN's range of dimensions"
-    if given.get("mscale_all_dim") and not given.get("mscale"):
+    if rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield "mscale_all_dim is given without mscale"
     rotary = rotary_of(config)
     factor, scale, all_dims = (rotary[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"))
     magnitude = yarn_scale(factor, scale) / yarn_scale(factor, all_dims)
-    own = given.get("attention_factor")
-    if own is not None and not math.isclose(own, magnitude):
-        yield f"attention_factor is {own!r}, and it has that of mscale and mscale_all_dim, {magnitude:g}"
+    stated = rope.get("attention_factor")
+    if stated is not None and not math.isclose(stated, magnitude):
+        yield f"attention_factor is {stated!r}, and it has that of mscale and mscale_all_dim, {magnitude:g}"

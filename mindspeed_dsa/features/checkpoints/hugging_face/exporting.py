@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron's written as Hugging Face's files, a tensor at a time."""
+"""Export of a Megatron checkpoint to Hugging Face files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ _NOT_QUANTISED = (
     "eh_proj",
     "shared_head",
 )
-"""Parts of names of weights that DeepSeek's files never have in FP8."""
+"""Name parts of weights that DeepSeek's files never store in FP8."""
 _OF_OPTIMIZER = ("optimizer.", "chained_", "rng_state", "rerun_state")
 _VECTORS = ("norm.weight", "norm_weight", "norm.bias", "expert_bias")
 
 
 @dataclass
 class Plan:
-    """Plan of an export, whose files several processes write.
+    """Plan of an export whose files are written by several processes.
 
     Attributes:
         checkpoint: folder of a ``torch_dist`` checkpoint, ``iter_...`` or ``release``.
-        target: folder of the model's files; it must not exist, unless ``replaces``.
-        config: content of its ``config.json``.
-        shape: tensors of the model.
-        vocabulary: rows of the embedding, without padding.
-        dtype: dtype of weights that are not in FP8, except routers' biases; None: ``like``'s, else bf16.
-        shard_bytes: size of the largest file.
-        fp8_blocks: linear weights are written in FP8, in blocks with a factor each.
-        like: folder of the model that was trained from: its types, factors, and files beside the weights.
-        replaces: a folder at ``target`` stays until the new one is whole, and is deleted then.
-        shards: files with their tensors, on the meta device.
+        target: folder of the exported files; it must not exist, unless ``replaces``.
+        config: content of the exported ``config.json``.
+        shape: layers of the model, which decide its tensors.
+        vocabulary: number of embedding rows without padding.
+        dtype: dtype of weights that are not in FP8, except router biases; default: ``like``'s dtype, or bf16.
+        shard_bytes: maximum size of a file in bytes.
+        fp8_blocks: whether to write linear weights in FP8 with one factor per block.
+        like: folder of the model that training started from; gives dtypes, factors and tokenizer files.
+        replaces: whether ``target`` may exist. It is then deleted once the new folder is complete.
+        shards: dict from file name to its tensors, on the meta device.
 
     Raises:
-        RunError: the checkpoint is not whole, or does not have the model's tensors.
+        RunError: the checkpoint is incomplete or does not have the model's tensors.
     """
 
     checkpoint: Path
@@ -85,7 +85,7 @@ class Plan:
         self._sole: Sole | None = None
         self._reader = Checkpoint(self.checkpoint)
         self._like = like = None if self.like is None else weights_of(self.like)
-        # A model without FP8 does not say which weights have it.
+        # In a model without FP8, dtypes do not tell which weights to quantise.
         self._like_has_fp8 = like is not None and any(
             like.dtype(name) == torch.float8_e4m3fn for name in like.names
         )
@@ -94,18 +94,18 @@ class Plan:
 
     @property
     def partial(self) -> Path:
-        """Folder of what is not finished."""
+        """Folder of the unfinished export."""
         return self.target.with_name(f".{self.target.name}.partial")
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(map(_nbytes, self.shards.values()))
 
     # -- tensors -------------------------------------------------------------------------------
 
     def _find(self) -> dict[str, Piece]:
-        """Return the region of each of Hugging Face's tensors, in the order of the model."""
+        """Return the checkpoint region of each Hugging Face tensor, in the order of the model."""
         stacks, wanted = dict(self._stacks()), list(self.shape.places())
         missing = [str(place) for place in wanted if place not in stacks]
         more = sorted(str(place) for place in stacks.keys() - set(wanted))
@@ -116,16 +116,16 @@ class Plan:
                 f"{_WHO}: {self.checkpoint} {' and '.join(problems)}; its arguments, or the config.json that "
                 "was named, describe another model; name one of this model"
             )
-        found = {name: piece for place in wanted for name, piece in self._split(place, *stacks[place])}
-        # Layers of multi-token prediction repeat tensors of the model, as released files do.
+        pieces = {name: piece for place in wanted for name, piece in self._split(place, *stacks[place])}
+        # Multi-token prediction layers repeat some tensors of the model, as in released files.
         for layer in range(len(self.shape.prediction_indexers)):
             for name, original in REPEATED.items():
                 repeated = f"model.layers.{self.shape.layers + layer}.{name}"
-                if original in found and (self._like is None or repeated in self._like.names):
-                    found[repeated] = found[original]
+                if original in pieces and (self._like is None or repeated in self._like.names):
+                    pieces[repeated] = pieces[original]
         others = [
             f"{name} {list(piece.data.shape)} and not {list(self._like.shape(name))}"
-            for name, piece in found.items()
+            for name, piece in pieces.items()
             if self._like is not None
             and name in self._like.names
             and self._like.shape(name) != tuple(piece.data.shape)
@@ -135,14 +135,15 @@ class Plan:
                 f"{_WHO}: {self.checkpoint} is no model like {self.like}: it has {listed(others)}; name the "
                 "model with --like that it was trained from, or leave it out"
             )
-        return found
+        return pieces
 
     def _stacks(self) -> Iterator[tuple[Place, tuple[str, tuple[int, ...]]]]:
-        """Yield each tensor of the checkpoint, with its key and its offset in the key's stack."""
+        """Yield each tensor of the checkpoint, with its key and its offset in the key's stacked tensor."""
         for key, stored in self._reader.tensors.items():
             if key.startswith(_OF_OPTIMIZER):
                 continue
             stacked = len(stored.size) - (1 if key.endswith(_VECTORS) else 2)
+            # [layers, experts, rows, columns] -> one tensor per layer and expert.
             for offset in itertools.product(*map(range, stored.size[:stacked])):
                 place, used = place_of(key, offset)
                 if used != stacked:
@@ -150,7 +151,7 @@ class Plan:
                 yield place, (key, offset)
 
     def _split(self, place: Place, key: str, offset: tuple[int, ...]) -> Iterator[tuple[str, Piece]]:
-        """Yield the tensors of Hugging Face's whose rows are a tensor of the checkpoint."""
+        """Yield the Hugging Face tensors whose rows, concatenated, are one tensor of the checkpoint."""
         stored = self._reader.tensors[key]
         rows, *rest = stored.size[len(offset) :]
         names = place.theirs(self.shape.layers)
@@ -161,6 +162,7 @@ class Plan:
                     "name the config.json of this model"
                 )
             rows = self.vocabulary
+        # A gated projection is gate_proj and up_proj one above the other: two names share the rows.
         height = rows // len(names)
         data = torch.empty(height, *rest, dtype=stored.properties.dtype, device="meta")
         shape = (*[1] * len(offset), *data.shape)
@@ -169,7 +171,7 @@ class Plan:
             yield name, Piece(place, key, tuple(stored.size), begin, shape, len(offset), data)
 
     def _described(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of the files, on the meta device."""
+        """Yield all tensors of the exported files, on the meta device."""
         for name, piece in self._pieces.items():
             dtype = self._dtype(name)
             yield name, piece.data.to(dtype)
@@ -182,11 +184,12 @@ class Plan:
         if self.fp8_blocks:
             by_rule = self._pieces[name].data.dim() == 2 and not any(part in name for part in _NOT_QUANTISED)
             by_like = stored == torch.float8_e4m3fn
+            # A weight that `like` lacks follows the rule.
             if by_like if stored is not None and self._like_has_fp8 else by_rule:
                 return torch.float8_e4m3fn
         stored = None if stored == torch.float8_e4m3fn else stored
         if name.endswith("e_score_correction_bias"):
-            return stored or torch.float32  # it is trained by steps that bf16 would round away
+            return stored or torch.float32  # bf16 would round away its training steps
         return self.dtype or stored or torch.bfloat16
 
     def _factors_dtype(self, name: str) -> torch.dtype:
@@ -196,15 +199,15 @@ class Plan:
     # -- writing -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make the folder; one process does it.
+        """Create the folder of the unfinished export; called by one process.
 
         Raises:
-            RunError: something has that name already, or another process writes it.
+            RunError: the target exists, or another process is writing it.
         """
         self._require_free_name()
         self._sole = Sole(self.target.with_name(f".{self.target.name}.lock"), f"{_WHO}: {self.target}")
-        self._require_free_name()  # another export may have ended meanwhile
-        delete(self.partial)  # of a killed one
+        self._require_free_name()  # another export may have finished before the lock was taken
+        delete(self.partial)  # left by a killed export
         self.partial.mkdir(parents=True)
 
     def _require_free_name(self) -> None:
@@ -215,10 +218,12 @@ class Plan:
         """Write this process's share of the files.
 
         Args:
-            rank: number of this process.
+            rank: index of this process.
             ranks: number of processes that share the work.
-            progress: function of all bytes of the share; its result is called with each tensor's.
+            progress: function that takes the bytes of the whole share, and returns a callback for the bytes
+                of each written tensor.
         """
+        # Processes share whole files, round robin: no two of them write the same file.
         mine = list(self.shards.items())[rank::ranks]
         wrote = progress(sum(_nbytes(tensors) for _, tensors in mine))
         for file, tensors in mine:
@@ -228,36 +233,37 @@ class Plan:
                     wrote(done)
 
     def _write(self, writer: Writer, tensors: Mapping[str, Tensor], name: str) -> int:
-        """Write what a file has of a weight and its factors; return the bytes."""
+        """Write the parts of a weight and its factors that belong to a file; return their bytes."""
         parts = dict(zip((name, name + FACTORS), self._weight(name), strict=True))
-        # Factors may be in the next file, and may have a dtype of their own.
+        # Factors may be in the next file, and may have another dtype.
         made = {
-            each: part.to(tensors[each].dtype)
-            for each, part in parts.items()
-            if part is not None and each in tensors
+            key: part.to(tensors[key].dtype)
+            for key, part in parts.items()
+            if part is not None and key in tensors
         }
-        for each, part in made.items():
-            writer.write(each, part)
+        for key, part in made.items():
+            writer.write(key, part)
         return _nbytes(made)
 
     def _weight(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return a weight, with its factors if it is to be in FP8."""
+        """Return a weight, and its factors if it is to be stored in FP8."""
         piece, dtype, like = self._pieces[name], self._dtype(name), self._like
         if dtype != torch.float8_e4m3fn:
             return self._reader.read(piece, dtype), None
         factors = like.factors(name) if like is not None and like.block == fp8.BLOCK else None
+        # With the factors that it was read with, an unchanged weight gives the same bytes again.
         powers = like is not None and like.quantised.get("scale_fmt") == fp8.POWERS_OF_TWO
-        powers = powers or self._factors_dtype(name) != torch.float32
+        powers = powers or self._factors_dtype(name) != torch.float32  # float8_e8m0fnu has powers of two only
         try:
             return fp8.quantise(self._reader.read(piece, piece.data.dtype), factors, powers_of_two=powers)
         except RunError as error:
             raise RunError(f"{_WHO}: {self.checkpoint}: {name}: {error}") from error
 
     def publish(self) -> None:
-        """Write the files beside the weights, and name the folder; one process does it in the end."""
+        """Write the other files and rename the folder to its target; called last, by one process."""
         config = dict(self.config)
         write_index(self.partial, self.shards)
-        # Loaders take it for all weights; the embedding is in FP8 nowhere.
+        # Loaders take this dtype for all weights. The embedding is never in FP8, so its dtype is used.
         embedding = Place("", -1, -1, "embedding.word_embeddings.weight").theirs(0)[0]
         config["dtype"] = str(self._dtype(embedding)).removeprefix("torch.")
         config.pop("quantization_config", None)
@@ -276,27 +282,29 @@ class Plan:
         self._name()
 
     def _name(self) -> None:
-        """Give the folder its name, and delete the one that it replaces."""
+        """Rename the folder to its target, and delete the folder that it replaces."""
         target = self.target
         stale = beside(target, "replaced")
         replaces = self.replaces and target.exists()
         if replaces:
-            os.rename(target, stale)
+            os.rename(target, stale)  # a rename does not replace a folder with files
         try:
             os.rename(self.partial, target)
         except BaseException:
             if replaces and not target.exists():
                 os.rename(stale, target)
             raise
+        # Make the rename durable before the old folder is deleted.
         sync(target.parent)
-        for old in target.parent.glob(f".{glob.escape(target.name)}.*.replaced"):  # killed writers' as well
+        # Includes folders that killed exports have left.
+        for old in target.parent.glob(f".{glob.escape(target.name)}.*.replaced"):
             try:
                 delete(old)
             except OSError as error:
                 log.get().warning("%s, which %s replaces, cannot be deleted: %s", old, target, error)
 
     def end(self) -> None:
-        """Let others write the folder; the process that has called :meth:`begin` does it in any case."""
+        """Release the lock of the target; must be called after :meth:`begin` even on failure."""
         if self._sole is not None:
             self._sole.end()
 

@@ -1,4 +1,4 @@
-"""Declaration of what reads and writes weights as Hugging Face has them."""
+"""Declaration of load-hf and save-hf, which read and write weights in Hugging Face files."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Load:
     """Options of --load-hf.
 
     Attributes:
-        folder: the model's folder.
-        release: of Megatron-core.
+        folder: folder of the model.
+        release: release of Megatron-core.
     """
 
     folder: Path
@@ -74,11 +74,11 @@ class Save:
     """Options of --save-hf.
 
     Attributes:
-        folder: below which models are written.
-        interval: of steps between them; 0: only the last one.
-        fp8_blocks: linear weights are written in FP8.
-        like: folder of the model that the job started from, if it did.
-        release: of Megatron-core.
+        folder: parent folder of the exported models.
+        interval: number of steps between exports; 0 exports the last checkpoint only.
+        fp8_blocks: whether to write linear weights in FP8.
+        like: folder of the model that the job started from; ``None`` without ``--load-hf``.
+        release: release of Megatron-core.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ class Save:
 
 
 def check_load(args: Any, options: Load) -> Iterator[str]:
-    """Yield how the model's files differ from the job's arguments."""
+    """Yield differences between the model's files and the job's arguments."""
     from mindspeed_dsa.features.checkpoints.hugging_face import mismatch
 
     flag = f"--load-hf {options.folder}"
@@ -111,7 +111,7 @@ def check_load(args: Any, options: Load) -> Iterator[str]:
 
 
 def check_save(args: Any, options: Save) -> Iterator[str]:
-    """Yield what is in the way of writing a model."""
+    """Yield problems that prevent the export."""
     from mindspeed_dsa.features.checkpoints.hugging_face import companions
 
     flag = f"--save-hf {options.folder}"

@@ -1,7 +1,7 @@
 """Weights in a Hugging Face model folder.
 
-The safetensors library checks files' headers and maps the files: a tensor's bytes are read when they are
-used, and their pages belong to the kernel's cache, not to this process.
+The safetensors library checks the headers and maps the files into memory. A tensor's bytes are read on first
+use, and their pages belong to the kernel's page cache, not to this process.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import listed
 from mindspeed_dsa.runs.files import RunError
 
 FACTORS = "_scale_inv"
-"""End of the names of FP8 weights' factors."""
+"""Suffix of the factors' names of FP8 weights."""
 FACTOR_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Dtypes that files have factors in: DeepSeek's to V3.2 in fp32, also those that are powers of two."""
+"""Dtypes of factors in files. DeepSeek's files to V3.2 use fp32, even for powers of two."""
 _LARGEST_BLOCK = 2**16
 
 
 def weights_of(folder: Path, who: str = "mindspeed_dsa load-hf") -> Reader:
-    """Return the weights of a model's folder, whose configuration may describe FP8's factors.
+    """Open the weights of a model's folder, with the FP8 settings of its configuration.
 
     Raises:
         SettingsError: ``config.json`` cannot be read.
@@ -45,22 +45,22 @@ def weights_of(folder: Path, who: str = "mindspeed_dsa load-hf") -> Reader:
 
 
 class Reader:
-    """Weights in ``model.safetensors``, or in the files that ``model.safetensors.index.json`` names.
+    """Weights in ``model.safetensors``, or in the files listed by ``model.safetensors.index.json``.
 
-    Threads and forked processes share it.
+    Safe for use by several threads and by forked processes.
 
     Args:
-        folder: the model's folder.
+        folder: folder of the model.
         described: content of its ``config.json``, for FP8 blocks and numbers of layers.
 
     Attributes:
-        folder: the model's folder.
-        quantised: the configuration's ``quantization_config``.
+        folder: folder of the model.
+        quantised: ``quantization_config`` of the configuration.
         block: rows and columns of an FP8 block.
-        predictions: numbers of the layers of multi-token prediction.
+        predictions: layer numbers of the multi-token prediction layers.
 
     Raises:
-        RunError: files are missing or damaged; the message lists every problem of them.
+        RunError: files are missing or damaged; the message lists all problems.
     """
 
     def __init__(self, folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -77,31 +77,31 @@ class Reader:
         self.predictions = range(layers, layers + more)
         tensors = _tensors(folder, problems)
         self._factors = {
-            name.removesuffix(FACTORS): each for name, each in tensors.items() if name.endswith(FACTORS)
+            name.removesuffix(FACTORS): tensor for name, tensor in tensors.items() if name.endswith(FACTORS)
         }
-        self._weights = {name: each for name, each in tensors.items() if not name.endswith(FACTORS)}
+        self._weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(FACTORS)}
         problems += self._wrong_factors()
         if problems:
             raise self._error(problems)
 
     @property
     def names(self) -> KeysView[str]:
-        """Names of weights; the factors of FP8 blocks belong to their weight and have none here."""
+        """Names of all weights, without the factors of FP8 weights."""
         return self._weights.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a weight's shape."""
+        """Return the shape of a weight."""
         return tuple(self._weights[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a weight's dtype in the file; ``float8_e4m3fn`` has factors, and is read as bf16."""
+        """Return the stored dtype of a weight; ``float8_e4m3fn`` has factors, and is read as bf16."""
         return self._weights[name].dtype
 
     def factors(self, name: str) -> Tensor | None:
-        """Return a weight's factors, fp32 ``[ceil(rows / 128), ceil(columns / 128)]``; None unless FP8.
+        """Return an FP8 weight's factors, fp32 ``[ceil(rows / 128), ceil(columns / 128)]``, else ``None``.
 
         Raises:
-            RunError: one of them is no positive number.
+            RunError: a factor is not a positive number.
         """
         stored = self._factors.get(name)
         if stored is None:
@@ -112,15 +112,16 @@ class Reader:
         return factors
 
     def factors_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of a weight's factors in the file; None unless FP8."""
+        """Return the stored dtype of a weight's factors; ``None`` unless FP8."""
         return self._factors[name].dtype if name in self._factors else None
 
     def check_factors(self) -> None:
-        """Look at the factors of all weights, a 4096th of their bytes.
+        """Check the factors of all weights, which are 1 / 4096 of the weights' bytes.
 
         Raises:
-            RunError: some are no positive numbers; the message lists the weights.
+            RunError: factors are not positive numbers; the message lists their weights.
         """
+        # One fp32 factor per block: 4 bytes / (128 x 128 bytes) = 1 / 4096.
         checked = ((name, fp8.wrong_factor(each.float())) for name, each in self._factors.items())
         problems = [
             f"{name}{FACTORS} holds {wrong}, which is no factor of an FP8 block"
@@ -131,13 +132,13 @@ class Reader:
             raise self._error(problems)
 
     def read(self, name: str, begin: int, end: int, columns: tuple[int, int] | None = None) -> Tensor:
-        """Return rows of a weight as the file has them, in mapped memory.
+        """Return rows of a weight in the stored dtype, in mapped memory.
 
         Args:
-            name: the weight's name.
+            name: name of the weight.
             begin: first row.
-            end: row behind the last one.
-            columns: begin and end of a range of the second dimension; None: all.
+            end: row after the last one.
+            columns: begin and end of a range of the second dimension; ``None``: all.
         """
         rows = self._weights[name][begin:end]
         return rows if columns is None else rows[:, slice(*columns)]
@@ -145,17 +146,17 @@ class Reader:
     def read_into(
         self, out: Tensor, name: str, begin: int = 0, columns: tuple[int, int] | None = None
     ) -> None:
-        """Fill a tensor with as many rows of a weight as it has, cast to its dtype; FP8 by way of bf16.
+        """Fill ``out`` with rows of a weight, cast to its dtype; FP8 weights are cast to bf16 first.
 
         Args:
-            out: of any dtype, strides and device.
-            name: the weight's name.
-            begin: first of the rows.
-            columns: begin and end of a range of the second dimension; None: all.
+            out: tensor to fill, of any dtype, strides and device; its first dimension is the number of rows.
+            name: name of the weight.
+            begin: first row.
+            columns: begin and end of a range of the second dimension; ``None``: all.
 
         Raises:
-            RunError: factors are no positive numbers.
-            ValueError: the weight has no such rows and columns.
+            RunError: factors are not positive numbers.
+            ValueError: the weight does not have these rows and columns.
         """
         rows = self.read(name, begin, begin + len(out), columns)
         if rows.shape != out.shape:
@@ -167,7 +168,7 @@ class Reader:
             fp8.dequantise(rows, factors, out, begin, columns[0] if columns else 0, self.block)
 
     def _wrong_factors(self) -> Iterator[str]:
-        """Yield what is wrong with dtypes and shapes of FP8 weights and factors."""
+        """Yield problems with dtypes and shapes of FP8 weights and factors."""
         for name in self._factors:
             if name not in self._weights or self.dtype(name) != torch.float8_e4m3fn:
                 yield f"{name}{FACTORS} has no weight in FP8 (F8_E4M3) to belong to"
@@ -197,10 +198,10 @@ class Reader:
 
 
 def _tensors(folder: Path, problems: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of a folder's files; what is wrong with files goes to ``problems``."""
+    """Return the tensors of a folder's files; append problems with files to ``problems``."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
-        # transformers would read the single one; which was meant, only the user knows.
+        # transformers would read the single file, but only the user knows which one is right.
         problems.append(f"there are both {SINGLE} and {INDEX}: remove the one that is not meant")
     elif index.exists():
         return _indexed(folder, _weight_map(index, problems), problems)
@@ -212,7 +213,7 @@ def _tensors(folder: Path, problems: list[str]) -> dict[str, Tensor]:
 
 
 def _mapped(file: Path, problems: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of a file, whose memory is the mapped file."""
+    """Return the tensors of a file, in mapped memory."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dictionary
@@ -222,7 +223,7 @@ def _mapped(file: Path, problems: list[str]) -> dict[str, Tensor]:
 
 
 def _weight_map(index: Path, problems: list[str]) -> dict[str, str]:
-    """Return the file of each tensor, from an index."""
+    """Return the ``weight_map`` of an index: dict from tensor name to file name."""
     try:
         files = json.loads(index.read_bytes())["weight_map"]
         wrong = {repr(file) for file in files.values() if not _is_file_name(file)}
@@ -240,6 +241,7 @@ def _weight_map(index: Path, problems: list[str]) -> dict[str, str]:
 
 
 def _is_file_name(value: Any) -> bool:
+    # An index must not name files outside of its folder.
     return (
         isinstance(value, str)
         and value.isprintable()
@@ -249,7 +251,7 @@ def _is_file_name(value: Any) -> bool:
 
 
 def _indexed(folder: Path, files: Mapping[str, str], problems: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of the files that an index names, and compare their names with it."""
+    """Return the tensors of the files that an index lists, and compare their names with it."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         names = {name for name, other in files.items() if other == file}
@@ -257,19 +259,20 @@ def _indexed(folder: Path, files: Mapping[str, str], problems: list[str]) -> dic
             problems.append(f"{file} is not there; {INDEX} says that it holds {listed(sorted(names))}")
             continue
         before = len(problems)
-        found = _mapped(folder / file, problems)
+        # A file that cannot be opened is one problem; its tensors are not listed as missing.
+        held = _mapped(folder / file, problems)
         if len(problems) > before:
             continue
-        if absent := sorted(names - found.keys()):
+        if absent := sorted(names - held.keys()):
             problems.append(f"{file} does not hold {listed(absent)}, as {INDEX} says")
-        if unknown := sorted(found.keys() - names):
+        if unknown := sorted(held.keys() - names):
             problems.append(f"{file} holds {listed(unknown)}, which {INDEX} does not say")
-        tensors.update(found)
+        tensors.update(held)
     return tensors
 
 
 def _layers(described: Mapping[str, Any], name: str, problems: list[str]) -> int:
-    """Return a configuration's number of layers; one that is no number goes to ``problems``."""
+    """Return a number of layers from a configuration; append an invalid value to ``problems``."""
     value = described.get(name)
     if value is None:
         return 0
@@ -280,6 +283,6 @@ def _layers(described: Mapping[str, Any], name: str, problems: list[str]) -> int
 
 
 def _is_block(block: Any) -> bool:
-    """Return whether a value is a block's rows and columns, of a size that weights have."""
+    """Return whether a value is a valid pair of block rows and columns."""
     sizes = block if isinstance(block, (list, tuple)) else ()
     return len(sizes) == 2 and all(type(each) is int and 0 < each <= _LARGEST_BLOCK for each in sizes)

@@ -1,7 +1,7 @@
-"""Model's arguments in a release of Megatron-LM: the flags that say them, and the values that a job has.
+"""Conversion of a model's arguments to Megatron-LM flags for a release, and access to a job's values.
 
-Arguments are those that ``config.arguments_of`` returns. Releases differ in the names of YaRN's numbers, in
-whether they can be told the rows of the embedding, and in which of the indexer's options are their own.
+The arguments are the result of ``config.arguments_of``. Releases differ in the names of YaRN's flags, in
+whether the number of embedding rows can be set, and in which indexer options are Megatron's own.
 
 Imports neither torch nor Megatron.
 """
@@ -24,29 +24,29 @@ _NEGATED = {
     "dsa_indexer_rotate_activation": "--no-dsa-indexer-rotate-activation",
     "dsa_indexer_scoring_relu": "--no-dsa-indexer-scoring-relu",
 }
-"""Arguments that are true where no flag says otherwise."""
+"""Dict from arguments that default to true to the flags that disable them."""
 ALWAYS_SINCE_0_19 = ("dsa_indexer_rope_first", "dsa_indexer_normalised_query")
 _YARN = {
     "original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
     "beta_fast": ("yarn_beta_fast", 32.0),
     "beta_slow": ("yarn_beta_slow", 1.0),
 }
-"""Numbers of ``MLATransformerConfig``: the flag's argument, and the value where no flag is given."""
+"""Dict from fields of ``MLATransformerConfig`` to the flag's argument and its default."""
 _ALSO = {
     "num_experts": "num_moe_experts",
     "norm_epsilon": "layernorm_epsilon",
     "swiglu": "gated_linear_unit",
     **{name: flag for name, (flag, _) in _YARN.items()},
 }
-"""Other names of arguments: fields of a ``TransformerConfig``, since 0.16 in a job's namespace as well."""
+"""Dict from arguments to names in a ``TransformerConfig``, which a job's namespace has too since 0.16."""
 _TRAINED = ("--dsa-indexer-loss-coeff 0.01", "--dsa-indexer-use-sparse-loss")
 _FROZEN = ("--dsa-stage frozen",)
 _PADDING = 128
-"""``--make-vocab-size-divisible-by``, if nobody gives it."""
+"""Default of ``--make-vocab-size-divisible-by``."""
 
 
 def before_0_14(release: str) -> bool:
-    """Return whether a release's latent attention has YaRN alone, with ``--mscale`` for its softmax."""
+    """Return whether the release predates 0.14: YaRN only, and ``--mscale`` scales the softmax."""
     return Version(release) < Version("0.14.dev0")
 
 
@@ -54,18 +54,18 @@ def before_0_14(release: str) -> bool:
 
 
 def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
-    """Return the flags of Megatron-LM and of this library with which a job trains a model.
+    """Return the flags of Megatron-LM and of this library that train a model.
 
     Args:
-        config: Hugging Face's config.json, parsed.
-        release: of Megatron-core, from 0.12.1 on.
-        where: the configuration is from, which begins every message.
+        config: parsed ``config.json`` of Hugging Face.
+        release: release of Megatron-core, at least 0.12.1.
+        where: source of the configuration as prefix of messages.
 
     Returns:
-        one flag in each, with its values, quoted for a shell.
+        One string per flag with its values, quoted for a shell.
 
     Raises:
-        SettingsError: Megatron cannot compute the model, or this release cannot.
+        SettingsError: Megatron, or this release, does not support the model.
     """
     arguments = arguments_of(config, where)
     old, yarn = before_0_14(release), arguments["rope_type"] == "yarn"
@@ -80,33 +80,35 @@ def flags_of(config: Mapping[str, Any], release: str, where: str) -> list[str]:
         )
     if old:
         del arguments["rope_type"]
+        # Before 0.14 this argument is the length before YaRN's extension.
         if yarn:
             arguments["max_position_embeddings"] = arguments.pop("original_max_position_embeddings")
     else:
         arguments["padded_vocab_size"] = -(-arguments["vocab_size"] // _PADDING) * _PADDING
+    # Leave out flags that would repeat a default.
     for name, (_, usual) in _YARN.items():
         if arguments.get(name) == usual:
             del arguments[name]
     if arguments.get("dsa_indexer_topk_freq") == 1:
         del arguments["dsa_indexer_topk_freq"], arguments["dsa_indexer_skip_topk_offset"]
-    # Its kernels are neither for plain rotary embeddings of latent attention nor for DSA.
+    # The fused RoPE kernels support neither plain RoPE in latent attention nor DSA.
     lines = [line for name, value in arguments.items() if (line := _line(name, value, release))]
     return [shlex.join(line) for line in (*lines, ["--no-rope-fusion"])]
 
 
 def flags_of_training(config: Mapping[str, Any], frozen: bool, where: str) -> list[str]:
-    """Return the flags that decide how DSA of a model trains; none for a model with dense attention.
+    """Return the flags that control the training of DSA; none for a model with dense attention.
 
     Args:
-        config: Hugging Face's config.json, parsed.
-        frozen: whether indexers select keys and are not trained.
-        where: the configuration is from, which begins every message.
+        config: parsed ``config.json`` of Hugging Face.
+        frozen: whether indexers select keys without being trained.
+        where: source of the configuration as prefix of messages.
 
     Raises:
-        SettingsError: Megatron cannot compute the model, or ``frozen`` is asked of one without indexers.
+        SettingsError: Megatron does not support the model, or ``frozen`` is set for a model without indexers.
     """
     if arguments_of(config, where).get("experimental_attention_variant") == "dsa":
-        # Without a loss and not frozen, weight decay alone would act on indexers.
+        # Without a loss and not frozen, indexers would get only weight decay.
         return ["--use-fused-dsa", *(_FROZEN if frozen else _TRAINED)]
     if frozen:
         raise SettingsError(f"{where}: the model has no indexers, which --frozen is about")
@@ -114,7 +116,7 @@ def flags_of_training(config: Mapping[str, Any], frozen: bool, where: str) -> li
 
 
 def mend(name: str, value: Any, release: str) -> str:
-    """Say with which flag an argument gets a value: ``give --num-layers 61``, or ``omit --swiglu``."""
+    """Return advice for setting an argument: ``give --num-layers 61``, or ``omit --swiglu``."""
     line = _line(name, value, release)
     if line is not None:
         return f"give {shlex.join(line)}"
@@ -129,7 +131,7 @@ def _flag(name: str) -> str:
 
 
 def _line(name: str, value: Any, release: str) -> list[str] | None:
-    """Return a flag and its value; None where an argument has it without one."""
+    """Return the flag that gives an argument its value, and its words; ``None`` if no flag is needed."""
     if name in _NEGATED:
         return None if value else [_NEGATED[name]]
     if value is None or value is False or (name in ALWAYS_SINCE_0_19 and rotates_first(release)):
@@ -140,7 +142,7 @@ def _line(name: str, value: Any, release: str) -> list[str] | None:
 
 
 def pattern(layers: Sequence[int]) -> str:
-    """Return ``([0]*3+[1]*58)``, as ``--moe-layer-freq`` takes it."""
+    """Return a list of layers as ``--moe-layer-freq`` takes it, for example ``([0]*3+[1]*58)``."""
     runs = ((kind, len(list(run))) for kind, run in itertools.groupby(layers))
     return f"({'+'.join(f'[{kind}]*{length}' for kind, length in runs)})"
 
@@ -149,20 +151,20 @@ def pattern(layers: Sequence[int]) -> str:
 
 
 class Missing:
-    """Value of an argument that an object does not have."""
+    """Placeholder for an argument that an object does not have."""
 
 
 MISSING = Missing()
 
 
 def value_of(args: Any, name: str) -> Any:
-    """Return an argument of a job's namespace or of a model's configuration, :data:`MISSING` without it."""
+    """Return an argument of a job's namespace or model configuration, or :data:`MISSING`."""
     first = getattr(args, name, MISSING)
     return getattr(args, _ALSO[name], MISSING) if first is MISSING and name in _ALSO else first
 
 
 def layers_with_experts(args: Any) -> list[int] | Missing:
-    """Return 1 for each layer that has experts, whichever way the job says it."""
+    """Return 1 for each layer with experts and 0 for dense layers, from a list or an interval."""
     layers, frequency = value_of(args, "num_layers"), value_of(args, "moe_layer_freq")
     if not isinstance(layers, int) or isinstance(frequency, Missing):
         return MISSING
@@ -172,29 +174,30 @@ def layers_with_experts(args: Any) -> list[int] | Missing:
 
 
 def prediction_layers(args: Any) -> int | None:
-    """Return how many layers of multi-token prediction own weights; None: not said."""
+    """Return the number of multi-token prediction layers with their own weights; ``None`` if unknown."""
     here = value_of(args, "mtp_num_layers")
     if here is MISSING:
         return None
+    # With a repeated layer, all predictions share the weights of one.
     return min(here or 0, 1) if getattr(args, "mtp_use_repeated_layer", False) else here or 0
 
 
 def rotates_first_here(args: Any, name: str, release: str) -> bool:
-    """Return one of :data:`ALWAYS_SINCE_0_19`; where a job says nothing, the release decides."""
+    """Return the value of one of :data:`ALWAYS_SINCE_0_19`; unset arguments take the release's default."""
     value = getattr(args, name, None)
     return rotates_first(release) if value is None else bool(value)
 
 
 class Rotary(NamedTuple):
-    """Rotary embeddings as they are computed.
+    """Rotary embeddings in the form that decides the computed numbers.
 
     Attributes:
-        base: of the frequencies.
-        factor: by which YaRN stretches them; 1: it does not, and the next three are None.
-        original: positions before that.
-        beta_fast, beta_slow: turns within these, between which frequencies are blended.
+        base: base of the frequencies.
+        factor: YaRN's extension factor; with 1 there is no extension, and the next three are ``None``.
+        original: context length before the extension.
+        beta_fast, beta_slow: rotations over the original context that bound the blended frequencies.
         magnitude: factor of sines and cosines.
-        scale: factor of attention's scores, beside the square root of the heads' size.
+        scale: factor of the attention scores, in addition to ``1 / sqrt(head_dim)``.
     """
 
     base: float
@@ -207,11 +210,9 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, release: str) -> Rotary | None:
-        """Build from a job's arguments or a configuration; None where they say nothing of rotary embeddings.
-
-        Megatron takes YaRN where no type is said, and multiplies attention's scale whatever the type is: by
-        the square of ``yarn_scale`` with ``mscale`` before 0.14, with ``mscale_all_dim`` since.
-        """
+        """Build from a job's arguments or a configuration; ``None`` without rotary embedding arguments."""
+        # Megatron defaults to YaRN, and multiplies the softmax scale for every rope type: by the square of
+        # `yarn_scale` with `mscale` before 0.14, with `mscale_all_dim` since.
         base, factor = value_of(args, "rotary_base"), value_of(args, "rotary_scaling_factor")
         if isinstance(base, Missing) or isinstance(factor, Missing):
             return None

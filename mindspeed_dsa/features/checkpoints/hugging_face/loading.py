@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's files in a model that has just been built."""
+"""Loading of Hugging Face weights into a newly built model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHO = "mindspeed_dsa load-hf"
 
 
 def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable[..., Any]:
-    """Decorate what builds a model for Megatron's training loop: the first one gets its weights."""
+    """Decorate Megatron's model builder to fill the first model that it builds."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         chunks = original(*args, **kwargs)
@@ -50,7 +50,7 @@ def fill_model(original: Callable[..., Any], context: Context[Load]) -> Callable
 
 
 def require_weights(original: Callable[..., Any], context: Context[Load]) -> Callable[..., Any]:
-    """Decorate ``setup_model_and_optimizer`` of Megatron's training loop, which has a model built."""
+    """Decorate ``setup_model_and_optimizer`` to fail if the model was built without loading weights."""
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -67,14 +67,14 @@ def require_weights(original: Callable[..., Any], context: Context[Load]) -> Cal
 
 
 class _Once:
-    """State of a session: the weights have been read, or not yet."""
+    """Session state that records whether the weights were loaded."""
 
     def __init__(self, context: Context[Load]) -> None:
         self.done = False
 
 
 def goes_on(job: Any) -> bool:
-    """Return whether a job has a checkpoint to go on from, as its first rank sees it; all ranks call it."""
+    """Return whether ``--load`` has a checkpoint, as seen by the first rank; all ranks must call it."""
     folder = argument(job, "load")
     return bool(folder) and decided(lambda: (Path(folder) / TRACKER).is_file(), _WHO)
 
@@ -82,41 +82,42 @@ def goes_on(job: Any) -> bool:
 def load(
     chunks: Any, folder: Path, job: Any, log: Log | None = None, megatron: Megatron | None = None
 ) -> None:
-    """Read a model's weights into chunks that this rank holds, before its optimizer is made.
+    """Read a model's weights into this rank's chunks, before the optimizer is built; all ranks must call it.
 
     Args:
-        chunks: of the model, in whatever wrappers; all ranks call it together.
+        chunks: model chunks of this rank, wrapped or not.
         folder: folder of the files.
         job: Megatron's arguments of the model.
-        log: logger that says how long it took; default: the package's.
-        megatron: whose model it is.
+        log: logger for the duration; default: the package's logger.
+        megatron: Megatron package of the model.
 
     Raises:
-        RunError: the files do not fit, or are damaged; on all ranks.
+        RunError: on all ranks, if the files do not fit the model or are damaged.
     """
     log, megatron = log or package_log.get(), megatron or Megatron()
     began = time.perf_counter()
     shape = Shape.of(job)
     files = together(lambda: weights_of(folder), _WHO)
-    found = Mismatch.of(shape, files)
-    # Of a dense model's files all indexers are missing; a few that are not there are a damage.
+    gaps = Mismatch.of(shape, files)
+    # A dense model's files lack all indexers, which are then initialised. If only some are missing, the files
+    # are damaged.
     dense = not any(".indexer." in name for name in files.names)
-    together(lambda: _require_none(found.problems(dense), folder), _WHO)
+    together(lambda: _require_none(gaps.problems(dense), folder), _WHO)
     models = [_unwrapped(chunk) for chunk in chunks]
-    for module in (each for model in models for each in model.modules()):
-        # Megatron's wrapper for half precision has rounded it; before 0.14 only a forward pass widens it.
+    for module in (module for model in models for module in model.modules()):
+        # Megatron's half precision wrapper has rounded the bias. Before 0.14 only a forward pass widens it.
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
     states = [state_of(model, megatron) for model in models]
-    pieces = (piece for state in states for _, each in pieces_of(state, megatron) for piece in each)
+    pieces = (piece for state in states for _, parts in pieces_of(state, megatron) for piece in parts)
     with torch.no_grad():
         together(lambda: _require_none(wrong_shapes(pieces, files, shape.layers), folder), _WHO)
         filled = together(lambda: sum(fill(state, files, shape.layers, megatron) for state in states), _WHO)
-    if found.indexers:
-        log.info("%s has no indexers: those of %d layers are initialised", folder, len(found.indexers))
-    if found.predictions:
+    if gaps.indexers:
+        log.info("%s has no indexers: those of %d layers are initialised", folder, len(gaps.indexers))
+    if gaps.predictions:
         log.info(
-            "%s has %d more layers of multi-token prediction, which are not read", folder, found.predictions
+            "%s has %d more layers of multi-token prediction, which are not read", folder, gaps.predictions
         )
     seconds = time.perf_counter() - began
     log.info("%s: %s of weights on this rank in %.1f s", folder, amount(filled), seconds)
@@ -128,7 +129,7 @@ def _require_none(problems: Iterable[str], folder: Path) -> None:
 
 
 def _unwrapped(chunk: Any) -> Any:
-    """Return the model below data parallelism and half precision."""
+    """Return the model without its data parallel and half precision wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -1,7 +1,8 @@
-"""Mismatches of a Hugging Face model and the one that a job trains: arguments, names of tensors, shapes.
+"""Comparison of a Hugging Face model with the model that a job trains: arguments, tensor names, shapes.
 
-A job is its arguments, or a model's configuration. What it does not have is not judged. Both sides are judged
-by what they compute: groups of experts that exclude none are no groups, YaRN with a factor of 1 is plain.
+A job is given by its arguments or by a model configuration. Attributes that it lacks are not compared. Both
+sides are compared by their effect: groups of experts that exclude none count as no groups, and YaRN with a
+factor of 1 counts as plain RoPE.
 
 Imports neither torch nor Megatron.
 """
@@ -63,7 +64,7 @@ _SAME = (
     "norm_epsilon",
     "untie_embeddings_and_output_weights",
 )
-"""Arguments that have to be equal."""
+"""Arguments that must be equal."""
 _WITHOUT = (
     "add_qkv_bias",
     "apply_layernorm_1p",
@@ -79,42 +80,42 @@ _WITHOUT = (
     "squared_relu",
     "use_rope_scaling",
 )
-"""Arguments that change what a model computes, and that none of these models has."""
+"""Arguments that change a model's outputs and that no supported model sets."""
 _POSITIONS = ("rope", "yarn", "none")
-"""Kinds of position embeddings beside which latent attention rotates by itself, and nothing is added."""
+"""Position embedding types that add nothing, because latent attention applies RoPE itself."""
 _LATENT_EPSILON = 1e-6
-"""Epsilon of transformers' norms of latents, whatever the configuration says."""
+"""Epsilon of transformers' norms of latents, independent of the configuration."""
 
 
 def mismatches(arguments: Mapping[str, Any], args: Any, release: str) -> list[str]:
-    """Return every mismatch of arguments: the value here, the one of the files, the flag that mends it.
+    """Return all argument mismatches: the job's value, the files' value, and the flag that fixes it.
 
     Args:
-        arguments: of the files' model, as ``config.arguments_of`` returns them.
+        arguments: arguments of the files' model, from ``config.arguments_of``.
         args: Megatron-LM's namespace, or a ``TransformerConfig``; attributes may be missing.
-        release: of Megatron-core, which decides where ``args`` say nothing.
+        release: release of Megatron-core, for the defaults of unset arguments.
 
     Returns:
-        sentences. Fewer layers of multi-token prediction than in the files, and indexers beside dense files,
-        are no mismatch; :func:`remarks` has them.
+        Messages. Fewer multi-token prediction layers than in the files, and indexers with the files of a
+        dense model, are permitted; see :func:`remarks`.
     """
-    found = [
+    messages = [
         *_sizes(arguments, args, release),
         *_experts(arguments, args, release),
         *_rotary(arguments, args, release),
     ]
     if arguments["experimental_attention_variant"] == "dsa":
-        found += _indexers(arguments, args, release)
-    return found
+        messages += _indexers(arguments, args, release)
+    return messages
 
 
 def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
-    """Yield all mismatches of a model's files and a job's arguments: sizes, numbers, names of weights.
+    """Yield all mismatches between a model's files and a job's arguments: sizes, numbers, names of weights.
 
     Args:
-        args: Megatron's, of the job.
+        args: Megatron's arguments of the job.
         folder: folder of the files.
-        release: of Megatron-core.
+        release: release of Megatron-core.
     """
     from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
 
@@ -131,28 +132,28 @@ def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
 
 
 def adds_indexers(arguments: Mapping[str, Any], args: Any) -> bool:
-    """Return whether the job's model has indexers, and the files, of a dense model, have none."""
+    """Return whether the job's model has indexers and the files' model is dense."""
     return uses_dsa(args) and arguments["experimental_attention_variant"] != "dsa"
 
 
 def remarks(arguments: Mapping[str, Any], args: Any) -> list[str]:
-    """Return permitted mismatches: missing indexers, layers left out, the epsilon of latent norms."""
-    found = []
+    """Return the permitted differences: missing indexers, dropped MTP layers, epsilon of latent norms."""
+    messages = []
     if adds_indexers(arguments, args):
-        found.append("the files are of a dense model: indexers are initialised, all else is read")
+        messages.append("the files are of a dense model: indexers are initialised, all else is read")
     here, there = prediction_layers(args), arguments["mtp_num_layers"] or 0
     if here is not None and here < there:
-        found.append(
+        messages.append(
             f"the files have {there} layers of multi-token prediction, and {here} are trained: the others "
             f"are left out; give --mtp-num-layers {there} to train them"
         )
     epsilon = arguments["norm_epsilon"]
     if epsilon != _LATENT_EPSILON:
-        found.append(
+        messages.append(
             f"transformers computes the norms of latent queries and keys with epsilon {_LATENT_EPSILON:g}, "
             f"and Megatron, which has one for all norms, with {epsilon:g}"
         )
-    return found
+    return messages
 
 
 def _differs(name: str, here: Any, there: Any, release: str) -> str:
@@ -194,18 +195,17 @@ def _sizes(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[st
 
 
 def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
-    """Yield a sentence if the embedding has too few rows; it may have more, which padding adds.
-
-    Unless it is told how many, Megatron-LM pads when it has built the tokenizer, later than this is asked.
-    """
-    padded, own = value_of(args, "padded_vocab_size"), value_of(args, "vocab_size")
-    name, here = ("vocab_size", own) if padded in (MISSING, None) else ("padded_vocab_size", padded)
+    """Yield a message if the embedding has too few rows; padding may add more."""
+    padded, unpadded = value_of(args, "padded_vocab_size"), value_of(args, "vocab_size")
+    name, here = ("vocab_size", unpadded) if padded in (MISSING, None) else ("padded_vocab_size", padded)
+    # Without --padded-vocab-size, Megatron-LM pads once the tokenizer is built, after this check.
     if here is MISSING or here is None:
         return
     ranks, multiple = (
-        value_of(args, each) for each in ("tensor_model_parallel_size", "make_vocab_size_divisible_by")
+        value_of(args, flag) for flag in ("tensor_model_parallel_size", "make_vocab_size_divisible_by")
     )
     ranks = 1 if ranks is MISSING else ranks
+    # --make-vocab-size-divisible-by 128 on 4 ranks pads to a multiple of 512.
     rows = here
     if name == "vocab_size" and multiple is not MISSING:
         rows = -(-here // (multiple * ranks)) * multiple * ranks
@@ -223,7 +223,7 @@ def _vocabulary(there: int, args: Any, release: str) -> Iterator[str]:
 
 def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
     if not value_of(args, "num_experts"):
-        return  # which is a mismatch by itself
+        return  # reported by the comparison of `num_experts`
     here = value_of(args, "moe_ffn_hidden_size")
     if here is not MISSING:
         here = value_of(args, "ffn_hidden_size") if here is None else here
@@ -233,16 +233,17 @@ def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[
         here, there = value_of(args, name), arguments[name]
         if here is not MISSING and not _equal(here or usual, there or usual):
             yield _differs(name, here, there, release)
+    # Lists of another length say nothing that `num_layers` has not said.
     layers = layers_with_experts(args)
     comparable = isinstance(layers, list) and value_of(args, "num_layers") == arguments["num_layers"]
     if comparable and layers != arguments["moe_layer_freq"]:
         yield _differs("moe_layer_freq", layers, arguments["moe_layer_freq"], release)
-    groups, chosen = value_of(args, "moe_router_num_groups"), value_of(args, "moe_router_group_topk")
-    if MISSING in (groups, chosen):
+    groups, group_topk = value_of(args, "moe_router_num_groups"), value_of(args, "moe_router_group_topk")
+    if MISSING in (groups, group_topk):
         return
-    if not groups or not chosen or chosen >= groups:
-        groups = chosen = None
-    for name, here in (("moe_router_num_groups", groups), ("moe_router_group_topk", chosen)):
+    if not groups or not group_topk or group_topk >= groups:
+        groups = group_topk = None
+    for name, here in (("moe_router_num_groups", groups), ("moe_router_group_topk", group_topk)):
         if here != arguments[name]:
             yield _differs(name, here, arguments[name], release)
 
@@ -251,7 +252,7 @@ def _experts(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[
 
 
 def _rotary(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
-    # The files' numbers are those of any release from 0.14 on.
+    # arguments_of() returns the values as releases from 0.14 on define them.
     here, there = Rotary.of(args, release), Rotary.of(SimpleNamespace(**arguments), "0.14")
     assert there is not None
     if here is None:
@@ -317,7 +318,7 @@ def _indexers(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator
         here = usual if here is MISSING or here is None else here
         if here != arguments[name]:
             yield _differs(name, here, arguments[name], release)
-    # Whether Hadamard's matrix rotates queries and keys changes no exact score.
+    # The Hadamard transform of queries and keys does not change exact scores, so it is not compared.
     name = "dsa_indexer_k_norm_epsilon"
     here = value_of(args, name)
     here = value_of(args, "norm_epsilon") if here is MISSING or here is None else here
@@ -327,7 +328,7 @@ def _indexers(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator
 
 
 def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterator[str]:
-    """Yield a sentence if other layers select keys, and so own an indexer."""
+    """Yield a message if different layers select keys and thus own indexers."""
     layers = arguments["num_layers"]
     if value_of(args, "num_layers") not in (MISSING, layers):
         return
@@ -354,13 +355,13 @@ def _selections(arguments: Mapping[str, Any], args: Any, release: str) -> Iterat
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Names of tensors that only one of a model and its files has.
+    """Difference between the tensor names of a model and its files.
 
     Attributes:
-        missing: names that the files lack, except indexers'.
-        unexpected: names that the model does not have.
-        indexers: layers, from 1, whose indexers the files lack.
-        predictions: layers of multi-token prediction that only the files have.
+        missing: names that the files lack, without indexers.
+        unexpected: names that the model lacks.
+        indexers: numbers, from 1, of the layers whose indexers the files lack.
+        predictions: number of multi-token prediction layers that only the files have.
     """
 
     missing: tuple[str, ...]
@@ -370,7 +371,7 @@ class Mismatch:
 
     @classmethod
     def of(cls, shape: Shape, files: Reader) -> Mismatch:
-        """Compare the names of a model's tensors with those of its files."""
+        """Compare the tensor names of a model with its files."""
         wanted, missing, indexers = set[str](), list[str](), set[int]()
         for place in shape.places():
             names = place.theirs(shape.layers)
@@ -380,20 +381,22 @@ class Mismatch:
                 indexers.add(place.layer + 1 + (shape.layers if place.inner else 0))
             else:
                 missing += lacking
-        layers, own = shape.layers, len(shape.prediction_indexers)
-        wanted |= {f"model.layers.{layers + layer}.{name}" for layer in range(own) for name in REPEATED}
+        layers, predictions = shape.layers, len(shape.prediction_indexers)
+        wanted |= {
+            f"model.layers.{layers + layer}.{name}" for layer in range(predictions) for name in REPEATED
+        }
         if shape.tied:
-            wanted.add("lm_head.weight")
-        beyond = [number for number in files.predictions if number >= layers + own]
+            wanted.add("lm_head.weight")  # some files repeat the tied weight
+        beyond = [number for number in files.predictions if number >= layers + predictions]
         left_out = tuple(f"model.layers.{number}." for number in beyond)
         unexpected = [name for name in files.names - wanted if not name.startswith(left_out)]
         return cls(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(beyond))
 
     def problems(self, dense: bool) -> Iterator[str]:
-        """Yield sentences about mismatches that are not permitted.
+        """Yield a message for each kind of difference that is not permitted.
 
         Args:
-            dense: whether the files are of a model without indexers, which are initialised.
+            dense: whether the files' model is dense, so that missing indexers are initialised.
         """
         if self.missing:
             yield f"the files lack {listed(self.missing)}"
@@ -404,7 +407,7 @@ class Mismatch:
 
 
 def wrong_shapes(pieces: Iterable[Piece], files: Reader, layers: int) -> Iterator[str]:
-    """Yield a sentence for each tensor that has another shape in the files."""
+    """Yield a message for each tensor that has another shape in the files."""
     seen = set[Place]()
     for piece in pieces:
         names = piece.place.theirs(layers)
@@ -413,6 +416,7 @@ def wrong_shapes(pieces: Iterable[Piece], files: Reader, layers: int) -> Iterato
         seen.add(piece.place)
         shapes = [files.shape(name) for name in names]
         rows, rest = sum(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+        # Megatron pads the rows of the embedding, so the files may have fewer.
         enough = rows <= piece.whole[0] if piece.place.name in PADDED else rows == piece.whole[0]
         if rest != {piece.whole[1:]} or not enough:
             found = " and ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))

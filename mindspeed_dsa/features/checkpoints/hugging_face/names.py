@@ -1,9 +1,9 @@
-"""Names of weights in Megatron's checkpoints and in Hugging Face's files: one table for both directions.
+"""Names of weights in Megatron's checkpoints and in Hugging Face's files, in one table for both directions.
 
-A distributed checkpoint names a tensor whatever the layout of the job that wrote it, and a tensor parallel,
-pipeline or expert parallel rank has a region of it. Where all layers are alike, a checkpoint stacks them
-along a first axis, and it stacks experts along the next; both count as part of the name here. Norms before
-some projections have two names: their own, and one of the projection.
+A distributed checkpoint names a tensor independently of the layout of the job that wrote it. A tensor,
+pipeline or expert parallel rank holds a region of it. If all layers are alike, a checkpoint stacks them along
+a first axis, and it stacks experts along the next axis. Both indices are part of a :class:`Place`. Norms in
+front of some projections have two names: a separate one, and one as part of the fused projection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL = {
     "decoder.final_layernorm.weight": ("model.norm.weight",),
     "output_layer.weight": ("lm_head.weight",),
 }
-"""Tensors outside of layers. Hugging Face's, one after another along the rows, are Megatron's."""
+"""Tensors outside of layers: dict from Megatron's name to Hugging Face's, whose rows are concatenated."""
 INDEXER = {
     "self_attention.core_attention.indexer.linear_wq_b.weight": ("self_attn.indexer.wq_b.weight",),
     "self_attention.core_attention.indexer.linear_wk.weight": ("self_attn.indexer.wk.weight",),
@@ -81,19 +81,19 @@ LAYER: Mapping[str, tuple[str, ...]] = {
     **SHARED_EXPERTS,
     **EXPERTS,
 }
-"""Tensors of a transformer layer, of the decoder or below a layer of multi-token prediction."""
+"""Tensors of a transformer layer, in the decoder or inside a multi-token prediction layer."""
 PREDICTION = {
     "enorm.weight": ("enorm.weight",),
     "hnorm.weight": ("hnorm.weight",),
     "eh_proj.weight": ("eh_proj.weight",),
     "final_layernorm.weight": ("shared_head.norm.weight",),
 }
-"""Tensors of a layer of multi-token prediction outside of its transformer layer. Hugging Face numbers these
-layers behind the decoder's."""
+"""Tensors of a multi-token prediction layer outside of its transformer layer. Hugging Face numbers these
+layers after the decoder's."""
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Tensors of a layer of multi-token prediction that repeat the model's; Megatron has them once."""
+"""Tensors of a multi-token prediction layer that repeat the model's; Megatron stores them once."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors whose rows Megatron pads to a multiple that ranks divide."""
+"""Tensors whose rows Megatron pads so that tensor parallel ranks can divide them."""
 
 _OTHER_NAMES = (
     ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -102,27 +102,27 @@ _OTHER_NAMES = (
 )
 _LAYERS = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?:(?P<layer>\d+)\.)?(?P<rest>.+)")
 _INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.")
-"""The transformer layer in a layer of multi-token prediction, in older and newer releases."""
+"""Prefix of the transformer layer inside a multi-token prediction layer, in older and newer releases."""
 
 
 _MENTIONED = 8
-"""Names in one message; there can be tens of thousands."""
+"""Maximum number of names in one message; a model can have tens of thousands."""
 
 
 class UnknownName(RunError):
-    """A tensor of a checkpoint, or of a model, that the table does not have."""
+    """Error for a tensor of a checkpoint or model that the table lacks."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """One tensor of a model.
+    """Position of a tensor in a model.
 
     Attributes:
         block: ``""`` outside of layers, ``"decoder"``, or ``"mtp"``.
-        layer: counted from 0 in its block; -1 outside of layers.
-        expert: of all experts of the layer; -1 for what is no expert's.
+        layer: index in the block from 0; -1 outside of layers.
+        expert: index among all experts of the layer; -1 for other tensors.
         name: key in the table.
-        inner: the tensor lies in the transformer layer of a layer of multi-token prediction.
+        inner: whether the tensor is in the transformer layer of a multi-token prediction layer.
     """
 
     block: str
@@ -133,23 +133,24 @@ class Place:
 
     @property
     def indexer(self) -> bool:
-        """Return whether the tensor is an indexer's."""
+        """Return whether the tensor belongs to an indexer."""
         return self.name in INDEXER
 
     def theirs(self, layers: int) -> tuple[str, ...]:
-        """Return the names of Hugging Face's tensors whose rows, one after another, are this tensor.
+        """Return the names of the Hugging Face tensors whose concatenated rows are this tensor.
 
         Args:
-            layers: of the decoder.
+            layers: number of decoder layers.
         """
         if not self.block:
             return MODEL[self.name]
+        # Hugging Face numbers prediction layers after the decoder: with 61 layers, the first one is 61.
         number = self.layer + (layers if self.block == "mtp" else 0)
         names = LAYER[self.name] if self.block == "decoder" or self.inner else PREDICTION[self.name]
         return tuple(f"model.layers.{number}.{name}".format(expert=self.expert) for name in names)
 
     def __str__(self) -> str:
-        """Name the tensor as messages do."""
+        """Return the tensor's name in messages."""
         if not self.block:
             return self.name
         expert = f" of expert {self.expert}" if self.expert >= 0 else ""
@@ -158,26 +159,27 @@ class Place:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a message; of many the first ones, and the number of the others."""
+    """Return names for a message: the first ones, and the number of the rest."""
     rest = len(names) - _MENTIONED
     return ", ".join(names[:_MENTIONED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def place_of(key: str, offset: Sequence[int] = ()) -> tuple[Place, int]:
-    """Return the tensor that a key names, and how many first axes of the offset belong to its name.
+    """Return the place of a tensor, and the number of leading axes of the offset that its name includes.
 
     Args:
-        key: of a tensor in a distributed checkpoint, without a prefix.
-        offset: of a region in it.
+        key: key of a tensor in a distributed checkpoint, without a prefix.
+        offset: offset of a region in the tensor.
 
     Raises:
-        UnknownName: the table does not have it.
+        UnknownName: the table lacks the name.
     """
     if key in MODEL:
         return Place("", -1, -1, key), 0
     matched = _LAYERS.fullmatch(key)
     if matched is None:
         raise _unknown(key)
+    # "decoder.layers.mlp.experts.experts.linear_fc2.weight", offset (3, 7, 0, 0): layer 3, expert 7, 2 axes.
     block, rest, used = matched["block"], matched["rest"], 0
     if matched["layer"] is None:
         layer, used = _number(key, offset, used)
@@ -212,16 +214,16 @@ def _unknown(key: str) -> UnknownName:
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers of a model, as far as they decide which tensors it has.
+    """Layers of a model, as far as they determine its tensors.
 
     Attributes:
-        experts: of each decoder layer, 0 where it is dense.
-        indexers: for each decoder layer whether it owns an indexer.
-        latent_query: queries come from a latent.
-        shared_expert: layers with experts have a shared one.
-        prediction_indexers: for each layer of multi-token prediction whether it owns an indexer; otherwise
-            these layers are like the decoder's last.
-        tied: the output layer is the embedding.
+        experts: number of experts per decoder layer; 0 for a dense layer.
+        indexers: for each decoder layer, whether it owns an indexer.
+        latent_query: whether queries are computed from a latent.
+        shared_expert: whether layers with experts have a shared expert.
+        prediction_indexers: for each multi-token prediction layer, whether it owns an indexer. In other
+            respects these layers are like the last decoder layer.
+        tied: whether the output layer shares the embedding's weight.
     """
 
     experts: tuple[int, ...]
@@ -233,7 +235,7 @@ class Shape:
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """Build from a job's arguments or a model's configuration, by Megatron's names."""
+        """Build from a job's arguments or a model configuration with Megatron's names."""
         layers = args.num_layers
         experts = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None) or 0
         frequency = getattr(args, "moe_layer_freq", 1)
@@ -254,11 +256,11 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """Return how many layers the decoder has."""
+        """Return the number of decoder layers."""
         return len(self.experts)
 
     def places(self) -> Iterator[Place]:
-        """Yield every tensor in the order of the model."""
+        """Yield the place of every tensor, in the order of the model."""
         yield Place("", -1, -1, "embedding.word_embeddings.weight")
         for layer, (experts, indexer) in enumerate(zip(self.experts, self.indexers, strict=True)):
             yield from self._layer("decoder", layer, experts, indexer)

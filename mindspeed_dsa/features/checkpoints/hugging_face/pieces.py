@@ -1,4 +1,4 @@
-"""Regions of a model's tensors that a rank holds, and Hugging Face's files read into them."""
+"""Regions of a model's tensors on a rank, and functions that fill them from Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, place_o
 from mindspeed_dsa.runs.files import RunError
 
 THREADS = 2
-"""Each holds a tensor. While one waits for the disk or the kernel copies for it, another computes."""
+"""Number of threads, each with one tensor: one computes while the other waits for the disk or the kernel."""
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A region of a tensor, as Megatron's checkpoints place it.
+    """Region of a tensor in a checkpoint of Megatron.
 
     Attributes:
-        place: which tensor.
-        key: of the tensor in a checkpoint, which may be a stack of several.
-        size: of what the key names.
-        offset: of the region in that.
-        shape: of the region, with 1 along the axes of a stack.
-        stacked: how many of the first axes are stacks.
-        data: the region, without the axes of stacks.
+        place: position of the tensor in the model.
+        key: key of the tensor in a checkpoint, which may stack several tensors.
+        size: shape of the keyed tensor, stacks included.
+        offset: offset of the region in the keyed tensor.
+        shape: shape of the region, with 1 along the stacked axes.
+        stacked: number of leading axes that are stacked.
+        data: region without the stacked axes.
     """
 
     place: Place
@@ -45,30 +45,31 @@ class Piece:
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """Return where the region begins in its tensor."""
+        """Return the offset of the region in its tensor, without the stacked axes."""
         return self.offset[self.stacked :]
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of the whole tensor, without the stacked axes."""
         return self.size[self.stacked :]
 
 
 def state_of(model: Any, megatron: Megatron) -> Mapping[str, Any]:
-    """Return a model's sharded state dict; a stage that repeats the embedding has to be told its replicas."""
+    """Return a model's sharded state dict."""
+    # A stage that repeats the embedding needs the data parallel group to number its replicas.
     replicas = megatron("core.parallel_state").get_data_parallel_group(with_context_parallel=True)
-    found: Mapping[str, Any] = model.sharded_state_dict(metadata={"dp_cp_group": replicas})
-    return found
+    sharded: Mapping[str, Any] = model.sharded_state_dict(metadata={"dp_cp_group": replicas})
+    return sharded
 
 
 def pieces_of(state: Mapping[str, Any], megatron: Megatron) -> Iterator[tuple[Any, list[Piece]]]:
-    """Yield the entries of a model's sharded state dict that are tensors, each with its regions.
+    """Yield the tensor entries of a model's sharded state dict, each with its regions.
 
-    A gated projection is one parameter and two regions: gate and up.
+    A gated projection is one parameter with two regions: gate and up.
 
     Args:
-        state: of ``sharded_state_dict`` of a model.
-        megatron: whose.
+        state: sharded state dict of the model.
+        megatron: Megatron package of the model.
 
     Raises:
         UnknownName: a tensor has no counterpart in Hugging Face's files.
@@ -82,7 +83,7 @@ def pieces_of(state: Mapping[str, Any], megatron: Megatron) -> Iterator[tuple[An
 
 
 def _leaves(built: Any) -> list[Any]:
-    """List the shards that a factory has built."""
+    """Return the shards that a factory has built, which may be nested."""
     if isinstance(built, Mapping):
         return [shard for each in built.values() for shard in _leaves(each)]
     if isinstance(built, (list, tuple)):
@@ -106,10 +107,10 @@ def read_piece(piece: Piece, files: Reader, layers: int, out: Tensor | None = No
 
     Args:
         piece: region to read.
-        files: of the whole model.
-        layers: of its decoder.
-        out: tensor of the region's shape to fill; None: the mapped file's memory if that has the region in
-            its dtype, else a new tensor.
+        files: weights of the whole model.
+        layers: number of decoder layers.
+        out: tensor of the region's shape to fill. By default the file's mapped memory is returned if it holds
+            the region contiguously in the right dtype, else a new tensor.
     """
     parts = list(_parts(piece, files, layers))
     rows = piece.data.size(0)
@@ -129,7 +130,8 @@ def read_piece(piece: Piece, files: Reader, layers: int, out: Tensor | None = No
 
 
 def _parts(piece: Piece, files: Reader, layers: int) -> Iterator[tuple[str, int, int]]:
-    """Yield Hugging Face's tensors that a region lies in, with their rows' begin and end."""
+    """Yield the Hugging Face tensors that overlap the region, each with its first row and end row."""
+    # Rows of gate and up, one above the other: with 8 rows each, region 6:10 is gate 6:8 and up 0:2.
     first, last, start = piece.begin[0], piece.begin[0] + piece.data.size(0), 0
     for name in piece.place.theirs(layers):
         rows = files.shape(name)[0]
@@ -140,21 +142,21 @@ def _parts(piece: Piece, files: Reader, layers: int) -> Iterator[tuple[str, int,
 
 
 def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatron) -> int:
-    """Read the weights of a model, as far as this rank holds them, into its parameters.
+    """Fill this rank's parameters of a model from files.
 
     Args:
-        state: of ``sharded_state_dict`` of the model; it shares memory with the parameters.
-        files: of the whole model.
-        layers: of its decoder.
-        megatron: whose.
+        state: sharded state dict of the model, which shares memory with the parameters.
+        files: weights of the whole model.
+        layers: number of decoder layers.
+        megatron: Megatron package of the model.
 
     Returns:
-        Bytes that were filled.
+        Number of bytes filled.
     """
     filled = 0
     for entry, pieces in pieces_of(state, megatron):
         if any(name not in files.names for piece in pieces for name in piece.place.theirs(layers)):
-            continue  # indexers of a dense model's files; what else is missing has been refused
+            continue  # indexers that a dense model's files lack; other missing names were refused earlier
         for piece in pieces:
             if not _within(piece.data, entry.data):
                 raise RunError(
@@ -175,19 +177,19 @@ def _within(part: Tensor, whole: Tensor) -> bool:
 
 
 def in_threads(do: Callable[[Work], Result], works: Iterable[Work]) -> Iterator[Result]:
-    """Yield the results of a function in the order of its arguments; the first problem is raised.
+    """Yield ``do``'s results in the order of its arguments, computed by several threads.
 
-    Torch computes with one thread in each of these: their tensors are small, and handing halves of every
-    operation to another core takes longer than the operation.
+    The first error is raised. Torch uses one thread per call meanwhile.
 
     Args:
         do: function that several threads call.
-        works: its arguments.
+        works: arguments of the calls.
     """
+    # The tensors are small: splitting every operation over cores takes longer than the operation.
     of_torch = torch.get_num_threads()
     pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(do, works)
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(of_torch)  # also of threads that are made later
+        torch.set_num_threads(of_torch)  # also for threads that are created later

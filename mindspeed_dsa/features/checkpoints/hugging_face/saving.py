@@ -1,4 +1,4 @@
-"""Models in Hugging Face's files, written of a job's checkpoints."""
+"""Export of a job's checkpoints to Hugging Face files during and after training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHO = "mindspeed_dsa save-hf"
 
 
 def export_in_between(original: Callable[..., Any], context: Context[Save]) -> Callable[..., Any]:
-    """Decorate ``save_checkpoint_and_time`` of Megatron's training loop."""
+    """Decorate ``save_checkpoint_and_time`` to export checkpoints at multiples of ``--save-hf-interval``."""
 
     def save_checkpoint_and_time(iteration: int, *args: Any, **kwargs: Any) -> Any:
         result = original(iteration, *args, **kwargs)
@@ -36,7 +36,7 @@ def export_in_between(original: Callable[..., Any], context: Context[Save]) -> C
 
 
 def export_at_the_end(original: Callable[..., Any], context: Context[Save]) -> Callable[..., Any]:
-    """Decorate ``pretrain`` of Megatron's training loop."""
+    """Decorate ``pretrain`` to export the last checkpoint."""
 
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -52,19 +52,19 @@ def export_at_the_end(original: Callable[..., Any], context: Context[Save]) -> C
 
 
 def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
-    """Write a model of a job's checkpoint; all ranks call it together, and share the work.
+    """Export a checkpoint of the job; all ranks must call it, and share the work.
 
     Args:
         job: Megatron's arguments.
-        iteration: of the checkpoint below ``job.save``.
-        options: of the feature.
-        log: says what is written.
+        iteration: iteration of the checkpoint below ``job.save``.
+        options: options of the feature.
+        log: logger for the result.
 
     Returns:
-        The model's folder; None where it is there already, of this very checkpoint.
+        Folder of the exported model; ``None`` if this checkpoint was exported already.
 
     Raises:
-        RunError: on all ranks.
+        RunError: on all ranks, if the export failed.
     """
     checkpoint, target = (folder / name_of(iteration) for folder in (Path(job.save), options.folder))
     stale = decided(lambda: target.exists() and not _is_of(target, checkpoint), _WHO)
@@ -81,16 +81,14 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
 
 
 def _is_of(target: Path, checkpoint: Path) -> bool:
-    """Return whether a folder is the model of a checkpoint, or no model, which is nothing to replace.
-
-    A step that is trained anew after a rollback has a checkpoint that is younger than its model.
-    """
+    """Return whether the folder was exported from this checkpoint, or is not a model at all."""
+    # After a rollback the step is trained again, and its checkpoint is newer than the exported model.
     described = target / config.FILE
     return not described.is_file() or described.stat().st_mtime_ns >= (checkpoint / INDEX).stat().st_mtime_ns
 
 
 def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: bool) -> Plan:
-    """Return the export of a job's checkpoint."""
+    """Return the plan for exporting a checkpoint of the job."""
     if options.like is not None:
         companions.require_own(options.like, _WHO)
     like = None if options.like is None else config.read_config(options.like, _WHO)
@@ -111,15 +109,15 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
 def write_together(
     planned: Callable[[], Plan], progress: Callable[[int], Callable[[int], None]], who: str
 ) -> Plan:
-    """Plan an export and write its files on all ranks, or in this process alone.
+    """Plan an export and write its files, shared by all ranks.
 
     Args:
-        planned: function that returns the plan; called on every rank, of which one may not see the files.
-        progress: callback, as of :meth:`Plan.write`.
-        who: name that messages begin with.
+        planned: function that returns the plan; called on every rank, as any rank may fail to see the files.
+        progress: callback for :meth:`Plan.write`.
+        who: prefix of error messages.
 
     Raises:
-        RunError: on all ranks.
+        RunError: on all ranks, if planning or writing failed on any.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     plan = together(planned, who)

@@ -1,7 +1,7 @@
-"""Shards of a Hugging Face model folder, written tensor by tensor.
+"""Files of a Hugging Face model, written tensor by tensor.
 
-``safetensors.torch.save_file`` wants all tensors of a file in memory, 5 GB for each process. Files here have
-the bytes that it writes.
+``safetensors.torch.save_file`` needs all tensors of a file in memory, 5 GB for each process. This writer
+produces the same bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ _DTYPES = {
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""Names of dtypes in headers, in the library's order of tensors in a file: wide elements first."""
-_ALIGNMENT = 8  # of the first tensor, in bytes
+"""Dict from dtype to its name in headers, in the library's order of tensors in a file: wide dtypes first."""
+_ALIGNMENT = 8  # bytes, of the first tensor's offset
 Shards = Mapping[str, Mapping[str, Tensor]]
-"""Files of a model by name: the tensors of each, on the meta device, by name in the model's order."""
+"""Dict from file name to its tensors on the meta device, by name in the model's order."""
 
 
 def divide(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Deal tensors out to files as transformers does: in order, until one would pass ``shard_bytes``.
+    """Distribute tensors over files like transformers: in order, up to ``shard_bytes`` per file.
 
-    A larger tensor has a file of its own.
+    A larger tensor gets its own file.
 
     Args:
-        tensors: names, and tensors on the meta device, in the model's order.
-        shard_bytes: most bytes of tensors in a file.
+        tensors: pairs of name and meta tensor, in the model's order.
+        shard_bytes: maximum bytes of tensors in a file.
 
     Returns:
-        ``model.safetensors`` alone, or ``model-00001-of-00003.safetensors`` and so on, with their tensors.
+        Dict from file name to its tensors: ``model.safetensors`` only, or
+        ``model-00001-of-00003.safetensors`` and so on.
     """
     dealt: list[dict[str, Tensor]] = []
     current: dict[str, Tensor] = {}
@@ -64,7 +65,7 @@ def divide(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> dict[str,
 
 
 def write_index(folder: Path, shards: Shards) -> None:
-    """Write ``model.safetensors.index.json``, or nothing where one file holds all."""
+    """Write ``model.safetensors.index.json``, unless there is only one file."""
     if len(shards) == 1:
         return
     index = {
@@ -77,16 +78,16 @@ def write_index(folder: Path, shards: Shards) -> None:
 
 
 class Writer:
-    """A shard that is being written; threads write its tensors in any order.
+    """Writer of one file, whose tensors may be written by several threads in any order.
 
-    Use it in a ``with`` statement, at whose end the file is on disk.
+    Use it as a context manager; the file is synced to disk at the end of the block.
 
     Args:
         path: file to write.
-        tensors: all that the file will hold, on the meta device.
+        tensors: all tensors of the file, on the meta device.
 
     Raises:
-        OSError: the disk refuses to take more.
+        OSError: the file exists, or the disk is full.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -96,6 +97,7 @@ class Writer:
         content: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         places = list(_DTYPES)
+        # The header lists tensors in the order of their bytes, as the safetensors library does.
         for name, tensor in sorted(
             tensors.items(), key=lambda item: (places.index(item[1].dtype), item[0].encode("utf-8"))
         ):
@@ -106,6 +108,7 @@ class Writer:
                 "data_offsets": [self._begins[name], end],
             }
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        # Pad the header, so that the tensors are aligned.
         text += b" " * (-len(text) % _ALIGNMENT)
         self._start = 8 + len(text)
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed at the end of the block
@@ -121,7 +124,7 @@ class Writer:
                 os.fsync(self._file.fileno())
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor of the dtype and shape that were announced."""
+        """Write a tensor, which must have the announced dtype and shape."""
         announced = self._tensors[name]
         if (tensor.dtype, tensor.shape) != (announced.dtype, announced.shape):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, which was not announced")
@@ -131,6 +134,7 @@ class Writer:
         self._missing.discard(name)
 
     def _put(self, view: memoryview, offset: int) -> None:
+        # A single call may write only a part.
         while view:
             count = os.pwrite(self._file.fileno(), view, offset)
             view, offset = view[count:], offset + count

@@ -1,6 +1,6 @@
-"""Megatron's ``torch_dist`` checkpoints read by PyTorch's own reader and plans, a region at a time.
+"""Reader for Megatron's ``torch_dist`` checkpoints, one tensor region at a time, on PyTorch's own reader.
 
-Megatron's reader wants all of a rank's tensors in memory.
+Megatron's reader needs all tensors of a rank in memory.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _COMMON = "common_state/shard_0_1"
 
 
 class Checkpoint(FileSystemReader):
-    """Reader of a ``torch_dist`` checkpoint: regions of tensors, and the job's arguments.
+    """Reader of a ``torch_dist`` checkpoint: tensor regions, and the job's arguments.
 
-    Nothing but torch's own classes of an index is unpickled, and of tensors only their bytes.
+    Unpickling is restricted to torch's index classes, and tensors are loaded from their bytes only.
 
     Args:
-        folder: the checkpoint's folder.
+        folder: folder of the checkpoint.
 
     Attributes:
-        folder: the checkpoint's folder.
-        tensors: shape, dtype and chunks by key.
+        folder: folder of the checkpoint.
+        tensors: dict from key to shape, dtype and chunks.
 
     Raises:
-        RunError: it is no such checkpoint, or is not whole.
+        RunError: the folder is not a ``torch_dist`` checkpoint, or it is incomplete.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,8 +67,10 @@ class Checkpoint(FileSystemReader):
             }
             for place in self.storage_data.values():
                 name = place.relative_path
+                # An index must not name files outside of its folder.
                 if Path(name).name != name or "\0" in name:
                     raise ValueError(f"{name!r} is no file of this folder")
+                # Minimum size of each file, to detect files that are cut short.
                 ends[name] = max(ends.get(name, 0), place.offset + place.length)
         except Exception as error:  # a damaged index may hold anything
             raise self._damaged(error) from error
@@ -79,7 +81,8 @@ class Checkpoint(FileSystemReader):
                 raise RunError(f"mindspeed_dsa weights: {path} {state}; use a checkpoint that is whole")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index; as PyTorch reads it, a pickle may run anything."""
+        """Return the index, read with a restricted unpickler."""
+        # PyTorch's own method unpickles without restrictions, so a file could run arbitrary code.
         path = self.folder / INDEX
         try:
             with open(path, "rb") as file:
@@ -103,13 +106,13 @@ class Checkpoint(FileSystemReader):
         )
 
     def arguments(self) -> argparse.Namespace | None:
-        """Return the arguments of the job that wrote it; None where it does not say.
+        """Return the arguments of the job that wrote the checkpoint; ``None`` if they are not stored.
 
         Raises:
-            RunError: they are damaged.
+            RunError: the arguments are damaged.
         """
         source: Any = self.folder / "common.pt"
-        if not source.is_file():  # since 0.19 it is an object among the tensors
+        if not source.is_file():  # since 0.19 the arguments are an object among the tensors
             place = self.storage_data.get(MetadataIndex(_COMMON))
             if place is None:
                 return None
@@ -123,32 +126,34 @@ class Checkpoint(FileSystemReader):
                 f"mindspeed_dsa weights: the arguments in {self.folder} cannot be read ({error}); use a "
                 "checkpoint that is whole"
             ) from error
-        if isinstance(common, list) and len(common) == 1:  # what a job saves with Megatron-core 0.19
+        if isinstance(common, list) and len(common) == 1:  # as saved with Megatron-core 0.19
             (common,) = common
         args = common.get("args") if isinstance(common, dict) else None
         return args if isinstance(args, argparse.Namespace) else None
 
     def read(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """Return a region of a tensor, without the axes of stacks.
+        """Return a region of a tensor, without stacked axes.
 
         Args:
-            piece: region to read; its data are not looked at.
-            dtype: of the result.
+            piece: region to read; its ``data`` is not used.
+            dtype: dtype of the result.
 
         Raises:
-            RunError: the checkpoint has no part of it, or is damaged.
+            RunError: a part of the region is missing in the checkpoint, or damaged.
         """
         region = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
         whole = self.tensors[piece.key]
         chunks = self._by_stack(piece.key, piece.stacked).get(piece.offset[: piece.stacked], [])
         stored = TensorStorageMetadata(whole.properties, whole.size, chunks)
         items = create_read_items_for_chunk_list(piece.key, stored, [region])
+        # Chunks of one tensor do not overlap, so the sizes add up to the region if it is complete.
         covered = sum(math.prod(item.lengths) for item in items)
         if covered != math.prod(piece.shape):
             raise RunError(
                 f"mindspeed_dsa weights: {self.folder} has {covered} of {math.prod(piece.shape)} elements of "
                 f"{piece.place}; use a checkpoint that is whole"
             )
+        # A region inside one chunk is taken without a copy.
         target = torch.empty(piece.shape, dtype=dtype) if len(items) > 1 else _Taken(piece.shape)
         try:
             self.read_data(LoadPlan(items), _Into(target)).wait()
@@ -158,23 +163,24 @@ class Checkpoint(FileSystemReader):
                 f"mindspeed_dsa weights: {' or '.join(str(self.folder / file) for file in files)} is damaged "
                 f"({error}); use a checkpoint that is whole"
             ) from error
-        found = target.tensor.to(dtype) if isinstance(target, _Taken) else target
-        return found.reshape(piece.shape[piece.stacked :])
+        result = target.tensor.to(dtype) if isinstance(target, _Taken) else target
+        return result.reshape(piece.shape[piece.stacked :])
 
     def _by_stack(self, key: str, stacked: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
-        """Return a key's chunks by layer and expert: a search among all of them would be as long for each."""
+        """Return a key's chunks by their stack indices, such as layer and expert."""
+        # Every read would otherwise search the chunks of all layers and experts.
         if key not in self._chunks:
-            found = defaultdict[tuple[int, ...], list[ChunkStorageMetadata]](list)
+            chunks = defaultdict[tuple[int, ...], list[ChunkStorageMetadata]](list)
             for chunk in self.tensors[key].chunks:
                 axes = zip(chunk.offsets[:stacked], chunk.sizes[:stacked], strict=True)
                 for place in itertools.product(*(range(begin, begin + size) for begin, size in axes)):
-                    found[place].append(chunk)
-            self._chunks[key] = dict(found)
+                    chunks[place].append(chunk)
+            self._chunks[key] = dict(chunks)
         return self._chunks[key]
 
 
 class _Taken:
-    """Target of a read that takes the tensor: copies are as dear as the rest."""
+    """Read target that keeps the loaded tensor; a copy would take as long as the rest of the read."""
 
     tensor: Tensor
 
@@ -182,7 +188,7 @@ class _Taken:
         self._shape = torch.Size(shape)
 
     def detach(self) -> _Taken:
-        """Return itself."""
+        """Return the target itself."""
         return self
 
     def size(self) -> torch.Size:
@@ -190,26 +196,26 @@ class _Taken:
         return self._shape
 
     def copy_(self, tensor: Tensor) -> None:
-        """Take a tensor."""
+        """Keep the tensor."""
         self.tensor = tensor
 
 
 class _Into(DefaultLoadPlanner):
-    """Planner that fills one target."""
+    """Planner that loads into a single target."""
 
     def __init__(self, target: Tensor | _Taken) -> None:
         super().__init__()
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> Any:
-        """Return the part of the target that an item fills."""
+        """Return the part of the target that a read item fills."""
         if isinstance(self._target, _Taken):
             return self._target
         ends = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return self._target[tuple(slice(begin, begin + length) for begin, length in ends)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the part is filled."""
+        """Do nothing, because the target is filled already."""
 
 
 _OF_TORCH = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
@@ -224,29 +230,29 @@ _OTHERS = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler that knows the plain data of an index alone: records, enumerations, dtypes."""
+    """Unpickler restricted to the plain data of an index: dataclasses, enums, dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that an index may have.
+        """Return a class that an index may contain.
 
         Raises:
-            UnpicklingError: it is none.
+            UnpicklingError: any other class.
         """
-        # A name with a dot would lead out of its module.
+        # A dotted name would reach into other modules.
         if "." not in name and (module in (*_OF_TORCH, "torch") or (module, name) in _OTHERS):
-            found = super().find_class(module, name)
-            record = isinstance(found, type) and (
-                dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+            member = super().find_class(module, name)
+            record = isinstance(member, type) and (
+                dataclasses.is_dataclass(member) or issubclass(member, enum.Enum)
             )
-            if (module, name) in _OTHERS or isinstance(found, torch.dtype):
-                return found
-            if module in _OF_TORCH and record and found.__module__ == module:
-                return found
+            if (module, name) in _OTHERS or isinstance(member, torch.dtype):
+                return member
+            if module in _OF_TORCH and record and member.__module__ == module:
+                return member
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
 
 
 class _Plain:
-    """Stands for an object of a class that nobody needs here."""
+    """Placeholder for objects of classes that are not needed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -256,13 +262,13 @@ class _Plain:
 
 
 class _Arguments:
-    """Stands for ``pickle`` when a job's arguments are read: no class but plain ones is looked up."""
+    """Replacement for ``pickle`` when reading a job's arguments: it imports plain classes only."""
 
     class Unpickler(pickle.Unpickler):
-        """Unpickler that knows namespaces and containers."""
+        """Unpickler restricted to namespaces, containers and dtypes."""
 
         def find_class(self, module: str, name: str) -> Any:
-            """Return a class, or what stands for it."""
+            """Return an allowed class, or the placeholder."""
             plain = {("argparse", "Namespace"), ("collections", "OrderedDict"), ("builtins", "set")}
             of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             return super().find_class(module, name) if (module, name) in plain or of_torch else _Plain

@@ -1,7 +1,7 @@
-"""``config.json`` of a model that Megatron trained, as transformers 5 writes it.
+"""``config.json`` of a model trained with Megatron, as transformers 5 writes it.
 
-The kind is told by the arguments: without DSA it is DeepSeek-V3, with it GLM if the indexer rotates pairs of
-dimensions, and DeepSeek-V3.2 otherwise.
+The arguments determine the model type: DeepSeek-V3 without DSA, and with DSA GLM if the indexer's RoPE is
+interleaved, otherwise DeepSeek-V3.2.
 
 Imports neither torch nor Megatron nor transformers.
 """
@@ -50,7 +50,7 @@ _REPLACED = (
     "transformers_version",
     *INDEXER.values(),
 )
-"""Names in another model's file that name code, or would contradict the names that are written."""
+"""Keys of a reference configuration that are dropped: they refer to code, or conflict with written keys."""
 _NEEDED = (*SIZES, "norm_epsilon", "rotary_base", "rotary_scaling_factor", "moe_layer_freq")
 
 
@@ -67,15 +67,15 @@ def config_of(
 
     Args:
         args: Megatron-LM's namespace.
-        release: of Megatron-core, which decides where ``args`` say nothing.
-        who: speaks if it fails, such as ``mindspeed_dsa weights``.
-        vocabulary: rows of the embedding without padding; None: ``--vocab-size``, or all rows.
-        dtype: of the weights, as torch calls it.
-        like: configuration of the model that training began with, for what Megatron does not know: numbers of
-            special tokens, the longest context.
+        release: release of Megatron-core, for the defaults of unset arguments.
+        who: prefix of error messages, such as ``mindspeed_dsa weights``.
+        vocabulary: embedding rows without padding; default: ``--vocab-size``, or all rows.
+        dtype: torch's name of the weights' dtype.
+        like: configuration of the model that training started from, for values unknown to Megatron: special
+            token ids, longest context.
 
     Raises:
-        SettingsError: the arguments have something that has no place in a configuration.
+        SettingsError: the configuration has no key for a property of the model.
     """
     missing = [name for name in _NEEDED if value_of(args, name) is MISSING]
     if missing:
@@ -85,18 +85,18 @@ def config_of(
         )
     if not value_of(args, "num_experts"):
         raise SettingsError(f"{who}: none of the kinds of models is without experts: give --num-experts")
-    own = value_of(args, "vocab_size")
-    if vocabulary and own not in (None, MISSING) and own > vocabulary:
+    unpadded = value_of(args, "vocab_size")
+    if vocabulary and unpadded not in (None, MISSING) and unpadded > vocabulary:
         raise SettingsError(
-            f"{who}: the checkpoint has a vocabulary of {own}, and the model that it is to be like has "
+            f"{who}: the checkpoint has a vocabulary of {unpadded}, and the model that it is to be like has "
             f"{vocabulary}; name the model that it was trained from, or none"
         )
-    found = {key: value for key, value in (like or {}).items() if key not in _REPLACED}
+    described = {key: value for key, value in (like or {}).items() if key not in _REPLACED}
     kind = "deepseek_v3"
     if uses_dsa(args):
         paired = getattr(args, "dsa_indexer_rope_interleaved", False)
         kind = "glm_moe_dsa" if paired else "deepseek_v32"
-    found |= {
+    described |= {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
         "dtype": dtype,
@@ -110,58 +110,62 @@ def config_of(
         "attention_bias": False,
         "attention_dropout": 0.0,
         **_routing(args),
-        **_rope(args, release, found),
+        **_rope(args, release, described),
     }
     layers = layers_with_experts(args)
     assert isinstance(layers, list)
-    found["first_k_dense_replace"] = next((at for at, each in enumerate(layers) if each), len(layers))
+    described["first_k_dense_replace"] = next(
+        (layer for layer, sparse in enumerate(layers) if sparse), len(layers)
+    )
     if kind == "deepseek_v3":
-        found["rope_interleave"] = True
+        described["rope_interleave"] = True
     else:
-        found["mlp_layer_types"] = ["sparse" if each else "dense" for each in layers]
-        found |= {theirs: value_of(args, ours) for ours, theirs in INDEXER.items()}
+        described["mlp_layer_types"] = ["sparse" if sparse else "dense" for sparse in layers]
+        described |= {theirs: value_of(args, ours) for ours, theirs in INDEXER.items()}
     if kind == "glm_moe_dsa":
-        found |= _selections(args, found["num_hidden_layers"])
+        described |= _selections(args, described["num_hidden_layers"])
+    # Check by converting back: a property without a key shows up as a mismatch.
     where = f"{who}: the trained model as {kind}"
-    problems = mismatches(arguments_of(found, where), args, release)
+    problems = mismatches(arguments_of(described, where), args, release)
     if problems:
         raise SettingsError(
             f"{where} would be another, since its configuration has no place for what it is here: "
             f"{'; '.join(problems)}"
         )
-    return found
+    return described
 
 
 def _rows(args: Any) -> int:
-    own, padded = value_of(args, "vocab_size"), value_of(args, "padded_vocab_size")
-    rows: int = padded if own is None else own
+    unpadded, padded = value_of(args, "vocab_size"), value_of(args, "padded_vocab_size")
+    rows: int = padded if unpadded is None else unpadded
     return rows
 
 
 def _routing(args: Any) -> dict[str, Any]:
-    """Return how experts are chosen; groups that exclude none are one group."""
+    """Return the routing keys; group-limited routing that excludes no group becomes one group."""
     width = value_of(args, "moe_ffn_hidden_size")
     width = value_of(args, "ffn_hidden_size") if width is None else width
+    # Without groups, `topk_group` equals `n_group`: no group is excluded.
     groups = getattr(args, "moe_router_num_groups", None) or 1
-    chosen = getattr(args, "moe_router_group_topk", None) or groups
+    group_topk = getattr(args, "moe_router_group_topk", None) or groups
     return {
         "moe_intermediate_size": width,
         "n_shared_experts": (getattr(args, "moe_shared_expert_intermediate_size", None) or 0) // width,
         "n_group": groups,
-        "topk_group": chosen,
+        "topk_group": group_topk,
         "norm_topk_prob": value_of(args, "moe_router_topk") > 1,
         "routed_scaling_factor": getattr(args, "moe_router_topk_scaling_factor", None) or 1.0,
     }
 
 
 def _rope(args: Any, release: str, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary embeddings and the longest context."""
+    """Return the rotary embedding keys and the longest context."""
     rotary = Rotary.of(args, release)
     assert rotary is not None
     longest = value_of(args, "max_position_embeddings")
-    given: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.base}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.base}
     if rotary.factor != 1:
-        given = {
+        rope = {
             "rope_type": "yarn",
             "rope_theta": rotary.base,
             "factor": rotary.factor,
@@ -171,21 +175,22 @@ def _rope(args: Any, release: str, like: Mapping[str, Any]) -> dict[str, Any]:
             "mscale": getattr(args, "mscale", 1.0),
             "mscale_all_dim": getattr(args, "mscale_all_dim", 1.0 if before_0_14(release) else 0.0),
         }
-        if before_0_14(release):  # whose argument is the length before
+        if before_0_14(release):  # the argument is the length before the extension
             longest = round(rotary.factor * (rotary.original or 0))
+    # The reference model's length has priority.
     longest = like.get("max_position_embeddings", longest)
-    known = {} if longest in (None, MISSING) else {"max_position_embeddings": longest}
-    return {"rope_parameters": given, **known}
+    length = {} if longest in (None, MISSING) else {"max_position_embeddings": longest}
+    return {"rope_parameters": rope, **length}
 
 
 def _selections(args: Any, layers: int) -> dict[str, Any]:
-    """Return which layers select keys, as a list, and as the rule where there is one."""
+    """Return the layers that select keys, as a list and, if there is one, as a rule."""
     sharing = Sharing.of(args)
     types = ["full" if sharing.computes(layer) else "shared" for layer in range(1, layers + 1)]
-    found: dict[str, Any] = {"indexer_types": types}
+    selections: dict[str, Any] = {"indexer_types": types}
     if not sharing.pattern and sharing.frequency > 1:
-        found["index_topk_freq"] = sharing.frequency
-        found["index_skip_topk_offset"] = max(sharing.offset, 1)
+        selections["index_topk_freq"] = sharing.frequency
+        selections["index_skip_topk_offset"] = max(sharing.offset, 1)
     if sharing.mtp_shares:
-        found["index_share_for_mtp_iteration"] = True
-    return found
+        selections["index_share_for_mtp_iteration"] = True
+    return selections

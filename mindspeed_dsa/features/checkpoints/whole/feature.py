@@ -1,4 +1,4 @@
-"""Declaration of whole-checkpoints: checkpoints with a manifest, and the newest whole one is loaded.
+"""Declaration of whole-checkpoints: checkpoints get a manifest, and the newest complete one is loaded.
 
 tests: tests/features/checkpoints/whole
 """
@@ -23,11 +23,11 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--whole-checkpoints`` and ``--verify-checkpoint``.
 
     Attributes:
-        verify: checksums are made when a checkpoint was saved, and compared before it is loaded.
-        save: folder that the job saves into; ``None`` where it does not.
+        verify: whether to checksum a checkpoint's files after saving, and compare them before loading.
+        save: folder that the job saves to; ``None`` if it does not save.
     """
 
     verify: bool
@@ -35,20 +35,20 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings."""
+        """Build the options from resolved settings."""
         save = getattr(settings, "save", None)
         return cls(bool(settings.verify_checkpoint), Path(save) if save else None)
 
 
 def active(settings: Any) -> bool:
-    """Return whether one of the two switches is on."""
+    """Return whether either switch is on."""
     return bool(settings.whole_checkpoints or settings.verify_checkpoint)
 
 
 def check_saves(args: Any, options: Options) -> Iterator[str]:
-    """Yield folders that are none on a file system, and formats that Megatron refuses at the first save."""
+    """Yield folders that are not on a file system, and formats that Megatron rejects at the first save."""
     written = argument(args, "ckpt_format")
-    # Releases with this argument write all but the first format of Megatron in the background.
+    # Releases with `async_strategy` save all Megatron formats except `torch` asynchronously.
     served = (
         ("torch_dist", "torch_dcp", "fsdp_dtensor") if hasattr(args, "async_strategy") else ("torch_dist",)
     )

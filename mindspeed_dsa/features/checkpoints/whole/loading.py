@@ -1,4 +1,4 @@
-"""The newest whole checkpoint of a folder, in place of the one that the tracker names, on all ranks."""
+"""Loading of the newest complete checkpoint in a folder, instead of the tracker's, on all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from mindspeed_dsa.runs.whole_checkpoints import Choice
 
 
 def load_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_load_base_checkpoint``, called for what a checkpoint says of itself and again to load."""
+    """Decorate ``_load_base_checkpoint`` to load the chosen checkpoint."""
 
+    # Megatron calls it twice: for a checkpoint's arguments, and to load it.
     def _load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         if load_dir is None:
             return original(load_dir, args, *rest, **kwargs)
@@ -33,7 +34,7 @@ def load_whole(original: Callable[..., Any], context: Context[Options]) -> Calla
 
 @contextlib.contextmanager
 def _step(args: Any, choice: Choice) -> Iterator[None]:
-    """Name the iteration as ``--ckpt-step`` would: then Megatron needs no tracker."""
+    """Set ``--ckpt-step`` to the chosen iteration inside the block, so that Megatron needs no tracker."""
     if choice.state is None or choice.state.iteration is None:
         yield
         return
@@ -46,7 +47,7 @@ def _step(args: Any, choice: Choice) -> Iterator[None]:
 
 
 def read_chosen(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``read_metadata``; it returns the iteration, and whether the weights are a ``release``."""
+    """Decorate ``read_metadata`` to return the chosen iteration, and whether it is a ``release``."""
     work = context.state(Work)
 
     def read_metadata(tracker_filename: Any) -> tuple[int, bool]:
@@ -54,17 +55,18 @@ def read_chosen(original: Callable[..., Any], context: Context[Options]) -> Call
         if tracker.name != whole_checkpoints.TRACKER:
             result: tuple[int, bool] = original(tracker_filename)
             return result
+        # The last choice for this folder, whatever its `--ckpt-step` was.
         made = [choice for (folder, _), choice in work.choices.items() if folder == tracker.parent]
         choice = made[-1] if made else _chosen(tracker.parent, None, context)
         if choice.state is None:
-            return -1, False
+            return -1, False  # no checkpoint
         return choice.state.iteration or 0, choice.state.iteration is None
 
     return read_metadata
 
 
 def pass_over_non_persistent(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``_get_non_persistent_iteration``; -1 stands for none."""
+    """Decorate ``_get_non_persistent_iteration`` to return -1 (none) if no checkpoint there is complete."""
 
     def _get_non_persistent_iteration(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -77,7 +79,7 @@ def pass_over_non_persistent(original: Callable[..., Any], context: Context[Opti
 
 
 def forget_choices(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint``."""
+    """Decorate ``load_checkpoint`` to forget the choices afterwards."""
     work = context.state(Work)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -90,19 +92,20 @@ def forget_choices(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def _chosen(folder: Path, step: int | None, context: Context[Options]) -> Choice:
-    """Choose on the first rank, for all of them; each for itself before there are process groups.
+    """Choose a checkpoint on the first rank for all ranks, or on each rank before process groups exist.
 
     Raises:
-        RunError: on all ranks: no checkpoint there is whole, or not the one of ``step``.
+        RunError: on all ranks, if no checkpoint is complete, or the one of ``step`` is not.
     """
-    known = context.state(Work).choices
-    outcome: list[Choice | Exception | None] = [known.get((folder, step))]
+    choices = context.state(Work).choices
+    outcome: list[Choice | Exception | None] = [choices.get((folder, step))]
     together = dist.is_initialized() and dist.get_world_size() > 1
     if outcome[0] is None and not (together and dist.get_rank()):
         try:
             outcome[0] = whole_checkpoints.choose(folder, step, context.options.verify)
         except MindSpeedDSAError as error:
             outcome[0] = error
+    # Broadcast errors too, so that all ranks raise together.
     if together:
         dist.broadcast_object_list(outcome, src=0)
     choice = outcome[0]
@@ -110,8 +113,8 @@ def _chosen(folder: Path, step: int | None, context: Context[Options]) -> Choice
         show_without_traceback()
         raise choice
     assert choice is not None
-    if (folder, step) not in known:
+    if (folder, step) not in choices:
         say = context.log.warning if choice.passed or choice.unverified else context.log.info
         say("%s", whole_checkpoints.describe(folder, choice))
-    known[folder, step] = choice
+    choices[folder, step] = choice
     return choice

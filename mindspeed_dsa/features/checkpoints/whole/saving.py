@@ -1,9 +1,9 @@
-"""Manifests of the checkpoints that Megatron-LM writes, at once and in the background.
+"""Manifests for checkpoints that Megatron-LM saves synchronously or asynchronously.
 
-Megatron writes a checkpoint's files and then, in place, the tracker that names it. Here it writes the
-tracker under another name, which becomes the tracker's when the manifest is there. The checkpoint before,
-which ``--save-retain-interval`` has Megatron delete when it writes a tracker that named it, is deleted here
-after that.
+Megatron writes a checkpoint's files and then overwrites the tracker that names it. Here Megatron writes the
+tracker to another file, which is renamed to the tracker once the manifest is written. With
+``--save-retain-interval`` Megatron deletes the previous checkpoint when it updates the tracker; here it is
+deleted after the rename.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mindspeed_dsa.runs.manifest import Entry
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, is_tracked, name_of, put_aside, tracked
 
 _deleting = threading.Lock()
-"""Lock of the threads that delete checkpoints: one deletes after the other."""
+"""Lock that serializes the threads that delete checkpoints."""
 
 
 def lock_before_training(context: Context[Options]) -> None:
     """Lock the folder of ``--save`` before the model is built.
 
     Raises:
-        RunError: on all ranks: another job saves there, or nothing can be written there.
+        RunError: on all ranks, if another job saves there or the folder is not writable.
     """
     folder = context.options.save
     if folder is not None:
@@ -46,15 +46,16 @@ def lock_before_training(context: Context[Options]) -> None:
 
 
 def save_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``save_checkpoint``: before and after it, and in between for :func:`schedule_whole`."""
+    """Decorate ``save_checkpoint`` to write a manifest; asynchronous saves use :func:`schedule_whole`."""
     work = context.state(Work)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training").get_args()
         temporary = bool(kwargs.get("non_persistent_ckpt"))
-        # Others lie in each machine's own folder, with checks of its own.
+        # Local checkpoints are in a folder per machine and have their own validity checks.
         is_elsewhere = temporary and job.non_persistent_ckpt_type != "global"
-        if is_elsewhere or getattr(job, "freeze_all_layers", False):  # which writes no weights
+        # `freeze_all_layers` writes no weights.
+        if is_elsewhere or getattr(job, "freeze_all_layers", False):
             return original(iteration, *args, **kwargs)
         name = name_of(None if kwargs.get("release") else int(iteration))
         retain = None if temporary else getattr(job, "save_retain_interval", None)
@@ -80,19 +81,21 @@ def _folder(job: Any, temporary: bool) -> Path:
 
 
 def begin(folder: Path, name: str, work: Work, retain: int | None = None) -> Save:
-    """Prepare a save on all ranks: a checkpoint that is about to be written again is put aside."""
+    """Prepare a save on all ranks; an existing checkpoint of the same name is moved aside."""
     save = Save(folder, name, retain)
 
     def prepare() -> None:
         work.lock(folder)
         if save.path.is_dir() and not save.path.is_symlink():
-            # Megatron would write over its files, and be killed with some of them new and some old.
+            # Megatron would overwrite its files, and a kill could leave a mixture of new and old files.
             _delete_meanwhile(put_aside(save.path), f"{save.path}, which is written again", work.context.log)
-        if is_tracked(folder, name) or save.path.is_dir():  # a link to one stays
-            # Without this the next job would take what the tracker names for one of Megatron alone.
+        if is_tracked(folder, name) or save.path.is_dir():  # a link to a checkpoint stays
+            # An empty manifest marks it as unfinished. Without one, the next job would take a tracked
+            # checkpoint for one that stock Megatron wrote.
             save.path.mkdir(exist_ok=True)
             manifest.write(save.path, work.job, {})
-        save.tracker.unlink(missing_ok=True)  # of a killed job; Megatron would read which one came before
+        # Left by a killed job; Megatron would read it to find the previous checkpoint.
+        save.tracker.unlink(missing_ok=True)
 
     together(
         lambda: prepare() if is_first() else None, f"{work.context.feature}: {save.path} cannot be written"
@@ -109,7 +112,7 @@ def _ranks() -> int:
 
 
 def track_aside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_checkpoint_tracker_filename``, which a save calls for the file to write."""
+    """Decorate ``get_checkpoint_tracker_filename`` to redirect the tracker that a save writes."""
     work = context.state(Work)
 
     def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
@@ -122,11 +125,9 @@ def track_aside(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``schedule_async_save``: a manifest when all ranks have ended.
-
-    Megatron calls the functions that end a request on all ranks, in the order in which they were added.
-    """
+    """Decorate ``schedule_async_save`` to write the manifest when all ranks have finished."""
     work = context.state(Work)
+    # Megatron calls finalize functions on all ranks, in the order in which they were added.
 
     def schedule_async_save(async_request: Any) -> Any:
         save = work.saving
@@ -136,7 +137,7 @@ def schedule_whole(original: Callable[..., Any], context: Context[Options]) -> C
 
 
 def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
-    """Return Megatron's ``AsyncRequest`` of a save with the manifest added to it."""
+    """Add the manifest to Megatron's ``AsyncRequest`` of a save."""
     request.add_finalize_fn(lambda: finish(save, work))
     if request.async_fn is None:  # this rank has nothing to write
         return request
@@ -145,18 +146,19 @@ def listed_at_the_end(request: Any, save: Save, work: Work) -> Any:
 
 @dataclass(frozen=True)
 class EndsWithJob:
-    """Function of a process that writes, which is killed with its job: the next one may write the same files.
+    """Function for a writer process, which is killed when its job ends.
 
     Attributes:
-        write: Megatron's function, which can be pickled as this can.
-        process: process of the job.
+        write: Megatron's function; it must be picklable, like this object.
+        process: process id of the job.
     """
 
     write: Callable[..., Any]
     process: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Write."""
+        """Write, in a process that ends with its job."""
+        # A surviving writer could write the same files as the next job.
         parent = multiprocessing.parent_process()
         if os.getpid() != self.process and parent is not None and not end_with_parent(parent.pid or 0):
             os._exit(1)
@@ -164,7 +166,7 @@ class EndsWithJob:
 
 
 def end_writer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``FileSystemWriterAsync.write_preloaded_data``, for which the writer starts more processes."""
+    """Decorate ``FileSystemWriterAsync.write_preloaded_data``, which runs in additional writer processes."""
     work = context.state(Work)
 
     def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:
@@ -176,10 +178,11 @@ def end_writer(original: Callable[..., Any], context: Context[Options]) -> Calla
 
 
 def finish(save: Save, work: Work) -> None:
-    """Write the manifest of a save; with ``--verify-checkpoint`` all ranks share the reading of its files."""
+    """Write the manifest of a save; with ``--verify-checkpoint`` all ranks share the checksums."""
     who = f"{work.context.feature}: {save.path} cannot be written"
     summed: dict[str, Entry] = {}
     if work.context.options.verify:
+        # Largest files first, dealt out round robin.
         mine = decided(lambda: _by_size(save.path), who)[_rank() :: _ranks()]
         shares = [together(lambda: _seen(save.path, mine), who)]
         if _ranks() > 1:
@@ -195,19 +198,22 @@ def _by_size(checkpoint: Path) -> list[str]:
 
 
 def _seen(checkpoint: Path, names: list[str]) -> dict[str, Entry]:
-    """Sum files; those that this rank's machine does not see, or not yet, are left to the first rank."""
+    """Return checksums of the files that this rank's machine sees."""
+    # The first rank does the rest: a shared folder may show new files late.
     return manifest.sums(checkpoint, [name for name in names if (checkpoint / name).is_file()])
 
 
 def _publish(save: Save, summed: dict[str, Entry], work: Work) -> None:
-    """Write the manifest when all files are on the disk, and let the tracker name the checkpoint."""
+    """Write the manifest once all files are on disk, then let the tracker name the checkpoint."""
     if work.context.options.verify:
         rest = [name for name in manifest.names(save.path) if name not in summed]
         summed = {**summed, **manifest.sums(save.path, rest)}
     manifest.complete(save.path, work.job, summed)
     before, _ = tracked(save.folder)
+    # Sync the file before the rename and the folder after it: a crash leaves the old or the new tracker.
     sync(save.tracker)
     os.replace(save.tracker, save.folder / TRACKER)
+    # Megatron's rule: an old checkpoint stays if its iteration is a multiple of --save-retain-interval.
     sync(save.folder)
     if save.retain and isinstance(before, int) and before > 0 and before % save.retain:
         old = save.folder / name_of(before)
@@ -216,7 +222,7 @@ def _publish(save: Save, summed: dict[str, Entry], work: Work) -> None:
 
 
 def _remove(old: Path, log: Log) -> None:
-    """Delete a checkpoint that ``--save-retain-interval`` does not keep; what cannot be deleted stays."""
+    """Delete a checkpoint that ``--save-retain-interval`` does not keep; only warn on failure."""
     try:
         aside = put_aside(old)
     except OSError as error:
@@ -226,14 +232,14 @@ def _remove(old: Path, log: Log) -> None:
 
 
 def _delete_meanwhile(aside: Path, what: str, log: Log) -> None:
-    """Delete as Megatron does: training does not wait for it, and the process does before it ends."""
+    """Delete a folder in a thread, so that training continues; the process waits for it at exit."""
     threading.Thread(target=_delete, args=(aside, what, log)).start()
 
 
 def _delete(aside: Path, what: str, log: Log) -> None:
     try:
         with _deleting:
-            for half in aside.parent.glob(".iter_*.deleted"):  # of a killed job
+            for half in aside.parent.glob(".iter_*.deleted"):  # left by a killed job
                 with contextlib.suppress(OSError):
                     delete(half)
             delete(aside)

@@ -1,4 +1,4 @@
-"""State of a job's saves and loads that the feature's implementations share."""
+"""State of a job's saves and loads, shared by the feature's implementations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mindspeed_dsa.runs.whole_checkpoints import TRACKER, Choice
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint that is being written.
+    """Checkpoint that is being written.
 
     Attributes:
-        folder: folder of all checkpoints.
-        name: name of this one's.
-        retain: interval of steps whose checkpoints stay when the next one is whole; ``None``: all do.
-        process: process of this rank, which may have others write.
+        folder: parent folder of all checkpoints.
+        name: name of this checkpoint's folder.
+        retain: interval of iterations whose checkpoints are kept; ``None`` keeps all.
+        process: process id of this rank, which may start writer processes.
     """
 
     folder: Path
@@ -32,27 +32,27 @@ class Save:
 
     @property
     def path(self) -> Path:
-        """Where its files are."""
+        """Folder of the checkpoint's files."""
         return self.folder / self.name
 
     @property
     def tracker(self) -> Path:
-        """The file that Megatron writes in place of the tracker."""
+        """File that Megatron writes instead of the tracker."""
         return self.folder / f".{TRACKER}.{self.name}"
 
 
 LOCK = ".dsa_job.lock"
-"""Name of the file in a folder of checkpoints that the job which saves there has locked."""
+"""Name of the lock file in the folder of a job's checkpoints."""
 
 
 @dataclass
 class Work:
-    """State that the feature's implementations share.
+    """State of the feature.
 
     Attributes:
         context: context of the feature.
-        saving: the save whose call of Megatron is running.
-        choices: checkpoints to load, by folder and by ``--ckpt-step``.
+        saving: save inside Megatron's ``save_checkpoint``; ``None`` outside.
+        choices: dict from folder and ``--ckpt-step`` to the checkpoint to load.
         job: name of the job in manifests.
     """
 
@@ -63,11 +63,11 @@ class Work:
     _locks: dict[Path, Sole] = field(default_factory=dict)
 
     def lock(self, folder: Path) -> None:
-        """Keep other jobs out of a folder until this process ends.
+        """Lock a folder against other jobs until this process ends.
 
         Raises:
             RunError: another job saves there.
-            OSError: nothing can be written there.
+            OSError: the folder is not writable.
         """
         folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
