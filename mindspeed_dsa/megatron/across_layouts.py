@@ -1,11 +1,12 @@
-"""Checkpoints loaded by layouts that keep experts in an optimizer of their own, and by others.
+"""Checkpoint loading between layouts with and without a separate optimizer for experts.
 
-With expert parallelism Megatron chains two optimizers, for what all data parallel ranks share and for the
-experts; without, there is one. Tensors have the same names in checkpoints of both. The rest, counts of steps
-and groups of parameters, is saved by optimizer, and what is loaded is the one merged into the other.
+With expert parallelism Megatron chains two optimizers: one for parameters shared by all data parallel ranks,
+one for
+the experts. Without it there is one optimizer. Tensors have the same names in both kinds of checkpoints. Step
+counts and param groups are saved per optimizer, and are converted here.
 
-Megatron-LM's own training loop asks for more: with expert parallelism it saves the states of random number
-generators for each data parallel rank. Imports neither torch nor Megatron.
+Megatron-LM's training loop also saves random generator states per data parallel rank with expert parallelism.
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROWS = (
         f"{_HERE}:load_across",
         "experts have an optimizer of their own with expert parallelism, and no layout loads the other's",
         params=("state_dict",),
-        priority=2,  # outside of features that take states apart, or count in all of them
+        priority=2,  # outside of features that split the state, or count steps in all optimizers of the chain
     ),
     Patch(
         "megatron.training.checkpointing:_load_base_checkpoint",
@@ -40,11 +41,13 @@ ROWS = (
         required=False,
     ),
 )
-"""Rows of every feature that lets the layout of a job change at a checkpoint."""
+"""Patches for every feature that allows a job to change its layout at a checkpoint."""
 
 _EXPERTS = "is_expert_parallel"
-_IDENTITY = ("wd_mult", "lr_mult", _EXPERTS, "is_decoupled_lr")  # of releases before 0.14
+_IDENTITY = ("wd_mult", "lr_mult", _EXPERTS, "is_decoupled_lr")  # before 0.14, which exports the list
+# Formats that store slices of gradient buffers. The slices depend on the layout.
 _SLICES = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
+# Keys that are per parameter or per group, not common to all optimizers of a chain.
 _NOT_COMMON = ("state", "param_groups", "fp32_from_fp16_params")
 
 State = Mapping[str, Any]
@@ -62,21 +65,23 @@ def load_across(original: Callable[..., Any], context: Context[Any]) -> Callable
 
 
 def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -> Any:
-    """State out of a distributed checkpoint, for as many optimizers as there are here.
+    """Convert optimizer state from a distributed checkpoint to this layout's number of optimizers.
 
     Args:
-        parts: Megatron's optimizers, one or those of a chain.
-        state: what ``dist_checkpointing.load`` has made of their ``sharded_state_dict``.
-        megatron: whose.
+        parts: Megatron's optimizers, one or the parts of a chain.
+        state: result of ``dist_checkpointing.load`` for their ``sharded_state_dict``.
+        megatron: session's Megatron.
 
     Returns:
-        What they load: ``state`` itself if it was saved by as many optimizers.
+        State for the optimizers to load; ``state`` itself if as many optimizers saved it.
 
     Raises:
-        SettingsError: the checkpoint has no group of parameters like one of these.
+        SettingsError: the checkpoint has no param group that matches one of the optimizers' groups.
     """
     if not isinstance(state, dict):
         return state
+    # A chain saves its parts under 0, 1, ...; a single optimizer saves its state under names. Both kinds of
+    # keys are present only if the checkpoint was saved by the other kind.
     numbered = {key: value for key, value in state.items() if isinstance(key, int)}
     named = {key: value for key, value in state.items() if key not in numbered}
     if not (numbered and named):
@@ -92,57 +97,59 @@ def fitted(parts: Sequence[Any], state: Any, megatron: Megatron | None = None) -
 
 
 def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) -> dict[str, Any]:
-    """Put together the state of one optimizer.
+    """Merge the state of one optimizer from sharded tensors and saved common values.
 
     Args:
-        part: the optimizer.
-        own: what has been read for it: tensors, and which parameters its groups have.
-        saved: the rest, of each optimizer that was saved.
-        keys: what tells groups of parameters apart.
+        part: optimizer.
+        own: state that was read for this optimizer: tensors, and the parameters of its groups.
+        saved: common state of each optimizer that was saved.
+        keys: keys that identify a param group.
     """
     common = {name: value for name, value in saved[0].items() if name not in _NOT_COMMON}
     state = {**common, **own}
-    inner = [_inner(each) for each in saved]
-    groups = [group for each in inner for group in each["param_groups"]]
+    inner = [_inner(optimizer_state) for optimizer_state in saved]
+    groups = [group for optimizer_state in inner for group in optimizer_state["param_groups"]]
     wanted = part.optimizer.param_groups
     read = _inner(own).get("param_groups") or [{} for _ in wanted]
     steps = next((group["step"] for group in groups if group.get("step") is not None), None)
     filled: dict[str, Any] = {"param_groups": []}
     for here, parameters in zip(wanted, read, strict=True):
         group = {**_like(here, groups, keys), **parameters}
+        # The saved group may be the other optimizer's, so keep this group's expert flag.
         if _EXPERTS in here:
             group[_EXPERTS] = here[_EXPERTS]
         if steps is not None:
             group["step"] = steps
         filled["param_groups"].append(group)
-    if not is_sharded(part):  # the distributed optimizer has its parameters' state elsewhere
+    if not is_sharded(part):  # the distributed optimizer stores per-parameter state separately
         filled["state"] = dict(_inner(own).get("state", {}))
-        states = [each.get("state", {}) for each in inner]
-        count = next((each["common_step"] for each in states if "common_step" in each), None)
+        states = [optimizer_state.get("state", {}) for optimizer_state in inner]
+        count = next((entry["common_step"] for entry in states if "common_step" in entry), None)
         if count is not None:
             filled["state"]["common_step"] = count
     if "optimizer" not in saved[0]:
         return {**state, **filled}
     if hasattr(part, "fp32_from_float16_groups"):
+        # Megatron expects a list per group; the tensors themselves come from the sharded state.
         state.setdefault("fp32_from_fp16_params", [[] for _ in part.fp32_from_float16_groups])
     return {**state, "optimizer": {**_inner(saved[0]), **filled}}
 
 
 def _inner(state: State) -> State:
-    """Return what the optimizer of torch has saved, which mixed precision wraps."""
+    """Return the state of torch's optimizer, which mixed precision nests under ``optimizer``."""
     inner: State = state.get("optimizer", state)
     return inner
 
 
 def _like(here: State, groups: Sequence[State], keys: Sequence[str]) -> State:
-    """Find the saved group with the same multipliers; that of experts for experts where there are two."""
+    """Find the saved group with the same multipliers; prefer an expert group for an expert group."""
 
     def identity(group: State) -> dict[str, Any]:
         # Some jobs write ``pre_wd_mult`` for ``wd_mult``, which Megatron reads as well.
         return {key: group.get(key, group.get(f"pre_{key}")) for key in keys if key != _EXPERTS}
 
-    found = [group for group in groups if identity(group) == identity(here)]
-    if not found:
+    candidates = [group for group in groups if identity(group) == identity(here)]
+    if not candidates:
         there = "; ".join(sorted({str(identity(group)) for group in groups}))
         raise SettingsError(
             f"mindspeed_dsa: the optimizer has a group of parameters with {identity(here)}, and the "
@@ -150,11 +157,13 @@ def _like(here: State, groups: Sequence[State], keys: Sequence[str]) -> State:
             "multipliers; load it with the flags that it was saved with, or add --no-load-optim to load "
             "the weights alone"
         )
-    return max(found, key=lambda group: group.get(_EXPERTS) == here.get(_EXPERTS))
+    return max(candidates, key=lambda group: group.get(_EXPERTS) == here.get(_EXPERTS))
 
 
 def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``_load_base_checkpoint``: what the file says of itself is read before its tensors are."""
+    """Decorate ``_load_base_checkpoint``: check the layout from the common state before tensors are read."""
+    # Megatron loads a checkpoint in two calls: first the common state (rank0=True), then the tensors. `saved`
+    # holds the facts from the first call for the second one.
     saved: dict[str, Any] = {}
 
     @functools.wraps(original)
@@ -172,10 +181,10 @@ def load_base_across(original: Callable[..., Any], context: Context[Any]) -> Cal
             _check_generators(saved["folder"], args, sharded_state_dict, context)
         result = original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
         state, folder, release, *_ = result
-        if rank0 and isinstance(state, dict) and not release:  # which has weights alone
-            # What is needed of it, not the state: some formats have weights and moments in there.
+        if rank0 and isinstance(state, dict) and not release:  # a release checkpoint contains only weights
+            # Keep facts, not the state: in some formats it contains weights and moments.
             read = getattr(context.megatron("core.dist_checkpointing"), "load_content_metadata", None)
-            facts = (read(preloaded_state_dict=state) if read else None) or {}  # from 0.14 on
+            facts = (read(preloaded_state_dict=state) if read else None) or {}  # available since 0.14
             saved.update(args=state.get("args"), folder=folder, facts=facts)
         elif not rank0:
             saved.clear()
@@ -188,7 +197,7 @@ _V_SHAPED = "V-shaped"
 
 
 def _layout(args: Any) -> dict[str, int]:
-    """Return the sizes that the experts' optimizer, slices of buffers and the generators depend on."""
+    """Return the layout sizes that determine expert optimizers, buffer slices and generator states."""
     tensor = getattr(args, "tensor_model_parallel_size", None) or 1
     return {
         "tensor": tensor,
@@ -201,7 +210,7 @@ def _layout(args: Any) -> dict[str, int]:
 
 
 def _check_format(saved: State, args: Any) -> None:
-    """Refuse slices of buffers that lie otherwise here, and names that tell which optimizer saved."""
+    """Refuse optimizer state whose format, or whose tensor names, belong to another layout."""
     if args.finetune or args.no_load_optim:
         return
     there, here = _layout(saved["args"]), _layout(args)
@@ -229,12 +238,12 @@ def _check_format(saved: State, args: Any) -> None:
 
 
 def _check_generators(folder: Any, args: Any, wanted: dict[str, Any], context: Context[Any]) -> None:
-    """Let generators begin anew where the checkpoint has their states for other ranks."""
-    own: Any = wanted.get("rng_state")
-    if not hasattr(own, "unique_key"):
+    """Skip loading generator states that were saved for another layout; the generators start fresh."""
+    generators: Any = wanted.get("rng_state")
+    if not hasattr(generators, "unique_key"):
         return
     serialization = context.megatron("core.dist_checkpointing.serialization")
-    if own.unique_key not in serialization.load_sharded_metadata(str(folder)):
+    if generators.unique_key not in serialization.load_sharded_metadata(str(folder)):
         del wanted["rng_state"]
         args.no_load_rng = True
         context.log.warning(

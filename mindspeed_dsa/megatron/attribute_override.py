@@ -1,7 +1,7 @@
-"""Megatron's own methods on a module of which some attributes are overridden.
+"""Views of modules with overridden attributes, as ``self`` of Megatron's own methods.
 
-A method that does what is wanted but for one of its parts runs on a view of the module that has that part
-replaced: nothing of its body is copied.
+If a Megatron method is right except for one submodule, it runs on a view with that submodule replaced.
+Nothing of its body is copied.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    """Function in the place of a layer, where releases since 0.17 accept modules alone.
+    """Module that calls a function, because releases since 0.17 accept only modules in place of layers.
 
     Args:
-        function: what a call does. An object that keeps a module of its own method keeps itself alive.
+        function: function to call. If an object stores this module and passes its own bound method, the two
+            keep each other alive.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -25,19 +26,20 @@ class Function(nn.Module):
         self._function = function
 
     def forward(self, *args: Any) -> Any:
-        """Return what the function returns."""
+        """Call the function."""
         return self._function(*args)
 
 
 class AttributeOverride:
-    """View of a module, as ``self`` of a method of Megatron's; what is not replaced is the module's.
+    """View of a module with some attributes replaced.
 
     Args:
-        module: the module.
-        replaced: attributes that differ.
+        module: module that provides all other attributes.
+        replaced: attributes to replace.
     """
 
     def __init__(self, module: Any, **replaced: Any) -> None:
+        # Bypasses __setattr__; __getattr__ is called only for names that are not in this dictionary.
         vars(self).update(replaced, _module=module)
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +48,7 @@ class AttributeOverride:
 
 @contextlib.contextmanager
 def switched_off(module: Any, name: str) -> Iterator[None]:
-    """Run the block with an attribute of a module false."""
+    """Set an attribute of a module to False inside the block."""
     before = getattr(module, name)
     setattr(module, name, False)
     try:
@@ -58,18 +60,20 @@ def switched_off(module: Any, name: str) -> Iterator[None]:
 def activation_of(
     forward: Callable[..., Any], mlp: Any, bias: Tensor | None, kwargs: Mapping[str, Any]
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Build the part of ``MLP.forward`` between fc1 and fc2, with every fusion that it has.
+    """Build the part of ``MLP.forward`` between fc1 and fc2, including Megatron's fusions.
 
     Args:
         forward: Megatron's ``MLP.forward``.
-        mlp: the module.
-        bias: of fc1.
-        kwargs: other arguments of the forward.
+        mlp: MLP module.
+        bias: bias of fc1.
+        kwargs: further arguments of the forward.
 
     Returns:
-        A function of fc1's output, ``[..., ffn or 2 * ffn]``, and the scale of each token.
+        Function of fc1's output ``[..., ffn or 2 * ffn]`` and the scale of each token; returns ``[...,
+        ffn]``.
     """
 
+    # fc1 is already computed and fc2 comes later, so both are replaced by functions that pass their input on.
     def first(intermediate: Tensor) -> tuple[Tensor, Tensor | None]:
         return intermediate, bias
 

@@ -1,4 +1,4 @@
-"""Batches of a job's steps and of its evaluations, as its arguments say them before training."""
+"""Batch sizes of a job's training steps and evaluations, computed from its arguments before training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of all steps, or of all evaluations.
+    """Batch sizes of all training steps, or of all evaluations.
 
     Attributes:
-        least, most: samples of the smallest and of the largest one, over all ranks.
+        least, most: samples of the smallest and the largest batch, over all ranks.
         micro: samples of a microbatch.
         replicas: data parallel size.
-        flag: flag that sets the smallest one.
+        flag: flag that sets the smallest batch.
         micro_flag: flag that sets the microbatch.
-        entries: thresholds of a schedule as they are written, each with its size.
+        entries: thresholds of a schedule as written, each with its batch size.
     """
 
     least: int
@@ -35,29 +35,29 @@ class Batches:
 
     @property
     def microbatches(self) -> int:
-        """Return how many microbatches the smallest one has on each data parallel rank."""
+        """Number of microbatches of the smallest batch on each data parallel rank."""
         return self.least // (self.micro * self.replicas)
 
     @property
     def most_microbatches(self) -> int:
-        """Return the same of the largest one."""
+        """Number of microbatches of the largest batch on each data parallel rank."""
         return self.most // (self.micro * self.replicas)
 
     def enlarged(self, microbatches: int) -> str:
-        """Return a flag of Megatron's with which every batch has so many microbatches, or more."""
+        """Return a Megatron flag with which every batch has at least this many microbatches."""
         needed = microbatches * self.micro * self.replicas
         if not self.entries:
             return f"{self.flag} {needed}"
-        # Two sizes of a schedule may be the same, its thresholds may not.
+        # Raise the sizes and keep the thresholds: two sizes may be equal, two thresholds may not.
         words = " ".join(f"{threshold}:{max(size, needed)}" for threshold, size in self.entries)
         return f"{self.flag} '{words}'"
 
 
 def of_training(args: Any) -> Batches | None:
-    """Return the batches of a job's steps; None where its arguments do not say them.
+    """Return the batch sizes of a job's training steps, or ``None`` if its arguments do not state them.
 
-    Releases that know a schedule, 0.18 and later, ignore a ramp, and give ``global_batch_size`` the samples
-    of one microbatch beside a schedule.
+    Releases that support a schedule (0.18 and later) ignore a ramp. With a schedule they set
+    ``global_batch_size`` to the samples of one microbatch.
     """
     whole, micro = argument(args, "global_batch_size"), argument(args, "micro_batch_size")
     replicas, ramp = argument(args, "data_parallel_size"), argument(args, "rampup_batch_size")
@@ -67,21 +67,22 @@ def of_training(args: Any) -> Batches | None:
     if schedule:
         try:
             entries = entries_of(schedule)
-        except ValueError:  # which Megatron reports
+        except ValueError:  # Megatron reports it
             return None
         sizes = [size for _, size in entries]
         return Batches(min(sizes), max(sizes), micro, replicas, SCHEDULE, entries=entries)
     if not whole:
         return None
+    # Only releases without the schedule argument apply the ramp. It begins with ramp[0] samples.
     if ramp and not hasattr(args, "step_batch_size_schedule"):
         return Batches(int(ramp[0]), whole, micro, replicas, RAMP)
     return Batches(whole, whole, micro, replicas)
 
 
 def of_evaluation(args: Any) -> Batches | None:
-    """Return the batches of a job's evaluations; None without one, and where they are those of its steps.
+    """Return the batch sizes of a job's evaluations, or ``None`` if it has none or uses the training sizes.
 
-    Releases before 0.18 evaluate with the sizes of training.
+    Releases before 0.18 always evaluate with the training sizes.
     """
     micro = argument(args, "eval_micro_batch_size") or argument(args, "micro_batch_size")
     whole = argument(args, "eval_global_batch_size") or argument(args, "global_batch_size")
@@ -93,18 +94,18 @@ def of_evaluation(args: Any) -> Batches | None:
 
 
 def evaluates(args: Any) -> bool:
-    """Return whether a job evaluates; arguments that it lacks do not say no."""
+    """Return whether a job evaluates. Missing arguments count as yes."""
     return argument(args, "eval_iters") != 0 or bool(argument(args, "full_validation"))
 
 
 def entries_of(schedule: str) -> tuple[tuple[str, int], ...]:
-    """Read Megatron's ``THRESHOLD:SIZE`` pairs, with blanks or commas between them.
+    """Parse Megatron's ``THRESHOLD:SIZE`` pairs, separated by blanks or commas.
 
     Returns:
-        Each threshold as it is written, with its batch size in samples.
+        Pairs of threshold as written and batch size in samples.
 
     Raises:
-        ValueError: there is none, or one is no such pair.
+        ValueError: no pair is given, or a pair is malformed or has a size below 1.
     """
     entries = []
     for pair in schedule.replace(",", " ").split():
@@ -118,6 +119,7 @@ def entries_of(schedule: str) -> tuple[tuple[str, int], ...]:
 
 
 def _number(text: str) -> int:
+    # "2K" is 2000 samples.
     digits = text.strip().upper()
     factor = _SUFFIXES.get(digits[-1:], 1)
     return int(float(digits[:-1] if factor > 1 else digits) * factor)

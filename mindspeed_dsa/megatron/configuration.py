@@ -1,8 +1,8 @@
-"""One place that refuses what a feature's checks find in Megatron's configurations.
+"""Refusal of Megatron configurations that a feature's checks reject.
 
-A check is a generator ``check(args, options)`` that yields sentences. The session asks it about a job's
-arguments. Jobs without Megatron's parser are asked when a model or an optimizer is built, about its
-configuration: :func:`require`.
+A check is a generator ``check(args, options)`` that yields sentences. The session runs it on a job's
+arguments. Jobs without Megatron's parser are checked by :func:`require` when a model or an optimizer is
+built, on its configuration.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def require(context: Context[Any], check: Check, *configurations: Any) -> None:
-    """Refuse configurations that a feature does not combine with.
+    """Refuse configurations that the feature cannot be combined with.
 
     Args:
-        context: the feature's.
-        check: what to ask.
-        configurations: Megatron's; an attribute is read from the first that has it.
+        context: feature's context.
+        check: check to run.
+        configurations: Megatron's configurations; an attribute is read from the first one that has it.
 
     Raises:
-        SettingsError: what the check says.
+        SettingsError: the check yields problems.
     """
     problems = list(check(_Together(configurations), context.options))
     if problems:
@@ -31,12 +31,12 @@ def require(context: Context[Any], check: Check, *configurations: Any) -> None:
 
 
 def argument(args: Any, name: str) -> Any:
-    """Return one of Megatron's arguments; ``None`` where this namespace or configuration does not have it."""
+    """Return one of Megatron's arguments, or ``None`` if the namespace or configuration lacks it."""
     return getattr(args, name, None)
 
 
 def uses_cuda_graphs(args: Any) -> bool:
-    """Return whether parts of the model run as CUDA graphs, however a release spells that."""
+    """Return whether parts of the model run as CUDA graphs, under any release's flag."""
     implementation = argument(args, "cuda_graph_impl") or "none"
     return bool(
         implementation != "none"
@@ -46,7 +46,7 @@ def uses_cuda_graphs(args: Any) -> bool:
 
 
 class _Together:
-    """Several configurations as one namespace."""
+    """Read-only namespace over several configurations, searched in order."""
 
     def __init__(self, configurations: Sequence[Any]) -> None:
         self._configurations = configurations

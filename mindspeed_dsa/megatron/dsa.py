@@ -1,4 +1,4 @@
-"""DSA in Megatron: where it lies, its models by name, and helpers for declarations of fixes and options."""
+"""DSA in Megatron: module paths, published models, and helpers for declarations of fixes and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MLA = "megatron.core.transformer.multi_latent_attention"
 SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 
 SIZES = {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048}
-"""Sizes that a DSA model needs, with those of DeepSeek-V3.2."""
+"""Size arguments that a DSA model needs, with DeepSeek-V3.2's values."""
 _DEEPSEEK: dict[str, Any] = {
     "dsa_indexer_topk_freq": 1,
     "dsa_indexer_skip_topk_offset": 0,
@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm-5.2": _GLM_SHARED,
     "glm-5.3": _GLM_SHARED,
 }
-"""Fields of the indexer by model, as its publisher's code and configuration have them."""
+"""Indexer configuration by model, from the publisher's code and configuration."""
 MODEL_SIZES = {
     "deepseek-v3.2": SIZES,
     "glm-5": _GLM_SIZES,
@@ -49,20 +49,20 @@ MODEL_SIZES = {
     "glm-5.2": _GLM_SIZES,
     "glm-5.3": _GLM_SIZES,
 }
-"""Sizes of the indexer by model, for jobs that name none."""
+"""Indexer sizes by model, for jobs that set none."""
 OWN_LOOP = ">=0.16,<0.19"
-"""Releases whose DSA is one class, without kernel backends and without shared selections."""
+"""Releases whose DSA is one class without kernel backends and shared selections."""
 KERNELS = ">=0.19,<0.21"
-"""Releases whose DSA has kernel backends, context parallel ranks and shared selections."""
+"""Releases whose DSA has kernel backends, context parallelism and shared selections."""
 
 
 def rotates_first(release: str | None) -> bool:
-    """Return whether a release's own indexer rotates its first dimensions and takes the normalised query.
+    """Return whether a release's own indexer rotates its first dimensions and uses the normalised query.
 
-    Those from 0.19 on do, and have no name for it: as DeepSeek's and GLM's code does.
+    Releases since 0.19 do, like DeepSeek's and GLM's code, and have no argument for it.
 
     Args:
-        release: of Megatron-core; None where there is none.
+        release: release of Megatron-core, ``None`` if not installed.
     """
     return release is not None and release in SpecifierSet(">=0.19.dev0", prereleases=True)
 
@@ -73,17 +73,17 @@ def megatron_flag(name: str, type: Callable[[str], Any] = str) -> Flag:
 
 
 STAGES = ("dense", "warmup", "sparse", "frozen")
-"""Stages of the indexer's training, in the order in which a job goes through them."""
+"""Stages of the indexer's training, in the order in which a job runs them."""
 
 
 def uses_dsa(settings: Any) -> bool:
-    """Return whether a job's settings or arguments, or a model's configuration, are of a DSA model."""
+    """Return whether settings, arguments or a model's configuration describe a DSA model."""
     return getattr(settings, "experimental_attention_variant", None) == "dsa"
 
 
 PRECISIONS = ("full", "fp8", "fp8-plain")
-"""Arithmetic that keys are selected by: on operands as the model projects them, or as engines do in FP8, with
-factors that are powers of two, or plain."""
+"""Precision of key selection: ``full`` uses the projected tensors; the others quantise to FP8 like inference
+engines, with power-of-two scales (``fp8``) or plain scales (``fp8-plain``)."""
 
 PARTS = (
     "use_dsa_absorb",
@@ -91,10 +91,9 @@ PARTS = (
     "use_fused_sparse_flash_attention",
     "use_fused_lightning_indexer_kl_loss",
 )
-"""The parts that ``--use-fused-dsa`` enables; each can also be enabled or disabled individually.
+"""Flags that ``--use-fused-dsa`` enables; each can also be set individually.
 
-The first one can also be :data:`~mindspeed_dsa.feature.AUTO`, and is where ``--use-fused-dsa`` alone
-enables it.
+The first one also accepts :data:`~mindspeed_dsa.feature.AUTO`, its value under ``--use-fused-dsa`` only.
 """
 
 
@@ -103,11 +102,11 @@ class Options:
     """Parts of DSA's attention path that run on our operators.
 
     Attributes:
-        absorb: the absorbed form may be taken.
-        absorb_always: it is, whatever the length.
-        stage: of the indexer's training, one of :data:`STAGES`.
-        padding: of sequences that ranks do not divide.
-        precision: by which keys are selected, one of :data:`PRECISIONS`.
+        absorb: whether the absorbed form may be used.
+        absorb_always: whether the absorbed form is used for every sequence length.
+        stage: stage of the indexer's training, one of :data:`STAGES`.
+        padding: padding of sequences that context parallel ranks do not divide.
+        precision: precision of key selection, one of :data:`PRECISIONS`.
     """
 
     absorb: bool
@@ -125,38 +124,39 @@ class Options:
 
     @property
     def any(self) -> bool:
-        """Return whether any part of Megatron's attention path is replaced."""
+        """Whether any part of Megatron's attention path is replaced."""
         return self.any_part or self.attends_densely
 
     @property
     def any_part(self) -> bool:
-        """Return whether any operator of ours is asked for."""
+        """Whether any of our operators is enabled."""
         return self.absorb or self.indexer or self.attention or self.kl_loss
 
     @property
     def warmup(self) -> bool:
-        """Return whether the indexers learn beside dense attention, and nothing else does."""
+        """Whether only the indexers learn, with dense attention in all layers."""
         return self.stage == "warmup"
 
     @property
     def attends_densely(self) -> bool:
-        """Return whether attention is to all visible keys, whatever an indexer says."""
+        """Whether attention covers all visible keys, regardless of the indexer."""
         return self.stage in ("dense", "warmup")
 
     @property
     def all_ours(self) -> bool:
-        """Return whether no part of the core attention runs Megatron's own code."""
+        """Whether no part of the core attention runs Megatron's own code."""
         return self.indexer and self.attention and self.kl_loss
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build from resolved settings or a job's argument namespace; absent switches are off."""
+        """Build from resolved settings or a job's argument namespace; a missing flag is off."""
         everything = bool(getattr(settings, "use_fused_dsa", False))
-        chosen = [getattr(settings, part, None) for part in PARTS]
-        absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in chosen)
+        switches = [getattr(settings, part, None) for part in PARTS]
+        # A part that is not set individually follows --use-fused-dsa.
+        absorb, indexer, attention, kl_loss = (everything if one is None else bool(one) for one in switches)
         return cls(
             absorb=absorb,
-            absorb_always=chosen[0] is True,
+            absorb_always=switches[0] is True,  # "auto" and None are not True
             indexer=indexer,
             attention=attention,
             kl_loss=kl_loss,
@@ -171,22 +171,22 @@ class Options:
 
 
 def fused_wanted(settings: Any) -> bool:
-    """Return whether any option is set, even one without effect by itself, which a check reports."""
+    """Return whether any option is set, even one without effect on its own (a check reports it)."""
     chosen = Options.of(settings)
     return chosen.any or chosen.fuse_kl_in_backward or chosen.precision != "full"
 
 
 def absorb_wanted(settings: Any) -> bool:
-    """Return whether the absorbed form is on, alone or with the other parts."""
+    """Return whether the absorbed form is on, with or without the other parts."""
     return Options.of(settings).absorb
 
 
 def shares_keys(config: Any, chosen: Options) -> bool:
-    """Return whether a model's context parallel ranks share keys by our gathers instead of Megatron's.
+    """Return whether context parallel ranks exchange keys by our gathers instead of Megatron's.
 
     Args:
-        config: Megatron's, of a model.
-        chosen: the parts that run on our operators.
+        config: Megatron's configuration of the model.
+        chosen: options of DSA.
     """
-    # Dense attention goes through Megatron's code, which gathers by itself.
+    # Dense attention uses Megatron's code, which gathers by itself.
     return chosen.all_ours and uses_dsa(config) and not chosen.attends_densely

@@ -1,6 +1,6 @@
-"""Declarations that features for expert parallel layers share: rows that open up the all-to-alls, and checks.
+"""Shared declarations for expert parallel features: patches of the all-to-alls, and checks.
 
-Imports neither torch nor the implementations, as ``feature.py`` of every feature that wants them does.
+Imports neither torch nor the implementations, because the features' ``feature.py`` import it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFERRED_GRADIENTS = Patch(
     "mindspeed_dsa.parallel.weight_gradients:defer_in_linear",
     "computes the weight's gradient later in backward, where the feature has deferred it",
     params=(*LINEAR, "grad_output_buffer"),
-    # Outside of chunked communication, which has nothing to do where a gradient is deferred.
+    # Outside of chunked communication, which has no work if the weight gradient is deferred.
     priority=1,
 )
 ROWS = (
@@ -34,17 +34,18 @@ ROWS = (
     ),
     DEFERRED_GRADIENTS,
 )
-"""All-to-alls in two halves, and deferred weight gradients; each is applied once, whoever claims it."""
+"""Split all-to-alls and deferred weight gradients; each applied once, even if several features claim it."""
 
 
 def number_of_experts(args: Any) -> int:
-    """Return the number of a layer's experts in arguments or in a model's configuration; 0: it has none."""
+    """Return the number of experts per layer from arguments or a model's configuration, 0 without experts."""
     return argument(args, "num_experts") or argument(args, "num_moe_experts") or 0
 
 
 def expert_tensor_ranks(args: Any) -> int:
-    """Return over how many ranks each expert is split."""
+    """Return the number of ranks that each expert is split over."""
     size = argument(args, "expert_tensor_parallel_size")
+    # None means the flag is not set; experts are then split like the dense layers.
     return (argument(args, "tensor_model_parallel_size") or 1) if size is None else size
 
 
@@ -58,9 +59,9 @@ def check_all_to_all(args: Any, flag: str, to: str = "hide") -> Iterator[str]:
     """Refuse layers without an all-to-all between ranks.
 
     Args:
-        args: a job's arguments, or a configuration.
-        flag: of the feature.
-        to: what the feature does with the all-to-alls.
+        args: job's arguments, or a configuration.
+        flag: feature's flag.
+        to: verb for the message, saying how the feature uses the all-to-alls.
     """
     if argument(args, "expert_model_parallel_size") == 1:
         yield (
@@ -76,11 +77,11 @@ def check_all_to_all(args: Any, flag: str, to: str = "hide") -> Iterator[str]:
 
 
 def run_shared_expert(args: Any, flag: str) -> list[str]:
-    """Switch off Megatron's own way to hide transfers by the shared expert; for ``Feature.rewrite``.
+    """Switch off Megatron's overlap of the shared expert, for ``Feature.rewrite``.
 
     Args:
-        args: a job's arguments.
-        flag: of the feature that runs the shared expert under transfers.
+        args: job's arguments.
+        flag: flag of the feature that overlaps the shared expert with transfers instead.
     """
     if not argument(args, "moe_shared_expert_overlap"):
         return []
@@ -92,9 +93,9 @@ def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[
     """Refuse arguments that are set.
 
     Args:
-        args: a job's arguments, or a configuration.
-        flag: of the feature.
-        refused: why, by the argument's name; a value ``"none"`` counts as not set.
+        args: job's arguments, or a configuration.
+        flag: feature's flag.
+        refused: dict from argument name to the reason; a value ``"none"`` counts as not set.
     """
     for name, why in refused.items():
         value = argument(args, name)
@@ -104,4 +105,4 @@ def check_refused(args: Any, flag: str, refused: Mapping[str, str]) -> Iterator[
 
 
 _FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}
-"""Flags that have another name than what they set."""
+"""Arguments whose flag has another name."""

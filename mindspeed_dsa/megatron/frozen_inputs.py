@@ -1,9 +1,11 @@
-"""Functions that backward runs again, where none of their inputs wants a gradient and some weights do.
+"""Checkpointed functions whose inputs need no gradient while some of their weights do.
 
-Autograd calls the backward of a reentrant checkpoint only where an input of the function wants a gradient:
-behind a frozen embedding none does, and no weight of a recomputed layer would get a gradient. There one of
-the inputs is made to want one. What lies before it gets none. Megatron's ``CheckpointWithoutOutput`` is such
-a function too; there, moreover, what no input wants a gradient of cannot be computed again.
+Autograd calls the backward of a reentrant checkpoint only if one of its inputs requires a gradient. Behind a
+frozen embedding none does, so the weights of a recomputed layer would get no gradient. In this case one input
+is replaced by a detached copy that requires a gradient. Earlier layers get no gradient through it.
+
+Megatron's ``CheckpointWithoutOutput`` has the same limitation. In addition, it fails on outputs that need no
+gradient.
 """
 
 from __future__ import annotations
@@ -21,27 +23,28 @@ from torch.utils._pytree import tree_map_only
 def checkpoint_learning(
     checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a function so that its weights learn whatever its inputs want.
+    """Checkpoint a function so that its weights get gradients even if no input requires one.
 
-    Where no module that the function calls has a weight that wants a gradient, the outputs want none.
+    If no module that the function calls has a weight that requires a gradient, the outputs require none.
 
     Args:
-        checkpoint: Megatron's, or one that is called as such: runs the function without a graph, and again in
-            backward.
-        function: takes those of ``args`` that are tensors, among others.
-        *args: arguments of the checkpoint behind the function.
-        **kwargs: likewise.
+        checkpoint: Megatron's checkpoint, or a function with its signature. Runs the function without a
+            graph, and again in backward.
+        function: function to checkpoint.
+        *args: arguments of the checkpoint after the function.
+        **kwargs: keyword arguments of the checkpoint.
 
     Returns:
         The checkpoint's outputs.
     """
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    at = next((at for at, each in enumerate(args) if _may_want(each)), None)
-    if at is None or not torch.is_grad_enabled() or any(each.requires_grad for each in tensors):
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    index = next((number for number, value in enumerate(args) if _may_want(value)), None)
+    if index is None or not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return checkpoint(function, *args, **kwargs)
     run = _Watched(function)
-    wanting = args[at].detach().requires_grad_()
-    outputs = checkpoint(run, *args[:at], wanting, *args[at + 1 :], **kwargs)
+    # detach() so that the gradient, which is discarded, is not propagated to the caller's tensor.
+    wanting = args[index].detach().requires_grad_()
+    outputs = checkpoint(run, *args[:index], wanting, *args[index + 1 :], **kwargs)
     return outputs if run.learns else tree_map_only(Tensor, Tensor.detach, outputs)
 
 
@@ -55,10 +58,10 @@ def learn_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending_in_leaves(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, all of whose outputs take a gradient from its second run on.
+    """Make all outputs of the function require a gradient in its second run.
 
-    Megatron's class hands each of them one, which is an error where neither inputs nor weights of an output
-    want it.
+    Megatron's class passes a gradient to each output, which is an error for an output that depends on no
+    input or weight that requires one.
     """
     has_run = False
 
@@ -78,10 +81,10 @@ def _may_want(value: Any) -> bool:
 
 
 class _Watched:
-    """Function of which is noted, in its first run, whether modules that it calls have weights that learn.
+    """Function wrapper that records, in the first call, whether a called module has trainable weights.
 
     Attributes:
-        learns: whether one has.
+        learns: whether such a module was called.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -89,6 +92,7 @@ class _Watched:
         self._has_run = self.learns = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Backward calls the function again; the answer is already known then.
         if self._has_run:
             return self._function(*args, **kwargs)
         self._has_run = True
@@ -96,7 +100,7 @@ class _Watched:
         def look(module: nn.Module, _: Any) -> None:
             if not self.learns and any(each.requires_grad for each in module.parameters()):
                 self.learns = True
-                hook.remove()  # those inside of it are not asked
+                hook.remove()  # the answer is known, so inner modules need not be checked
 
         hook = register_module_forward_pre_hook(look)
         try:

@@ -1,4 +1,4 @@
-"""Weights that are read without calling the layer that holds them, or on another stream than its own."""
+"""Access to weights outside of their layer's call, or on another stream than the layer's own."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 _OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
-"""Module of the hooks that wait for weights under ``--overlap-param-gather``."""
+"""Module whose hooks wait for weights under ``--overlap-param-gather``."""
 
 
 def wait_for_weights(layer: Any) -> None:
-    """Run a layer's hooks before its forward.
+    """Run a layer's forward pre-hooks.
 
-    Under overlapped parameter gathering Megatron waits for a layer's weights in such a hook; without it
-    they are those of the step before.
+    Under overlapped parameter gathering Megatron waits for a layer's weights in such a hook. Without it, the
+    weights would still be the previous step's.
     """
+    # A hook that was registered with_kwargs also gets the (empty) keyword arguments.
     for number, hook in list(layer._forward_pre_hooks.items()):
         hook(layer, (), *([{}] if number in layer._forward_pre_hooks_with_kwargs else []))
 
 
 def waits_for_weights(hook: Any) -> bool:
-    """Return whether a hook before a forward is Megatron's wait for the layer's weights."""
+    """Return whether a forward pre-hook is Megatron's wait for the layer's weights."""
     return getattr(hook, "__module__", "").endswith(_OVERLAPPED_GATHERING)
 
 
 def wait_for_all_weights(module: Any) -> None:
-    """Let the current stream wait for the weights of a module and of those inside of it.
+    """Make the current stream wait for the weights of a module and of its submodules.
 
-    Megatron waits once for a bucket of weights, on the stream of the layer that is first to need it; those
-    after it find nothing to wait for.
+    Megatron waits once per bucket of weights, on the stream of the first layer that needs the bucket. Later
+    layers do not wait again.
     """
     for layer in module.modules():
         for hook in list(layer._forward_pre_hooks.values()):
@@ -40,7 +41,7 @@ def wait_for_all_weights(module: Any) -> None:
                 hook(layer, ())
 
 
-# -- weights that are gathered for a call of their module, and freed after it -------------------------
+# -- weights that are gathered for a call of their module, and resharded after it -----------------------
 
 _holders: WeakKeyDictionary[Any, Callable[[], AbstractContextManager[None]]] = WeakKeyDictionary()
 _running: ContextVar[tuple[ref[Any], ...]] = ContextVar("modules that run", default=())
@@ -48,24 +49,25 @@ _apart: ContextVar[bool] = ContextVar("part that runs by itself", default=False)
 
 
 def hold(module: Any, holder: Callable[[], AbstractContextManager[None]]) -> None:
-    """Say how the weights of a module are gathered for parts of it that run outside of its calls.
+    """Register how to gather a module's weights for parts of it that run outside of its calls.
 
     Args:
-        module: whose calls gather and free weights.
-        holder: makes a context in which they are there; must not refer to the module.
+        module: module whose calls gather and reshard its weights.
+        holder: function that returns a context in which the weights are gathered. It must not refer to the
+            module, which would keep the module alive.
     """
     _holders[module] = holder
 
 
 def note_calls(module: Any) -> None:
-    """Have :func:`running` know the module's calls."""
+    """Register hooks so that :func:`running` includes the module during its calls."""
     tokens: list[Any] = []
 
     def enter(module: Any, *_: Any) -> None:
         tokens.append(_running.set((*_running.get(), ref(module))))
 
     def leave(*_: Any) -> None:
-        if tokens:  # none if another hook has raised before
+        if tokens:  # empty if an earlier hook raised before `enter` ran
             _running.reset(tokens.pop())
 
     module.register_forward_pre_hook(enter)
@@ -73,18 +75,18 @@ def note_calls(module: Any) -> None:
 
 
 def running() -> tuple[ref[Any], ...]:
-    """Return the modules that are being called and have holders, outermost first."""
+    """Return weak references to the registered modules that are being called, outermost first."""
     return _running.get()
 
 
 @contextlib.contextmanager
 def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
-    """Have the weights of modules, outermost first, for a part of a forward that runs again by itself."""
+    """Gather the weights of modules, outermost first, for the recomputation of one part of a forward."""
     token = _apart.set(True)
     try:
         with contextlib.ExitStack() as stack:
-            for each in modules:
-                holder = _holders.get(each())
+            for module in modules:
+                holder = _holders.get(module())
                 if holder is not None:
                     stack.enter_context(holder())
             yield
@@ -93,27 +95,27 @@ def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
 
 
 def runs_apart() -> bool:
-    """Return whether what runs is such a part, which other modules do not follow as in a forward."""
+    """Return whether only one part of a forward is running, without the modules that follow it."""
     return _apart.get()
 
 
-# -- gradients that come after the backward of weights that are gathered ------------------------------
+# -- weight gradients that are computed after the backward of gathered weights --------------------------
 
 _reductions: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
 
 
 def on_late_gradients(model: Any, reduce: Callable[[], None]) -> None:
-    """Say how gradients of a model's weights are reduced that come after its backward.
+    """Register how to reduce weight gradients that are computed after a model's backward.
 
     Args:
-        model: as a schedule gets it.
-        reduce: is called when they are there; must not refer to the model.
+        model: model, as the pipeline schedule gets it.
+        reduce: function to call when the gradients are complete. It must not refer to the model.
     """
     _reductions[model] = reduce
 
 
 def reduce_late_gradients(model: Any) -> None:
-    """Reduce gradients that a model's weights have got since its backward; others' hooks have done so."""
+    """Reduce the late weight gradients of a registered model. For other models hooks have already done so."""
     reduce = _reductions.get(model)
     if reduce is not None:
         reduce()

@@ -1,7 +1,8 @@
-"""Indexer loss: its weight, and that of the current step, which trackers add to a sum over the log interval.
+"""Indexer loss: its coefficient, and its value in the current step.
 
-A feature that calls or wraps a tracker keeps the loss with :func:`keep_step_loss`; one that records steps
-takes it. One that runs a microbatch in parts gives each of them its part of the loss, a mean over rows.
+Megatron's trackers add the loss to a sum over the log interval. A feature that calls or wraps a tracker
+stores the step's own value with :func:`keep_step_loss`, and a feature that records steps takes it. A feature
+that splits a microbatch weighs the loss of each part, which is a mean over tokens, by the part's share.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _kept: dict[Megatron, Tensor] = {}
 def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
     """Decorate ``DSAIndexerLossLoggingHelper.track_indexer_metrics``.
 
-    The caller's dictionary holds a sum over the steps since the last log line. The original adds to
-    an empty one here, which is then added to the caller's: the same sum, and the step's own share.
+    The caller's dictionary holds a sum over the steps since the last log line. The original adds to an empty
+    dictionary instead, which gives the step's own value. The value is then added to the caller's sum.
     """
 
     def track_indexer_metrics(*args: Any, **kwargs: Any) -> Any:
@@ -41,25 +42,26 @@ def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Calla
 
 
 def take_step_loss(megatron: Megatron) -> Tensor | None:
-    """Return the loss kept since the last call, a scalar; ``None`` if the job has no such loss."""
+    """Return the loss stored since the last call, a scalar, or ``None`` if the job has no such loss."""
     return _kept.pop(megatron, None)
 
 
 @contextmanager
 def part_of_loss(config: Any, share: float) -> Iterator[None]:
-    """Weigh indexer losses of the block, and what is logged of them.
+    """Scale the indexer losses computed in the block, and their logged values.
 
     Args:
-        config: Megatron's, of the model; without an indexer nothing is weighed.
-        share: of the microbatch's rows that are in the block.
+        config: Megatron's configuration of the model; without an indexer nothing changes.
+        share: share of the microbatch's tokens that the block processes.
     """
+    # Each part's loss is a mean over its tokens: with shares 1/4 and 3/4, loss = 1/4 * part1 + 3/4 * part2.
     with weighing_loss(config, share * (getattr(config, _WEIGHT, None) or 0.0)):
         yield
 
 
 @contextmanager
 def weighing_loss(config: Any, weight: float | None) -> Iterator[None]:
-    """Have indexer losses of the block weighed by this instead of what the configuration has."""
+    """Use another indexer loss coefficient inside the block instead of the configuration's."""
     before = getattr(config, _WEIGHT, None)
     if before is None:
         yield

@@ -1,7 +1,7 @@
-"""Linear layers and norms that can be computed without being called, as a compiled graph does.
+"""Linear layers and norms that can be computed from their weights, without a call, inside a compiled graph.
 
-A layer that does more than multiply has to be called: one that communicates, adds the weight's gradient to
-``main_grad`` itself, has hooks, or is of a class not known here, such as one with an adapter.
+A layer must be called if it does more than a matmul: it communicates, accumulates the weight gradient into
+``main_grad`` itself, has hooks, or is of an unknown class, such as one with an adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_dsa.parallel import weight_gradients
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension."""
+    """Norm over the last dimension."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -31,7 +31,7 @@ class Norm(NamedTuple):
     zero_centered: bool
 
     def of(self, states: Tensor) -> Tensor:
-        """Map ``[..., n]`` to the same shape and dtype."""
+        """Normalise ``[..., n]``; keeps shape and dtype."""
         weight = self.weight
         if weight is None:
             return states
@@ -45,29 +45,30 @@ NO_NORM = Norm(None, None, None, True, False)
 
 
 class Linear(NamedTuple):
-    """A product with ``weight``, ``[out, in]``, after a norm."""
+    """Product with ``weight``, ``[out, in]``, after an optional norm."""
 
     weight: Tensor
     norm: Norm
 
     def of(self, states: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]``."""
+        """Project ``[..., in]`` to ``[..., out]``."""
         return F.linear(self.norm.of(states), self.weight)
 
 
 @cache
 def _classes(megatron: Megatron) -> tuple[Any, Any, Any]:
-    """Return Megatron's identity, and its parallel linear layers by column and by row."""
+    """Return Megatron's identity module and its column and row parallel linear layers."""
     layers = megatron("core.tensor_parallel.layers")
     identity = megatron("core.transformer.identity_op").IdentityOp
     return identity, layers.ColumnParallelLinear, layers.RowParallelLinear
 
 
 def norm_of(module: Any, megatron: Megatron) -> Norm | None:
-    """Return a norm module as a graph can contain it; ``None`` if it cannot."""
+    """Return the norm of a module for use in a compiled graph, or ``None`` if the module must be called."""
     if type(module) is _classes(megatron)[0]:
         return NO_NORM
-    ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)  # and what derives from them: other kernels
+    ours = (SequenceParallelRMSNorm, SequenceParallelLayerNorm)
+    # Subclasses of ours only use other kernels; subclasses of torch's norms may compute anything.
     known = type(module) in (torch.nn.RMSNorm, torch.nn.LayerNorm) or isinstance(module, ours)
     is_rms = isinstance(module, torch.nn.RMSNorm)
     if not known or _has_hooks(module) or module.weight is None:
@@ -77,12 +78,13 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
 
 
 def linear_of(module: Any, megatron: Megatron) -> Linear | None:
-    """Return a linear layer as a graph can contain it; ``None`` if it cannot."""
+    """Return the linear layer of a module for use in a compiled graph, or ``None`` if it must be called."""
     weight = getattr(module, "weight", None)
     if type(weight) is not torch.nn.Parameter or _has_hooks(module) or _is_held(weight):
         return None
     if getattr(module, "bias", None) is not None:
         return None
+    # Class attributes are read from this very class, because a subclass may compute something else.
     if type(module).__dict__.get("is_one_product"):  # replicated on every rank
         return Linear(weight, NO_NORM)
     _, by_column, by_row = _classes(megatron)
@@ -104,7 +106,7 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
 
 
 def _has_hooks(module: Any) -> bool:
-    """Return whether something else runs when a module does; what waits for its weights runs now."""
+    """Return whether hooks run with a module. If the only hooks wait for its weights, run them now."""
     waits = module._forward_pre_hooks
     if waits and all(map(waits_for_weights, waits.values())):
         wait_for_weights(module)
@@ -119,19 +121,20 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _is_held(weight: Tensor) -> bool:
-    """Return whether other code computes the weight's gradient, or keeps the weight in another form."""
+    """Return whether other code computes the weight's gradient or stores the weight in another form."""
     return "__fsdp_param__" in vars(weight) or weight_gradients.is_deferred(weight)
 
 
 def _is_local(module: Any) -> bool:
-    """Return whether a parallel layer of Megatron's has one rank, and leaves the gradient to autograd."""
-    config, own = module.config, vars(module)  # asking a module for what it lacks is slow
+    """Return whether a parallel layer runs on one rank and leaves the weight gradient to autograd."""
+    # nn.Module.__getattr__ is slow for missing attributes, so look in the instance dictionary.
+    config, attributes = module.config, vars(module)
     return not (
         config.tensor_model_parallel_size > 1
         or module.sequence_parallel
         or module.gradient_accumulation_fusion
-        or own.get("explicit_expert_comm", False)
-        or own.get("grad_output_buffer") is not None
+        or attributes.get("explicit_expert_comm", False)
+        or attributes.get("grad_output_buffer") is not None
         or getattr(config, "defer_embedding_wgrad_compute", False)
         or getattr(config, "cpu_offloading", False)
         or getattr(config, "fp8", None)
@@ -140,11 +143,11 @@ def _is_local(module: Any) -> bool:
 
 
 def linears_of(modules: Sequence[Any], megatron: Megatron) -> list[Tensor] | None:
-    """Return the weights of linear layers that only multiply; ``None`` if one of them does more."""
-    found = []
+    """Return the weights of plain linear layers, or ``None`` if one of them must be called or has a norm."""
+    weights = []
     for module in modules:
         linear = linear_of(module, megatron)
         if linear is None or linear.norm is not NO_NORM:
             return None
-        found.append(linear.weight)
-    return found
+        weights.append(linear.weight)
+    return weights

@@ -1,6 +1,7 @@
 """Integration with the job: its argument parser, its checks, and the construction of its first model.
 
-These have no switch: the session claims their rows when a feature is on, with itself as the context.
+These services have no switch. The session claims their patches when a feature is on, with itself as the
+context.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _HERE = "mindspeed_dsa.megatron.job"
 
 
 class Session(Protocol):
-    """The part of a session that the rows below use."""
+    """Part of a session that the patches below use."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add the flags of all features."""
 
     def write_back(self, namespace: argparse.Namespace) -> None:
-        """Make a namespace agree with the settings."""
+        """Write the settings into a namespace."""
 
     def rewrite(self, args: Any) -> None:
         """Let features change a job's arguments."""
@@ -32,7 +33,7 @@ class Session(Protocol):
         """Raise the problems that features find in a job's arguments."""
 
     def finalize_once(self) -> None:
-        """Verify every patch site, the first time."""
+        """Verify every patch at the first call."""
 
 
 MEGATRON_ARGUMENTS = Feature(
@@ -73,11 +74,11 @@ VERIFY_BEFORE_MODEL = Feature(
     ),
 )
 SERVICES = (MEGATRON_ARGUMENTS, VERIFY_BEFORE_MODEL)
-"""The session's own rows, declared like features so that reports and pages include them."""
+"""The session's own patches, declared like features so that reports and pages include them."""
 
 
 def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Decorate ``megatron.training.arguments.parse_args`` through its own extension point."""
+    """Decorate ``megatron.training.arguments.parse_args``, using its ``extra_args_provider``."""
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def provider(parser: Any) -> Any:
@@ -95,7 +96,7 @@ def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> 
 def validate_with_feature_checks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Decorate ``megatron.training.arguments.validate_args``.
 
-    Features rewrite arguments before Megatron derives others from them, and check them afterwards; no process
+    Features rewrite arguments before Megatron derives others from them, and check them afterwards. No process
     group exists yet.
     """
 
@@ -113,7 +114,7 @@ def validate_with_feature_checks(original: Callable[..., Any], session: Session)
 
 
 def verify_before_model(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Decorate ``LanguageModule.__init__``, which every Megatron-core model with a vocabulary runs."""
+    """Decorate ``LanguageModule.__init__``, which every Megatron-core model with a vocabulary calls."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         session.finalize_once()

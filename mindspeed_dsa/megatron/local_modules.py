@@ -1,7 +1,7 @@
-"""Modules that Megatron has only as Transformer Engine modules, in plain PyTorch: norms and linear layers.
+"""Norms and linear layers in plain PyTorch that Megatron provides only as Transformer Engine modules.
 
-Constructor arguments, parameter names and parameter attributes are those of the Transformer Engine
-counterparts, so that specs, gradient synchronization and checkpoints work unchanged.
+Constructor arguments, parameter names and parameter attributes match the Transformer Engine modules, so that
+specs, gradient synchronization and checkpoints work unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_dsa.ops.precision import normalize
 from mindspeed_dsa.parallel.weight_gradients import deferred_gradient_of, linear_later
 from mindspeed_dsa.patches.compose import depends_on
 
-# -- norms, with sequence parallelism, and fused into linear layers ----------------------------
+# -- norms, also with sequence parallelism or fused into linear layers ----------------------------
 
 
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
@@ -33,7 +33,8 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
         self.zero_centered_gamma = _prepare_norm(self, config)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+        """Normalise ``[..., hidden_size]``; keeps shape and dtype."""
+        # The stored weight is gamma - 1, see _prepare_norm().
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
         return normalize(F.layer_norm, hidden_states, weight, self.bias, self.eps)
 
@@ -46,13 +47,13 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.zero_centered_gamma = _prepare_norm(self, config)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+        """Normalise ``[..., hidden_size]``; keeps shape and dtype."""
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
         return normalize(F.rms_norm, hidden_states, weight, self.eps)
 
 
 def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
-    """Mark the parameters; with ``layernorm_zero_centered_gamma`` the stored weight is gamma - 1."""
+    """Mark the parameters for Megatron. With ``layernorm_zero_centered_gamma`` the weight is gamma - 1."""
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     zero_centered = bool(config.layernorm_zero_centered_gamma)
@@ -62,12 +63,12 @@ def _prepare_norm(norm: torch.nn.Module, config: Any) -> bool:
 
 
 RMSNorm = Callable[[Tensor, Tensor, float], Tensor]
-"""Function of ``[..., hidden]``, the weight ``[hidden]`` and epsilon."""
+"""Function of ``[..., hidden]``, the weight ``[hidden]`` and epsilon; returns ``[..., hidden]``."""
 _RMS_NORM = "rms_norm"
 
 
 def normalize_with(layer: Any, rms_norm: RMSNorm) -> None:
-    """Let another function compute the RMSNorm of a linear layer that holds its parameters."""
+    """Replace the RMSNorm function of a linear layer that contains the norm's parameters."""
     setattr(layer, _RMS_NORM, rms_norm)
 
 
@@ -76,15 +77,15 @@ def _rms_norm_of_torch(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tensor:
-    """Apply the norm before a linear layer that holds its parameters, ours or Transformer Engine's.
+    """Apply the norm in front of a linear layer that contains its parameters, ours or Transformer Engine's.
 
     Args:
-        layer: has ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``, both ``[hidden]``.
+        layer: layer with ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``, both ``[hidden]``.
         hidden_states: ``[..., hidden]``.
-        config: Megatron's; ``normalization`` is ``"RMSNorm"`` or ``"LayerNorm"``.
+        config: Megatron's configuration; ``normalization`` is ``"RMSNorm"`` or ``"LayerNorm"``.
 
     Returns:
-        Tensor of the shape of ``hidden_states``.
+        Normalised hidden states, ``[..., hidden]``.
     """
     weight = layer.layer_norm_weight
     if config.layernorm_zero_centered_gamma:
@@ -99,7 +100,7 @@ _NORMS = {"LayerNorm": SequenceParallelLayerNorm, "RMSNorm": SequenceParallelRMS
 
 
 def torch_norm(config: Any, hidden_size: int, eps: float) -> torch.nn.Module | None:
-    """Build the norm that a configuration asks for; ``None`` where PyTorch has none."""
+    """Build the norm for a configuration, or ``None`` if PyTorch has no such norm."""
     norm = _NORMS.get(config.normalization)
     if norm is None or config.memory_efficient_layer_norm:
         return None
@@ -125,7 +126,7 @@ def norm_for_every_setting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextManager[Any]:
-    """Fork the random state shared by all ranks of a tensor parallel group."""
+    """Fork the random state that all ranks of a tensor parallel group share."""
     random = megatron("core.tensor_parallel.random")
     tracker = random.get_cuda_rng_tracker()
     if not tracker.is_initialized():
@@ -136,25 +137,24 @@ def _same_on_every_tensor_parallel_rank(megatron: Megatron) -> AbstractContextMa
 class DuplicatedLinear(torch.nn.Module):
     """Linear layer whose weight is replicated on every tensor parallel rank.
 
-    Replaces ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated.
-    With sequence parallelism its input is one rank's part of the sequence, so the gradient of its
-    weight is a partial sum; the weight is marked for Megatron's reduction over tensor parallel ranks.
+    Replaces ``TELinear(parallel_mode="duplicated")``. Checkpoints treat it as replicated. With sequence
+    parallelism its input is one rank's part of the sequence, so its weight gradient is a partial sum. The
+    weight is therefore marked for Megatron's reduction over tensor parallel ranks.
 
     Args:
-        input_size, output_size: features in and out.
-        config: Megatron's configuration; its ``params_dtype`` is the weights' dtype.
-        init_method: fills the weight in place.
-        bias: add a bias, initialized to zero.
-        skip_bias_add: return the bias instead of adding it.
-        parallel_mode: only ``"duplicated"``.
-        tp_group, tp_comm_buffer_name, gather_output, is_expert, skip_weight_param_allocation, name:
-            accepted for compatibility with Megatron's call sites; unused, and rejected if they contradict
-            replication.
+        input_size, output_size: numbers of input and output features.
+        config: Megatron's configuration; the weights get its ``params_dtype``.
+        init_method: function that fills the weight in place.
+        bias: whether to add a bias, initialized to zero.
+        skip_bias_add: whether to return the bias instead of adding it.
+        parallel_mode: parallelism of the layer; must be ``"duplicated"``.
+        tp_group, tp_comm_buffer_name, gather_output, is_expert, skip_weight_param_allocation, name: unused
+            arguments of Megatron's call sites, rejected if they contradict replication.
     """
 
     megatron: ClassVar[Megatron] = Megatron()
     is_one_product: ClassVar[bool] = True
-    """What a compiler may count on in this very class."""
+    """Marker for :mod:`~mindspeed_dsa.megatron.inlinable`: this class (not a subclass) is one matmul."""
 
     def __init__(
         self,
@@ -192,13 +192,14 @@ class DuplicatedLinear(torch.nn.Module):
         if config.perform_initialization:
             self._initialize(init_method)
         for parameter in self.parameters():
+            # As in Megatron: allreduce marks a parameter that is not expert parallel.
             parameter.allreduce = True  # type: ignore[attr-defined]
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _initialize(self, init_method: Callable[[Tensor], Any]) -> None:
         if self.config.use_cpu_initialization:
-            # As Megatron's parallel layers do: draw in fp32 from the generator all ranks share.
+            # As Megatron's parallel layers do: draw in fp32 from the generator that all ranks share.
             master = torch.empty_like(self.weight, dtype=torch.float32)
             init_method(master)
             self.weight.copy_(master)
@@ -213,16 +214,17 @@ class DuplicatedLinear(torch.nn.Module):
         if deferred is None:
             output = F.linear(hidden_states, self.weight, added)
         else:
+            # Another feature computes the weight gradient later.
             output = linear_later(hidden_states, added, deferred, self.megatron)
         return output, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are never delayed here; part of the interface of Megatron's layers."""
+        """Do nothing: weight gradients are never delayed here. Part of the interface of Megatron's layers."""
 
 
 @cache
 def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
-    """Return :class:`DuplicatedLinear` with that Megatron's random number generators."""
+    """Return :class:`DuplicatedLinear` bound to this Megatron's random number generators."""
     if megatron == DuplicatedLinear.megatron:
         return DuplicatedLinear
     return type("DuplicatedLinear", (DuplicatedLinear,), {"megatron": megatron, "__module__": __name__})
@@ -230,13 +232,13 @@ def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
 
 @cache
 def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
-    """Build a subclass of that Megatron's ``ColumnParallelLinear``."""
+    """Build a subclass of this Megatron's ``ColumnParallelLinear``."""
     base: Any = megatron("core.tensor_parallel.layers").ColumnParallelLinear
 
     class LayerNormColumnParallelLinear(base):
-        """Norm and column parallel linear in one module, with Transformer Engine's parameter names.
+        """Norm and column parallel linear layer in one module, with Transformer Engine's parameter names.
 
-        ``layer_norm_weight`` (and ``layer_norm_bias``) are replicated on every tensor parallel rank;
+        ``layer_norm_weight`` (and ``layer_norm_bias``) are replicated on every tensor parallel rank.
         ``weight`` is split along its output dimension. Takes the arguments of ``ColumnParallelLinear``.
         """
 
@@ -260,14 +262,14 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            """Normalise and project ``[s, b, input_size]`` to ``[s, b, output_size / TP]``, and the bias."""
+            """Return ``[s, b, output_size / TP]`` for ``[s, b, input_size]``, and the bias."""
             return super().forward(norm_of_fused_layer(self, hidden_states, self.config), *args, **kwargs)
 
     return LayerNormColumnParallelLinear
 
 
 def transformer_engine_is_usable(context: Context[Any]) -> bool:
-    """Return whether Megatron has found a Transformer Engine that it can use."""
+    """Return whether Megatron has found a usable Transformer Engine."""
     return bool(context.megatron("core.extensions.transformer_engine").HAVE_TE)
 
 
@@ -278,9 +280,9 @@ def transformer_engine_is_usable(context: Context[Any]) -> bool:
 def gate_without_transformer_engine(
     original: Callable[..., Any], context: Context[Any]
 ) -> Callable[..., Any]:
-    """Decorate ``router_gating_linear``: a differentiable matmul where there is no kernel.
+    """Decorate ``router_gating_linear``: use a differentiable matmul without Transformer Engine's kernel.
 
-    Several features claim this row; the engine applies it once.
+    Several features claim this patch; the engine applies it once.
     """
 
     def router_gating_linear(inp: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:

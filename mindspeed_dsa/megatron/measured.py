@@ -1,6 +1,7 @@
-"""Measurements that a feature bases a choice on: when they are refused, and how ranks take them together.
+"""Measurements that a feature bases a choice on: when they are refused, and how ranks measure together.
 
-Imports no torch until something is measured, as ``feature.py`` of every feature that measures asks here.
+Imports torch only when something is measured, because the ``feature.py`` of every measuring feature imports
+it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ Key = TypeVar("Key")
 
 
 def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[str]:
-    """Refuse a choice that is measured, in arguments or in a model's configuration.
+    """Refuse a measured choice under ``--deterministic-mode``.
 
-    Every feature that measures (:func:`timed`) asks this.
+    Every feature that measures with :func:`timed` calls this check.
 
     Args:
-        args: a job's arguments, or a configuration.
-        flag: that has something measured.
-        measured: what.
-        fix: what the user does in order to choose it instead, in the imperative.
+        args: job's arguments, or a configuration.
+        flag: flag that leads to the measurement.
+        measured: measured quantity, for the message.
+        fix: way to make the choice by hand, in the imperative.
     """
     if argument(args, "deterministic_mode"):
         yield (
@@ -35,11 +36,12 @@ def check_measured(args: Any, flag: str, measured: str, fix: str) -> Iterator[st
 
 
 def timed(work: Callable[[], object], group: Any) -> float:
-    """Return the seconds of one call on this rank; all ranks of the group call this, and start together."""
+    """Return the seconds of one call on this rank. Collective: all ranks of the group start together."""
     import torch
     import torch.distributed as dist
 
     platform = platforms.current()
+    # The all-reduce is the barrier that lets all ranks start together.
     dist.all_reduce(torch.zeros(1, device=platform.device), group=group)
     platform.synchronize()
     start = time.perf_counter()
@@ -53,7 +55,7 @@ def slowest(seconds: Mapping[Key, float], group: Any) -> dict[Key, float]:
     import torch
     import torch.distributed as dist
 
-    # HCCL reduces no float64 on most products.
+    # fp32, because HCCL cannot reduce float64 on most products.
     times = torch.tensor(list(seconds.values()), dtype=torch.float32, device=platforms.current().device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(seconds, times.tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""Steps from hidden states to query and key of latent attention, on any Megatron-core since 0.12.1.
+"""Projections from hidden states to query and key of multi-latent attention, for Megatron-core since 0.12.1.
 
 Shapes are Megatron's, sequence first. A down-projection is either replicated on every tensor parallel rank,
-which returns its input's part of the sequence, or split over ranks, and then returns the whole sequence.
+and returns its input's part of the sequence, or split over ranks, and then returns the whole sequence.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Rotate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Projections:
-    """Projections of one latent attention layer.
+    """Projections of one MLA layer.
 
     Attributes:
         layer: Megatron's ``MLASelfAttention``.
-        megatron: the layer's Megatron.
-        documents: that the layer's rows belong to; None for whole sequences.
+        megatron: layer's Megatron.
+        documents: packed documents of the layer's tokens; ``None`` for whole sequences.
     """
 
     layer: Any
@@ -41,12 +41,12 @@ class Projections:
     documents: PackRows | None = None
 
     def on(self, packed_seq_params: Any, hidden_states: Tensor) -> Projections:
-        """Return the same for packed documents, if Megatron describes any.
+        """Return the projections with packed documents, if Megatron describes any.
 
         Args:
-            packed_seq_params: its description, or None.
-            hidden_states: ``[s, 1, hidden]``, a part of the context parallel rank's rows under sequence
-                parallelism.
+            packed_seq_params: Megatron's description of packed documents, or ``None``.
+            hidden_states: ``[s, 1, hidden]``; under sequence parallelism a part of the context parallel
+                rank's tokens.
         """
         if packed_seq_params is None:
             return self
@@ -54,32 +54,33 @@ class Projections:
         return replace(self, documents=PackRows.of(packed_seq_params, rows, self.context_parallel_group()))
 
     def rows(self, hidden_states: Tensor) -> int:
-        """Return how many rows the context parallel rank has; ``hidden_states`` as for :meth:`on`."""
+        """Return the number of the context parallel rank's tokens; ``hidden_states`` as in :meth:`on`."""
         is_split = self.layer.config.sequence_parallel
         return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
 
     def tensor_parallel_group(self) -> ProcessGroup:
-        """Return the layer's group: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+        """Return the layer's own group, or Megatron's global one (in 0.12)."""
         group = self._group_of_its_own("tp")
         return (
             self.megatron("core.parallel_state").get_tensor_model_parallel_group() if group is None else group
         )
 
     def context_parallel_group(self) -> ProcessGroup:
-        """Return the layer's group, from the same attributes."""
+        """Return the layer's own group, or Megatron's global one (in 0.12)."""
         group = self._group_of_its_own("cp")
         return self.megatron("core.parallel_state").get_context_parallel_group() if group is None else group
 
     def down(self, projection: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return a down-projection's output in parts, gathered where the projection is split over ranks."""
+        """Split a down-projection's output, after a gather if the projection is split over ranks."""
         projected, _ = projection(hidden_states)
+        # Fewer features than expected: this rank has only its shard of them.
         if projected.size(-1) != sum(sizes):
             gather = self.megatron("core.tensor_parallel").gather_from_tensor_model_parallel_region
             projected = gather(projected, **self._group_argument())
         return list(projected.split(sizes, dim=-1))
 
     def latent_query(self, hidden_states: Tensor) -> Tensor:
-        """Return ``[s, b, q_lora_rank]``, normed, of the hidden states' rows, or these without a rank."""
+        """Return the normed latent query ``[s, b, q_lora_rank]``, or the hidden states without a latent."""
         layer, rank = self.layer, self.layer.config.q_lora_rank
         if rank is None:
             return hidden_states
@@ -87,9 +88,10 @@ class Projections:
         return layer.q_layernorm(self.own_part(latent_query, hidden_states))  # type: ignore[no-any-return]
 
     def latent_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latent, normed, of the hidden states' own rows, and the rotary key as it was projected.
+        """Return the normed latent and the unrotated rotary key.
 
-        ``[s, b, kv_lora_rank]`` and ``[s, b, rope]``.
+        The latent ``[s, b, kv_lora_rank]`` covers the hidden states' tokens. The rotary key ``[s, b, rope]``
+        is returned as projected, for the whole sequence if the projection is split over ranks.
         """
         layer, config = self.layer, self.layer.config
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
@@ -97,7 +99,7 @@ class Projections:
         return layer.kv_layernorm(self.own_part(latent, hidden_states)), rotary_key
 
     def own_part(self, states: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return states as long as the hidden ones: under sequence parallelism, this rank's part."""
+        """Return states for the hidden states' tokens: under sequence parallelism, this rank's part."""
         if states.size(0) == hidden_states.size(0):
             return states
         scatter = self.megatron("core.tensor_parallel").scatter_to_sequence_parallel_region
@@ -106,21 +108,22 @@ class Projections:
     def rotary_key_for_all_heads(
         self, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool = False
     ) -> Tensor:
-        """Return the rotary key of the whole sequence; its gradient is that of all ranks' heads.
+        """Return the rotary key of the whole sequence, with gradients summed over all ranks' heads.
 
-        Megatron lets each rank keep the gradient of its own heads where the projection is split, and without
+        Megatron itself keeps only the gradient of a rank's own heads if the projection is split, and without
         sequence parallelism.
 
         Args:
-            rotary_key: ``[s, b, rope]``, a part of ``s`` from a full copy under sequence parallelism.
-            hidden_states: ``[s, b, hidden]``, likewise.
-            is_summed: whether other code sums the gradient where no reduce-scatter does.
+            rotary_key: ``[s, b, rope]``; under sequence parallelism a part of ``s`` if the projection is
+                replicated.
+            hidden_states: ``[s, b, hidden]``; under sequence parallelism a part of ``s``.
+            is_summed: whether other code sums the gradient in the cases without a reduce-scatter.
         """
         group = self.tensor_parallel_group()
         if group.size() == 1:
             return rotary_key
         if self.layer.config.sequence_parallel and rotary_key.size(0) == hidden_states.size(0):
-            return self._gathered(rotary_key)
+            return self._gathered(rotary_key)  # its backward is the reduce-scatter
         if is_summed:
             return rotary_key
         return SumGradients.apply(rotary_key, group)  # type: ignore[no-any-return]
@@ -128,12 +131,12 @@ class Projections:
     def rotation(self, length: int, own_part: Callable[[Tensor], Tensor] | None = None) -> Rotate:
         """Return MLA's rotary embedding for states ``[length, b, heads, rope]``.
 
-        These are a whole sequence, or a context parallel rank's rows of it: the embedding makes the angles of
-        the whole sequence and returns those of its rank.
+        The states are a whole sequence, or a context parallel rank's tokens. Megatron's embedding computes
+        the angles of the whole sequence and returns those for this context parallel rank.
 
         Args:
-            length: of a tensor parallel group's rows together.
-            own_part: which of them the states are; default: all.
+            length: number of tokens of all tensor parallel ranks together.
+            own_part: function that selects the states' tokens from these; default: all tokens.
         """
         if self.documents is not None:
             angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
@@ -146,7 +149,7 @@ class Projections:
 
         apply = self.megatron("core.models.common.embeddings").apply_rotary_pos_emb
         layout = {}
-        if "mla_rotary_interleaved" in inspect.signature(apply).parameters:  # before 0.19 MLA's only one
+        if "mla_rotary_interleaved" in inspect.signature(apply).parameters:  # before 0.19 it is not an option
             layout["mla_rotary_interleaved"] = True
 
         def rotate(states: Tensor) -> Tensor:
@@ -165,14 +168,14 @@ class Projections:
     def absorbed_query_and_key(
         self, rotate: Rotate, latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both parts of the query, and the key, of the whole sequence in absorbed form.
+        """Return both parts of the query, and the key of the whole sequence, in absorbed form.
 
         Args:
-            rotate: from :meth:`rotation`.
-            latent_query: as for :meth:`absorbed_query`.
-            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotate: result of :meth:`rotation`.
+            latent_query: see :meth:`absorbed_query`.
+            latent: ``[s, b, kv_lora_rank]``, normed unless its up-projection contains the norm.
             rotary_key: ``[s, b, rope]``, of the whole sequence.
-            up_key: as for :meth:`absorbed_query`.
+            up_key: see :meth:`absorbed_query`.
 
         Returns:
             ``[s, b, heads, kv_lora_rank]``, ``[s, b, heads, rope]`` and ``[s, b, 1, kv_lora_rank + rope]``.
@@ -181,15 +184,15 @@ class Projections:
         return *query, self.whole_latent_key(rotate, latent, rotary_key)
 
     def whole_latent_key(self, rotate: Rotate, latent: Tensor, rotary_key: Tensor) -> Tensor:
-        """Return the one key of all heads and tensor parallel ranks, ``[s, b, 1, kv_lora_rank + rope]``.
+        """Return the key ``[s, b, 1, kv_lora_rank + rope]`` that all heads and tensor parallel ranks share.
 
         Args:
-            rotate: from :meth:`rotation`.
-            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
+            rotate: result of :meth:`rotation`.
+            latent: ``[s, b, kv_lora_rank]``, normed unless its up-projection contains the norm.
             rotary_key: ``[s, b, rope]``, of the whole sequence.
         """
         latent = self._normed_latent(latent)
-        # Every head of every rank reads this one key: its gradients are summed over ranks.
+        # All heads of all ranks read this key, so its gradients are summed over ranks.
         group = self.tensor_parallel_group()
         if group.size() > 1:
             if self.layer.config.sequence_parallel:
@@ -199,12 +202,12 @@ class Projections:
         return torch.cat([latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))], dim=-1)
 
     def absorbed_query(self, rotate: Rotate, latent_query: Tensor, up_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both parts of this rank's heads of the query in absorbed form.
+        """Return both parts of the query for this rank's heads, in absorbed form.
 
         Args:
-            rotate: from :meth:`rotation`.
-            latent_query: ``[s, b, q_lora_rank]``, normed, unless its up-projection holds the norm.
-            up_key: the key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
+            rotate: result of :meth:`rotation`.
+            latent_query: ``[s, b, q_lora_rank]``, normed unless its up-projection contains the norm.
+            up_key: key's up-projection, ``[heads, qk_head_dim, kv_lora_rank]``.
 
         Returns:
             ``[s, b, heads, kv_lora_rank]`` and ``[s, b, heads, rope]``.
@@ -216,15 +219,16 @@ class Projections:
     def own_absorbed_key(
         self, rotate: Rotate, latent: Tensor, rotary_key: Tensor, hidden_states: Tensor, is_summed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return both parts of the absorbed key of the hidden states' own rows.
+        """Return both parts of the absorbed key for the hidden states' own tokens.
 
         Args:
-            rotate: from :meth:`rotation`, for these rows.
-            latent: ``[s, b, kv_lora_rank]``, normed, unless its up-projection holds the norm.
-            rotary_key: ``[s, b, rope]``; of all tensor parallel ranks' rows where its projection is split.
-            hidden_states: ``[s, b, hidden]``, a part of ``s`` under sequence parallelism: whoever gathers the
-                keys from tensor parallel ranks as well then sums their gradients.
-            is_summed: as for :meth:`rotary_key_for_all_heads`.
+            rotate: result of :meth:`rotation` for these tokens.
+            latent: ``[s, b, kv_lora_rank]``, normed unless its up-projection contains the norm.
+            rotary_key: ``[s, b, rope]``, for all tensor parallel ranks' tokens if its projection is split.
+            hidden_states: ``[s, b, hidden]``; under sequence parallelism a part of ``s``. The caller then
+                gathers the keys from tensor parallel ranks too, and the backward of its gather sums their
+                gradients.
+            is_summed: see :meth:`rotary_key_for_all_heads`.
 
         Returns:
             ``[s, b, 1, kv_lora_rank]`` and ``[s, b, 1, rope]``.
@@ -239,50 +243,51 @@ class Projections:
         return latent.unsqueeze(2), rotate(rotary_key.unsqueeze(2))
 
     def _normed_latent(self, latent: Tensor) -> Tensor:
-        """Normalise also where the up-projection, which absorption never calls, holds the norm."""
+        """Apply the norm if the up-projection, which the absorbed form never calls, contains it."""
         if hasattr(self.layer.linear_kv_up_proj, "layer_norm_weight"):
             return norm_of_fused_layer(self.layer.linear_kv_up_proj, latent, self.layer.config)
         return latent
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
-        """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
+        """Run ``derive``; with ``mla_up_proj`` among the recomputed modules, the layer frees the results."""
         if not getattr(self.layer, "recompute_up_proj", False):
             return derive(*parts)
         make, config = self.megatron("core.tensor_parallel").CheckpointWithoutOutput, self.layer.config
         quantised = {}
-        if "fp8" in inspect.signature(make).parameters:  # since 0.13; None says no, False does not
+        if "fp8" in inspect.signature(make).parameters:  # since 0.13; off is None, False would count as on
             quantised["fp8"] = config.fp8 or getattr(config, "fp4", None)
         checkpoint = self.layer.qkv_up_checkpoint = make(**quantised)
         return checkpoint.checkpoint(derive, *parts)
 
     def _gathered(self, states: Tensor) -> Tensor:
-        """Gather the whole sequence from its parts; gradients are summed and scattered."""
+        """Gather the whole sequence from its parts. Backward sums and scatters the gradients."""
         gather = self.megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         return gather(states, group=self.tensor_parallel_group())  # type: ignore[no-any-return]
 
     def _group_of_its_own(self, name: str) -> ProcessGroup | None:
+        # pg_collection since 0.15, model_comm_pgs in 0.13 and 0.14, neither in 0.12.
         groups = getattr(self.layer, "pg_collection", None) or getattr(self.layer, "model_comm_pgs", None)
         return getattr(groups, name, None)
 
     def _group_argument(self) -> dict[str, ProcessGroup]:
-        """Return the group for Megatron's mappings, where layers hold their groups; not in 0.12."""
+        """Return the group as an argument of Megatron's mappings, if the layer has its own (not in 0.12)."""
         group = self._group_of_its_own("tp")
         return {} if group is None else {"group": group}
 
 
 def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
-    """Return the weight of a layer's key-value up-projection, which is read without calling the layer.
+    """Return the weight of a layer's key-value up-projection, for use without calling the layer.
 
     Args:
         attention: ``MLASelfAttention``.
-        who: reads it.
-        instead: what a user can do who needs another kind of weight.
+        who: user of the weight, for the message.
+        instead: remedy for a user who needs another kind of weight.
 
     Returns:
-        ``[heads * (qk_head_dim + value_dim), kv_lora_rank]``, this rank's heads.
+        Weight ``[heads * (qk_head_dim + value_dim), kv_lora_rank]`` of this rank's heads.
 
     Raises:
-        ValueError: the layer has other parameters than its weight (an adapter, a bias), or stores it in fp8.
+        ValueError: the layer has further parameters (an adapter, a bias), or stores its weight in fp8.
     """
     layer = attention.linear_kv_up_proj
     wait_for_weights(layer)  # the layer itself is never called
@@ -303,12 +308,12 @@ def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
 def derived_by(
     original: Callable[..., Any], derive: Callable[[Any, Tensor, Any, bool], Any]
 ) -> Callable[..., Any]:
-    """Wrap ``MLASelfAttention.get_query_key_value_tensors``, whose result ``derive`` may make.
+    """Wrap ``MLASelfAttention.get_query_key_value_tensors`` so that ``derive`` may compute its result.
 
     Args:
-        original: Megatron's.
-        derive: gets the layer, its hidden states, the description of packed documents, and whether the call
-            has arguments of generation; returns the result, or None for the original's.
+        original: Megatron's method.
+        derive: function of the layer, its hidden states, the description of packed documents, and a flag
+            whether the call is for generation. Returns the result, or ``None`` to call the original.
     """
 
     def get_query_key_value_tensors(
@@ -340,10 +345,10 @@ def derived_by(
 
 
 class SumGradients(Function):
-    """Identity; in backward the sum over a group.
+    """Identity in forward, all-reduce of the gradient in backward.
 
-    Megatron's ``copy_to_tensor_model_parallel_region`` reduces a contiguous copy and returns the original,
-    so that the sum is lost for a gradient that is a slice of a larger one, as it is here.
+    Megatron's ``copy_to_tensor_model_parallel_region`` all-reduces a contiguous copy of the gradient and
+    returns the original. The sum is then lost if the gradient is a slice of a larger tensor, as it is here.
     """
 
     @staticmethod
@@ -359,20 +364,21 @@ class SumGradients(Function):
         return gradient, None
 
 
-# -- compiled steps, offered for a layer by one feature and asked for by another one ----------------
+# -- compiled steps, which one feature provides for a layer and another one uses --------------------
 
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """Compiled steps that a layer's attention may call in place of its own operators.
+    """Compiled steps that a layer's attention may call instead of its own operators.
 
     Attributes:
-        prolog: gets an ``MLASelfAttention``, its hidden states ``[s, b, hidden]`` and the key's up-projection
-            ``[heads, qk_head_dim, kv_lora_rank]``. Returns, as ``get_query_key_value_tensors`` does, query
-            ``[s, b, heads, kv_lora_rank + rope]`` and key ``[s, b, 1, kv_lora_rank + rope]`` in absorbed
-            form, the latent query and the latent key-value; ``None`` for a layer that it does not serve.
-        epilog: gets attention over latents, ``[b, s, heads, kv_lora_rank]``, and the value's up-projection
-            ``[heads, value_dim, kv_lora_rank]``; returns ``[s, b, heads * value_dim]``.
+        prolog: function of an ``MLASelfAttention``, its hidden states ``[s, b, hidden]`` and the key's
+            up-projection ``[heads, qk_head_dim, kv_lora_rank]``. Like ``get_query_key_value_tensors`` it
+            returns, in absorbed form, query ``[s, b, heads, kv_lora_rank + rope]``, key ``[s, b, 1,
+            kv_lora_rank + rope]``, the latent query and the latent key-value. Returns ``None`` for a layer
+            that it does not support.
+        epilog: function of the attention output over latents ``[b, s, heads, kv_lora_rank]`` and the value's
+            up-projection ``[heads, value_dim, kv_lora_rank]``; returns ``[s, b, heads * value_dim]``.
     """
 
     prolog: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor] | None]
@@ -383,10 +389,10 @@ _steps: WeakKeyDictionary[Any, CompiledSteps] = WeakKeyDictionary()
 
 
 def offer(layer: Any, steps: CompiledSteps) -> None:
-    """Let whoever asks for this layer's steps find them; they must not refer to the layer."""
+    """Register compiled steps for a layer. They must not refer to the layer, which would keep it alive."""
     _steps[layer] = steps
 
 
 def steps_of(layer: Any) -> CompiledSteps | None:
-    """Return a layer's compiled steps, if it has any."""
+    """Return a layer's compiled steps, or ``None``."""
     return _steps.get(layer)

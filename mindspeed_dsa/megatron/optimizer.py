@@ -1,17 +1,17 @@
-"""Protocol for the life of Megatron's optimizers and of the state that features keep for them.
+"""Hooks into the life of Megatron's optimizers, for features that keep optimizer state elsewhere.
 
-A feature that keeps weights or moments elsewhere subclasses :class:`OptimizerState` and overrides the methods
-it needs. In its declaration, :func:`rows` names these methods and gives the patches behind them. Imports
-neither torch nor Megatron.
+A feature that moves weights or moments subclasses :class:`OptimizerState` and overrides the methods that it
+needs. Its declaration lists these methods with :func:`rows`, which returns the patches. Imports neither torch
+nor Megatron.
 
-The order of events in a step: gradients are copied and checked (``prepare_grads``), clipped, and then
-``step_with_ready_grads`` updates the master weights, makes the model's weights from them, and, with the
-distributed optimizer, has them gathered. A skipped step ends after ``prepare_grads``.
+Order of events in a step: ``prepare_grads`` copies and checks the gradients, they are clipped, and
+``step_with_ready_grads`` updates the master weights and copies them to the model's weights. With the
+distributed optimizer it also starts the all-gather of the weights. A skipped step ends after
+``prepare_grads``.
 
-Megatron's own step, when it fails in the middle, leaves some parameters updated and others not, and the next
-step continues from there. State that lies elsewhere cannot always be left as Megatron would leave it: then
-the optimizer refuses to step and to be saved until all of its state has been loaded again
-(:class:`StepIntegrity`).
+If Megatron's own step fails in the middle, some parameters are updated and others are not, and the next step
+continues from there. State that is stored elsewhere cannot always be left like this. The optimizer then
+refuses to step and to be saved until all of its state has been loaded again (:class:`StepIntegrity`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ATTRIBUTE = "_mindspeed_dsa_states"
 
 
 class _Site(NamedTuple):
-    """A method of Megatron's optimizers, the classes that define it, and the parameters that are used."""
+    """Method of Megatron's optimizers, the classes that define it, and the parameters that we rely on."""
 
     method: str
     classes: tuple[str, ...]
@@ -66,12 +66,12 @@ _SITES = {
 
 @dataclass(frozen=True)
 class Hook:
-    """A method that a feature overrides.
+    """Method of :class:`OptimizerState` that a feature overrides.
 
     Attributes:
-        name: of the method of :class:`OptimizerState`.
-        why: one sentence for the patches.
-        classes: Megatron's optimizers that it is for; default: all that define the patched function.
+        name: name of the method.
+        why: one-sentence reason for the patches.
+        classes: Megatron's optimizer classes to patch; default: all that define the patched method.
     """
 
     name: str
@@ -80,11 +80,11 @@ class Hook:
 
 
 def rows(implementation: str, *hooks: Hook) -> tuple[Patch, ...]:
-    """Return the patches behind the methods that a feature overrides.
+    """Return the patches for the methods that a feature overrides.
 
     Args:
-        implementation: its subclass of :class:`OptimizerState`, ``"package.module:Class"``.
-        hooks: the methods.
+        implementation: feature's subclass of :class:`OptimizerState`, ``"package.module:Class"``.
+        hooks: overridden methods.
     """
     return tuple(
         Patch(
@@ -100,12 +100,12 @@ def rows(implementation: str, *hooks: Hook) -> tuple[Patch, ...]:
 
 
 class Place(NamedTuple):
-    """A parameter of an inner optimizer.
+    """Location of a parameter in an inner optimizer.
 
     Attributes:
-        group: number of its group.
-        at: position in the group.
-        main: the parameter, a key of the optimizer's state.
+        group: index of its param group.
+        at: index in the group.
+        main: parameter itself, which is the key of the optimizer's state.
     """
 
     group: int
@@ -116,58 +116,59 @@ class Place(NamedTuple):
 class OptimizerState:
     """State that a feature keeps for one of Megatron's optimizers.
 
-    Methods get the rest of the patched call, Megatron's own part included, and return its result. Before a
-    step and before anything is saved, :attr:`integrity` is required; it is restored when all has been loaded.
+    Methods get ``call``, which runs the rest of the patched method including Megatron's own code, and return
+    its result. :attr:`integrity` is required before a step and before saving, and is restored when all state
+    has been loaded.
 
     Attributes:
-        integrity: whether the state is that of a whole number of steps.
+        integrity: record of whether the state belongs to a whole number of steps.
     """
 
     integrity: StepIntegrity
 
     @classmethod
     def check(cls, args: Any, options: Any) -> Iterable[str]:
-        """Yield problems of arguments or of the optimizer's configuration."""
+        """Yield problems of a job's arguments or of the optimizer's configuration."""
         return ()
 
     @classmethod
     def constructing(cls) -> AbstractContextManager[Any]:
-        """Surround the constructor of Megatron's optimizer."""
+        """Return a context around the constructor of Megatron's optimizer."""
         return nullcontext()
 
     @classmethod
     def built(cls, optimizer: Any, context: Context[Any]) -> OptimizerState | None:
-        """Return the state for an optimizer that has just been constructed and has parameters."""
+        """Return the state for an optimizer that was just constructed and has parameters, or ``None``."""
         raise NotImplementedError
 
     def before_grads(self) -> None:
-        """Do what is to be done when gradients are complete, and about to be prepared."""
+        """Called when gradients are complete, before ``prepare_grads``."""
 
     def after_skip(self) -> None:
-        """Do what is to be done when the gradients say that the step is skipped."""
+        """Called when the gradients cause the step to be skipped."""
 
     def step(self, call: Callable[[], bool]) -> bool:
         """Update the weights."""
         return call()
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Make the model's weights from the master weights."""
+        """Copy the master weights to the model's weights."""
         call()
 
     def model_to_master(self, call: Callable[[], None], from_state_dict: bool) -> None:
-        """Make master weights from the model's weights, or read them from a model's state dict."""
+        """Copy the model's weights to the master weights, or read these from a model's state dict."""
         call()
 
     def state_dict(self, call: Callable[[], Any]) -> Any:
-        """Return what the optimizer saves; with the distributed optimizer without the state of parameters."""
+        """Return the state to save; for the distributed optimizer without per-parameter state."""
         return call()
 
     def load_state_dict(self, call: Callable[[], Any]) -> Any:
-        """Load what :meth:`state_dict` has returned."""
+        """Load the result of :meth:`state_dict`."""
         return call()
 
     def get_parameter(self, place: Place, call: Callable[[], Any]) -> Any:
-        """Return the master weight and moments of one parameter, to be saved."""
+        """Return the master weight and moments of one parameter, for saving."""
         return call()
 
     def set_parameter(self, place: Place, call: Callable[[], None]) -> None:
@@ -175,21 +176,23 @@ class OptimizerState:
         call()
 
     def load_parameters(self, call: Callable[[], None]) -> None:
-        """Load master weights and moments of all parameters, from an old checkpoint."""
+        """Load master weights and moments of all parameters from a legacy checkpoint."""
         call()
 
-    # -- decorators, one for each method ---------------------------------------------------------
+    # -- decorators, one per method ---------------------------------------------------------
 
     @classmethod
     def wrap_built(cls, original: _Function, context: Context[Any]) -> _Function:
         """Decorate ``__init__``."""
 
         def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            # Checked first on the optimizer's configuration; DDP's is known only after construction.
             require(context, cls.check, config)
             with cls.constructing():
                 original(self, optimizer, config, *args, **kwargs)
             if hasattr(self, "ddp_config"):
                 require(context, cls.check, config, self.ddp_config)
+            # A stub optimizer is a rank's optimizer without parameters.
             if not self.is_stub_optimizer and (state := cls.built(self, context)) is not None:
                 vars(self).setdefault(_ATTRIBUTE, {})[context.feature] = state
 
@@ -197,13 +200,13 @@ class OptimizerState:
 
     @classmethod
     def wrap_before_grads(cls, original: _Function, context: Context[Any]) -> _Function:
-        """Decorate ``prepare_grads`` of an optimizer, or of a chain, which calls it for all of its parts."""
+        """Decorate ``prepare_grads`` of an optimizer, or of a chain, which calls it for all its parts."""
 
         def prepare_grads(self: Any) -> bool:
-            parts = [state_of(each, context.feature) for each in getattr(self, "chained_optimizers", [self])]
+            parts = [state_of(part, context.feature) for part in getattr(self, "chained_optimizers", [self])]
             states = [state for state in parts if state is not None]
             for state in states:
-                state.integrity.require()  # of all parts, before the first of them makes its step
+                state.integrity.require()  # check all parts before the first one steps
             for state in states:
                 state.before_grads()
             skipped = bool(original(self))
@@ -249,7 +252,7 @@ class OptimizerState:
             if state is None:
                 original(self, *args, **kwargs)
                 return
-            # The only argument is a model's state dict, which there is since 0.14.
+            # The only argument is a model's state dict, supported since 0.14.
             from_state_dict = any(value is not None for value in (*args, *kwargs.values()))
             state.model_to_master(lambda: original(self, *args, **kwargs), from_state_dict)
 
@@ -277,7 +280,7 @@ class OptimizerState:
             if state is None:
                 return original(self, state_dict, *args, **kwargs)
             result = state.load_state_dict(lambda: original(self, state_dict, *args, **kwargs))
-            if not is_sharded(self):  # otherwise the state of parameters is loaded separately
+            if not is_sharded(self):  # the distributed optimizer loads per-parameter state separately
                 state.integrity.all_loaded()
             return result
 
@@ -327,26 +330,27 @@ class OptimizerState:
 
 
 def state_of(optimizer: Any, feature: str) -> OptimizerState | None:
-    """Return what a feature keeps for an optimizer; ``None`` if it was built without the feature."""
+    """Return a feature's state of an optimizer, or ``None`` if it was built without the feature."""
     state: OptimizerState | None = vars(optimizer).get(_ATTRIBUTE, {}).get(feature)
     return state
 
 
 def features_of(optimizer: Any) -> list[str]:
-    """Return the names of the features that keep weights or moments of an optimizer elsewhere."""
+    """Return the names of the features that keep state for an optimizer."""
     return sorted(vars(optimizer).get(_ATTRIBUTE, {}))
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Return whether it is Megatron's distributed optimizer."""
+    """Return whether an optimizer is Megatron's distributed optimizer."""
     return hasattr(optimizer, "shard_fp32_from_float16_groups")
 
 
 def model_parameters(optimizer: Any) -> list[list[Any]]:
-    """Return the model's parameters in the order of the optimizer's groups, which may hold 32-bit copies.
+    """Return the model's parameters in the order of the optimizer's groups, which may hold fp32 copies.
 
     Args:
-        optimizer: Megatron's; of the distributed one each rank returns parameters of which it has a part.
+        optimizer: Megatron's optimizer. A distributed one has only the parameters that this rank holds a
+            shard of.
     """
     groups: list[list[Any]] = [list(group["params"]) for group in optimizer.optimizer.param_groups]
     if is_sharded(optimizer):
@@ -356,6 +360,7 @@ def model_parameters(optimizer: Any) -> list[list[Any]]:
     if not hasattr(optimizer, "float16_groups"):
         return groups
     parameters = []
+    # A group mixes fp32 copies of 16-bit parameters with parameters that are fp32 themselves.
     places = zip(groups, optimizer.float16_groups, optimizer.fp32_from_fp32_groups, strict=True)
     for mains, halves, wholes in places:
         whole, rest = {id(parameter) for parameter in wholes}, iter(halves)
@@ -372,7 +377,7 @@ def _place(optimizer: Any, model_param: Any) -> Place:
 
 
 class StepIntegrity:
-    """Record of whether an optimizer's state is that of a whole number of steps.
+    """Record of whether an optimizer's state belongs to a whole number of steps.
 
     Args:
         feature: name of the feature that keeps the state.
@@ -384,32 +389,32 @@ class StepIntegrity:
 
     @property
     def broken(self) -> bool:
-        """Return whether a failed step has left other state than Megatron's own step would."""
+        """Whether a failed step has left a state that Megatron's own step would not leave."""
         return self._stale is not None
 
     def mark_broken(self, parameters: Iterable[Any]) -> None:
-        """Note that a step has failed.
+        """Record that a step has failed.
 
         Args:
-            parameters: what has to be loaded before the state is whole again, by any key.
+            parameters: keys of the state that must be loaded before the optimizer is usable again.
         """
         self._stale = set(parameters)
 
     def loaded(self, parameter: Any) -> None:
-        """Note that all state of one parameter has been loaded."""
+        """Record that all state of one parameter has been loaded."""
         if self._stale is not None:
             self._stale.discard(parameter)
-            self._stale = self._stale or None
+            self._stale = self._stale or None  # the last missing parameter was loaded
 
     def all_loaded(self) -> None:
-        """Note that all state has been loaded, or a step has been completed."""
+        """Record that all state has been loaded, or that a step has completed."""
         self._stale = None
 
     def require(self) -> None:
-        """Refuse to go on from a broken step.
+        """Raise if a step has failed in the middle.
 
         Raises:
-            RuntimeError: a step has failed in the middle.
+            RuntimeError: a step has failed and its state was not loaded again.
         """
         if self.broken:
             raise RuntimeError(
@@ -420,21 +425,22 @@ class StepIntegrity:
 
 
 class Writes:
-    """Watch over tensors that an optimizer may write to, as far as writes can be known.
+    """Detector of in-place writes to tensors by an optimizer.
 
-    torch counts in-place writes to each tensor. Its fused kernels and those of other libraries do not count.
+    torch counts in-place writes in each tensor's version. Fused kernels and other libraries do not count
+    them.
 
     Args:
-        optimizer: the inner one.
-        tensors: that it may write to; views count together with what they are views of.
+        optimizer: inner optimizer.
+        tensors: tensors that it may write to. A view shares its version with its base.
     """
 
     def __init__(self, optimizer: Any, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._before = tensors, [each._version for each in tensors]
+        self._tensors, self._before = tensors, [tensor._version for tensor in tensors]
         self._are_counted = type(optimizer).__module__.startswith("torch.optim") and not any(
             group.get("fused") for group in optimizer.param_groups
         )
 
     def may_have_happened(self) -> bool:
-        """Return false only if there was no write."""
-        return not self._are_counted or self._before != [each._version for each in self._tensors]
+        """Return False only if no write has happened."""
+        return not self._are_counted or self._before != [tensor._version for tensor in self._tensors]

@@ -1,6 +1,6 @@
-"""Decoder layers of each chunk of a pipeline, and the splits whose chunks begin with a computing layer.
+"""Decoder layers of each pipeline chunk, and splits in which every chunk begins with a computing layer.
 
-Read from a job's arguments or a model's configuration, and computed without Megatron: the layers are those of
+Computed from a job's arguments or a model's configuration, without Megatron. The layers equal the result of
 Megatron-core's ``get_transformer_layer_offset`` and ``get_num_layers_to_build``, or of
 ``--pipeline-model-parallel-layout`` (Megatron-core 0.14 and later).
 """
@@ -23,22 +23,22 @@ LAYOUT = "--pipeline-model-parallel-layout"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _EMBEDDING, _DECODER, _MTP, _LOSS = "E", "t", "m", "L"
 _LETTERS = {"embedding": _EMBEDDING, "decoder": _DECODER, "mtp": _MTP, "loss": _LOSS}
-"""Letters of a layout by the names of Megatron's ``LayerType``."""
+"""Letters of a layout, by the names in Megatron's ``LayerType``."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Decoder layers dealt out to the ranks and chunks of a pipeline.
+    """Assignment of decoder layers to the ranks and chunks of a pipeline.
 
     Attributes:
-        layers: of the decoder.
-        ranks: of the pipeline.
-        chunks: of a rank, more than one if the schedule is interleaved.
-        first: layers of the first rank, where given; likewise ``last``.
-        embedding_counts: the embedding takes a layer's place; likewise ``loss_counts``.
-        stages: letters of each chunk in the model's order, ``E`` embedding, ``t`` decoder, ``m`` multi-token
-            prediction, ``L`` loss: the layout that takes the place of all others. Empty: there is none.
-        v_shaped: second chunks lie on the ranks in reverse order, as in DualPipeV.
+        layers: number of decoder layers.
+        ranks: number of pipeline ranks.
+        chunks: number of chunks per rank, above 1 for an interleaved schedule.
+        first, last: numbers of layers of the first and last rank, ``None`` if not set.
+        embedding_counts, loss_counts: whether embedding and loss count as a layer each.
+        stages: letters of each chunk in the model's order: ``E`` embedding, ``t`` decoder, ``m`` multi-token
+            prediction, ``L`` loss. Overrides ``first``, ``last`` and the counts. Empty without a layout.
+        v_shaped: whether second chunks are assigned to the ranks in reverse order, as in DualPipeV.
     """
 
     layers: int
@@ -53,10 +53,10 @@ class Split:
 
     @classmethod
     def of(cls, config: Any) -> Self | None:
-        """Build from a job's arguments or a model's configuration; None where no number of layers is given.
+        """Build from a job's arguments or a model's configuration, or return ``None`` without ``num_layers``.
 
         Raises:
-            ValueError: the layout's letters are unknown.
+            ValueError: the layout contains unknown letters.
         """
 
         def given(*names: str) -> Any:
@@ -65,6 +65,7 @@ class Split:
         layers, ranks = given("num_layers"), given("pipeline_model_parallel_size") or 1
         if layers is None:
             return None
+        # Arguments and configuration use different names for the layers of the first and last rank.
         split = cls(
             layers=layers,
             ranks=ranks,
@@ -84,17 +85,17 @@ class Split:
         chunks = given("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
         per_chunk = given("num_layers_per_virtual_pipeline_stage")
         if chunks is None and per_chunk:
-            chunks = split.counted // (ranks * per_chunk)
+            chunks = split.counted // (ranks * per_chunk)  # 32 layers on 4 ranks, 2 per chunk: 4 chunks
         return replace(split, chunks=chunks or 1)
 
     @property
     def counted(self) -> int:
-        """Return the layers that are dealt out, embedding and loss included where they take a place."""
+        """Number of layers to assign, plus embedding and loss if they count as layers."""
         return self.layers + self.embedding_counts + self.loss_counts
 
     @cached_property
     def problem(self) -> str | None:
-        """Return why the layers cannot be dealt out like this; None if they can."""
+        """Reason why the layers cannot be assigned like this, or ``None``."""
         if self.stages:
             if len(self.stages) % self.ranks:
                 return (
@@ -111,17 +112,17 @@ class Split:
         return counts if isinstance(counts, str) else None
 
     def _counts(self) -> list[int] | str:
-        """Return what each rank counts, or what is wrong."""
+        """Return the number of layers per rank, or a description of the problem."""
         if self.ranks == 1:
             return [self.counted]
         ends = (self.first, self.last)
         if self.counted > self.layers and ends != (None, None):
             return f"{FIRST} and {LAST} exclude --account-for-embedding-in-pipeline-split and ...-loss-..."
-        rest = self.counted - sum(each or 0 for each in ends)
-        middle = self.ranks - sum(each is not None for each in ends)
+        rest = self.counted - sum(count or 0 for count in ends)
+        middle = self.ranks - sum(count is not None for count in ends)
         if (rest <= 0 or rest % middle) if middle else rest:
             return f"--num-layers {rest} of {self.counted} cannot be dealt out to {middle} pipeline ranks"
-        if not middle and self.chunks > 1:  # Megatron divides by the ranks between them
+        if not middle and self.chunks > 1:  # Megatron divides by the number of middle ranks, which is 0
             return f"give one of {FIRST} and {LAST}, on {self.ranks} pipeline ranks with {self.chunks} chunks"
         counts = [rest // middle if middle else 0] * self.ranks
         counts[0] = counts[0] if self.first is None else self.first
@@ -133,10 +134,10 @@ class Split:
 
     @cached_property
     def in_order(self) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers of each chunk's layers, from 1; chunks in the order that a microbatch takes.
+        """Layer numbers of each chunk, from 1, with chunks in the order that a microbatch passes them.
 
         Raises:
-            ValueError: the layers cannot be dealt out, see :attr:`problem`.
+            ValueError: the layers cannot be assigned, see :attr:`problem`.
         """
         if self.problem:
             raise ValueError(self.problem)
@@ -146,7 +147,7 @@ class Split:
             counts = self._counts()
             assert not isinstance(counts, str)
             sizes = [count // self.chunks for count in counts] * self.chunks
-            # They are layers of their chunks in the split, not in the model.
+            # Embedding and loss take a place in the split, but are no decoder layers.
             sizes[0] -= self.embedding_counts
             sizes[-1] -= self.loss_counts
         held, below = [], 0
@@ -157,14 +158,16 @@ class Split:
 
     @property
     def by_rank(self) -> list[list[tuple[int, ...]]]:
-        """Return the numbers of the layers of each rank and chunk, from 1."""
+        """Layer numbers, from 1, of each rank and chunk."""
         if self.v_shaped:
+            # 2 ranks, chunks 0 to 3: rank 0 has chunks 0 and 3, rank 1 has chunks 1 and 2.
             return [[self.in_order[rank], self.in_order[-1 - rank]] for rank in range(self.ranks)]
+        # Interleaved: of chunks 0 to 3 on 2 ranks, rank 0 has 0 and 2, rank 1 has 1 and 3.
         return [list(self.in_order[rank :: self.ranks]) for rank in range(self.ranks)]
 
     @property
     def mtp_rank(self) -> int:
-        """Return the rank that holds the layers of multi-token prediction."""
+        """Rank that holds the layers of multi-token prediction."""
         with_mtp = (chunk for chunk, stage in enumerate(self.stages) if _MTP in stage)
         stage = next(with_mtp, self.ranks * self.chunks - 1)
         if self.v_shaped:
@@ -172,7 +175,7 @@ class Split:
         return stage % self.ranks
 
     def flags(self) -> str:
-        """Return the flags that deal layers out like this, beside those of the sizes of the pipeline."""
+        """Return the flags for this assignment, in addition to the flags of the pipeline's sizes."""
         if self.stages:
             return f"{LAYOUT} '{_compact(self.stages)}'"
         ends = ((FIRST, self.first), (LAST, self.last))
@@ -183,24 +186,26 @@ def stages_of(layout: Any) -> tuple[str, ...]:
     """Return the letters of each chunk of a ``pipeline_model_parallel_layout``.
 
     Args:
-        layout: None, a text as ``Et*3|(tt|)*4mL``, lists of names of layers, or Megatron's own object.
+        layout: ``None``, a text such as ``Et*3|(tt|)*4mL``, lists of layer names, or Megatron's layout
+            object.
 
     Raises:
-        ValueError: it has letters that are none of a layer.
+        ValueError: the layout contains letters or names of no layer type.
     """
     if layout is None:
         return ()
-    if hasattr(layout, "stages"):  # in the shape of a V
+    if hasattr(layout, "stages"):  # V-shaped layout
         layout = layout.stages
-    elif hasattr(layout, "layout"):  # by rank and chunk
+    elif hasattr(layout, "layout"):  # Megatron's object, indexed by rank and then chunk
         layout = [chunk for turn in zip(*layout.layout, strict=True) for chunk in turn]
     if not isinstance(layout, str):
-        names = [[str(getattr(each, "name", each)).strip().lower() for each in stage] for stage in layout]
+        names = [[str(getattr(item, "name", item)).strip().lower() for item in stage] for stage in layout]
         unknown = {name for stage in names for name in stage} - set(_LETTERS)
         if unknown:
             raise ValueError(f"{LAYOUT}: {', '.join(sorted(unknown))} is no kind of layer")
         return tuple("".join(_LETTERS[name] for name in stage) for stage in names)
     text = layout.replace(",", "")
+    # Expand repetitions: "(tt|)*2" to "tt|tt|", and then "t*3" to "ttt".
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
     unknown = set(text) - {*_LETTERS.values(), "|"}
@@ -210,10 +215,10 @@ def stages_of(layout: Any) -> tuple[str, ...]:
 
 
 def is_v_shaped(config: Any) -> bool:
-    """Return whether second chunks lie on the ranks in reverse order, as in DualPipeV.
+    """Return whether second chunks are assigned to the ranks in reverse order, as in DualPipeV.
 
     Args:
-        config: a job's arguments, or a model's configuration.
+        config: job's arguments, or a model's configuration.
     """
     if getattr(config, "schedules_method", None) == "dualpipev":
         return (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
@@ -221,17 +226,17 @@ def is_v_shaped(config: Any) -> bool:
 
 
 def layout_text(sizes: Sequence[int], mtp_layers: int = 0) -> str:
-    """Return Megatron's layout of chunks with so many decoder layers.
+    """Return Megatron's layout text for chunks with these numbers of decoder layers.
 
     Args:
-        sizes: of the chunks, in the model's order.
-        mtp_layers: of multi-token prediction, which lie in the last chunk.
+        sizes: number of decoder layers per chunk, in the model's order.
+        mtp_layers: number of multi-token prediction layers, which the last chunk holds.
     """
     return _compact(_lettered(sizes, mtp_layers))
 
 
 def nearly_even(layers: int, chunks: int, mtp_layers: int = 0) -> str:
-    """Return Megatron's layout of chunks as equal as can be, of which later ones have a layer more."""
+    """Return Megatron's layout text for chunks of nearly equal size; the later chunks have one more layer."""
     return layout_text([(layers + chunk) // chunks for chunk in range(chunks)], mtp_layers)
 
 
@@ -243,7 +248,7 @@ def _lettered(sizes: Sequence[int], mtp_layers: int) -> tuple[str, ...]:
 
 
 def _compact(stages: Sequence[str]) -> str:
-    """Return a layout as Megatron reads it, equal letters of a chunk counted."""
+    """Format a layout as Megatron reads it, with repetition counts for equal letters in a chunk."""
     runs = [[(letter, len(list(run))) for letter, run in groupby(stage)] for stage in stages]
     return "|".join(
         "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in stage) for stage in runs
@@ -254,12 +259,12 @@ def _compact(stages: Sequence[str]) -> str:
 
 
 def check_chunks(args: Any) -> Iterator[str]:
-    """Yield why the layers of a job's pipeline cannot share selections, with the nearest splits that can.
+    """Yield the reason why a pipeline's layers cannot share selections, with the nearest splits that can.
 
-    Others refuse splits that Megatron does not make, and a sharing that is wrong in any split.
+    Splits that Megatron itself rejects, and invalid sharing patterns, are reported by other checks.
 
     Args:
-        args: a job's arguments or a model's configuration; nothing is said where they name no layers.
+        args: job's arguments or a model's configuration; nothing is yielded if they name no layers.
     """
     sharing = Sharing.of(args)
     try:
@@ -285,17 +290,17 @@ def _who(sharing: Sharing) -> str:
 
 
 def remedy(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers: int = 0) -> str:
-    """Return in words which splits work with as many ranks and chunks, or how many chunks can.
+    """Return a sentence with the splits that work for this number of ranks and chunks, or a limit on chunks.
 
     Args:
-        split: that does not work.
-        sharing: of the model.
-        has_layout: Megatron has ``--pipeline-model-parallel-layout``.
-        mtp_layers: of multi-token prediction.
+        split: split that does not work.
+        sharing: model's sharing of selections.
+        has_layout: whether Megatron has ``--pipeline-model-parallel-layout``.
+        mtp_layers: number of multi-token prediction layers.
     """
-    found = list(nearest(split, sharing, has_layout, mtp_layers))
-    if found:
-        sizes = "; ".join(f"{each.flags()} ({_sizes(each)})" for each in found)
+    candidates = list(nearest(split, sharing, has_layout, mtp_layers))
+    if candidates:
+        sizes = "; ".join(f"{candidate.flags()} ({_sizes(candidate)})" for candidate in candidates)
         return f"What works, in place of the flags that deal layers out now: {sizes}"
     most, wanted = sharing.computing(split.layers), split.ranks * split.chunks
     if most < wanted:
@@ -314,15 +319,15 @@ def _sizes(split: Split) -> str:
 
 
 def nearest(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers: int = 0) -> Iterator[Split]:
-    """Yield splits with as many ranks and chunks, all of which begin with a computing layer.
+    """Yield splits with as many ranks and chunks in which every chunk begins with a computing layer.
 
-    The one with layers of its own on the first and last rank comes first, then the most even layout.
+    The split that sets only the first and last rank's layers comes first, then the most even layout.
 
     Args:
-        split: to replace.
-        sharing: of the model.
-        has_layout: a layout can be given.
-        mtp_layers: of multi-token prediction, which a layout names.
+        split: split to replace.
+        sharing: model's sharing of selections.
+        has_layout: whether a layout can be set.
+        mtp_layers: number of multi-token prediction layers, which a layout includes.
     """
     if split.ranks == 1:
         return
@@ -336,7 +341,7 @@ def nearest(split: Split, sharing: Sharing, has_layout: bool = True, mtp_layers:
 
 
 def works(split: Split, sharing: Sharing) -> bool:
-    """Return whether layers can be dealt out like this, and every chunk begins with a computing layer."""
+    """Return whether the split is possible and every chunk begins with a computing layer."""
     return split.problem is None and sharing.chunk_problem(split.in_order) is None
 
 
@@ -346,14 +351,14 @@ def _largest(split: Split) -> int:
 
 @lru_cache(maxsize=256)
 def _by_ends(layers: int, ranks: int, chunks: int, sharing: Sharing) -> Split | None:
-    """Return the most even split that the flags of the first and last rank can say."""
+    """Return the most even split that the flags of the first and last rank can express."""
     plain = Split(layers, ranks, chunks)
     counts = (None, *range(chunks, layers, chunks))
     fitting = [
         split
         for first in counts
         for last in counts
-        if not (ranks == 2 and first and last)  # one of them says it
+        if not (ranks == 2 and first and last)  # with 2 ranks one flag determines the other
         and works(split := replace(plain, first=first, last=last), sharing)
         and all(split.in_order)
     ]
@@ -361,7 +366,7 @@ def _by_ends(layers: int, ranks: int, chunks: int, sharing: Sharing) -> Split | 
 
 
 def _unevenness(split: Split) -> tuple[int, int, int]:
-    """Return the largest chunk, the squares of all, and how many flags say so: what is best is least."""
+    """Return a sort key, least for the best split: largest chunk, sum of squares, number of flags."""
     sizes = [len(chunk) for chunk in split.in_order]
     return (
         max(sizes),
@@ -372,11 +377,9 @@ def _unevenness(split: Split) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=256)
 def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing, mtp_layers: int) -> Split | None:
-    """Return the layout of the most even chunks, each of which begins with a computing layer.
-
-    By the number of chunks and the layer that the next one begins with: the largest chunk so far and the sum
-    of squares, least first.
-    """
+    """Return the most even layout in which every chunk begins with a computing layer."""
+    # Dynamic programming over chunks. `best` maps the first layer of the next chunk to the best split of all
+    # earlier layers: (largest chunk, sum of squares, sizes), compared in this order.
     starts = [layer for layer in range(1, layers + 1) if sharing.computes(layer)] + [layers + 1]
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {1: (0, 0, ())}
     for _ in range(ranks * chunks):
@@ -385,8 +388,8 @@ def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing, mtp_layer
             for end in starts:
                 if end > begin:
                     size = end - begin
-                    found = (max(largest, size), squares + size * size, (*sizes, size))
-                    longer[end] = min(longer.get(end, found), found)
+                    candidate = (max(largest, size), squares + size * size, (*sizes, size))
+                    longer[end] = min(longer.get(end, candidate), candidate)
         best = longer
     if layers + 1 not in best:
         return None

@@ -1,7 +1,7 @@
-"""Events of a pipeline schedule: steps, forwards and backwards, each by its chunk and microbatch.
+"""Events of a pipeline schedule: steps, forwards and backwards, each with its chunk and microbatch.
 
-Features that follow a schedule derive from :class:`Follower` and decorate Megatron's functions with the
-``follow_*`` functions below. Who computes weight gradients apart says so with :func:`noted`.
+Features that follow a schedule subclass :class:`Follower` and decorate Megatron's functions with the
+``follow_*`` functions below. Code that computes weight gradients separately reports it with :func:`noted`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Decorator = Callable[[_Function, Context[Any]], _Function]
 
 
 class Follower:
-    """Observer of everything that a followed step runs; one for each session.
+    """Observer of everything that a followed step runs; one per session.
 
     Args:
-        megatron: of the session.
+        megatron: session's Megatron.
     """
 
     def __init__(self, megatron: Megatron) -> None:
@@ -32,28 +32,28 @@ class Follower:
         self._outputs: dict[int, tuple[Any, int, int]] = {}
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Note that a training step begins, and return whether to follow it.
+        """Called when a training step begins; returns whether to follow it.
 
         Args:
-            step: keywords that the schedule is called with.
+            step: keyword arguments of the schedule.
         """
         return True
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Note that the followed step is done."""
+        """Called when the followed step is done."""
 
     def before(self, events: Sequence[Event]) -> None:
-        """Note that a forward, a backward, both in one block, or a backward's weight gradients come next."""
+        """Called before a forward, a backward, both in one block, or a backward's weight gradients."""
 
     def during(self, forward: Event) -> AbstractContextManager[Any]:
-        """Surround a forward; in a pair the backward beside it, too."""
+        """Return a context around a forward; in a forward-backward pair it covers the backward too."""
         return contextlib.nullcontext()
 
     def after(self, events: Sequence[Event]) -> None:
-        """Note that it is done, as far as the host is concerned."""
+        """Called after the events, when the host has launched them."""
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Call a schedule and follow it."""
+        """Call a schedule, and follow it if it trains."""
         if step.get("forward_only", False) or not self.begins(step):
             return schedule(*args, **step)
         self.following = True
@@ -68,13 +68,14 @@ class Follower:
         return result
 
     def remember(self, output: Any, event: Event) -> None:
-        """Remember which forward an output is of: its backward is called with the very same object."""
+        """Record the forward event of an output. Its backward is called with the same object."""
         for tensor in output if isinstance(output, (list, tuple)) else [output]:
             if tensor is not None:
+                # The stored tensor keeps its id from being reused.
                 self._outputs[id(tensor)] = (tensor, event.chunk, event.microbatch)
 
     def backward_of(self, output: Any, pair: int | None = None) -> Event:
-        """Return the backward that starts from an output."""
+        """Return the backward event that starts from an output."""
         tensors = output if isinstance(output, (list, tuple)) else [output]
         _, chunk, microbatch = next(
             self._outputs.pop(id(tensor)) for tensor in tensors if id(tensor) in self._outputs
@@ -87,7 +88,7 @@ _followers: ContextVar[tuple[Follower, ...]] = ContextVar("followers of a step",
 
 @contextlib.contextmanager
 def noted(event: Event) -> Iterator[None]:
-    """Have all followers note an event that is no call of Megatron's."""
+    """Report to all followers an event that is not one of Megatron's calls."""
     for follower in _followers.get():
         follower.before([event])
     yield
@@ -99,7 +100,7 @@ def decorators(follower: Callable[[Context[Any]], Follower]) -> tuple[_Decorator
     """Return decorators of ``get_forward_backward_func``, ``forward_step`` and ``backward_step``.
 
     Args:
-        follower: class of the session's follower, which all three share.
+        follower: class of the session's follower. All three decorators share one instance.
     """
 
     def decorator(follow: Callable[[_Function, Follower], _Function]) -> _Decorator:
@@ -134,7 +135,7 @@ def follow_forwards(original: _Function, follower: Follower) -> _Function:
             return original(*args, **kwargs)
         bound = parameters.bind(*args, **kwargs).arguments
         chunk = bound.get("vp_stage")
-        if chunk is None:  # Megatron-core 0.12 keeps it in its global state
+        if chunk is None:  # Megatron-core 0.12 keeps it in the global state
             state = follower.megatron("core.parallel_state")
             chunk = state.get_virtual_pipeline_model_parallel_rank()
         event = Event(Kind.FORWARD, chunk or 0, bound["current_microbatch"])
@@ -154,6 +155,7 @@ def follow_backwards(original: _Function, follower: Follower) -> _Function:
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         if not follower.following:
             return original(*args, **kwargs)
+        # backward_step(input_tensor, output_tensor, ...)
         event = follower.backward_of(kwargs["output_tensor"] if "output_tensor" in kwargs else args[1])
         follower.before([event])
         result = original(*args, **kwargs)
@@ -164,7 +166,7 @@ def follow_backwards(original: _Function, follower: Follower) -> _Function:
 
 
 def follow_pairs(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``combined_forward_backward_step``, of which either half may be missing."""
+    """Decorate ``combined_forward_backward_step``. Either of its halves may be missing."""
     parameters = signature(original)
     pairs = 0
 

@@ -1,7 +1,7 @@
-"""Differences between releases of Megatron-core that several features meet, in one place.
+"""Differences between Megatron-core releases that several features need.
 
-Each function asks for what is there, a parameter or an attribute, and never for a version: forks that have
-taken over a part of a later release are served as well. Imports neither torch nor Megatron.
+Functions test for a parameter or attribute, never for a version, so that forks with parts of a later release
+work too. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed_dsa.feature import Megatron
 
 SERVED = ">=0.12.1,<0.21"
-"""Releases whose optimizers, buffers and layers these functions know."""
+"""Releases whose optimizers, buffers and layers these functions support."""
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -27,9 +27,9 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def virtual_stage(block: Any, megatron: Megatron) -> int | None:
-    """Return which chunk of its stage a ``TransformerBlock`` is; ``None`` without virtual stages.
+    """Return the index of a ``TransformerBlock``'s chunk in its stage, or ``None`` without virtual stages.
 
-    Before 0.13 a block does not know, and Megatron keeps the number of the chunk that is being built.
+    Before 0.13 a block does not store it. Megatron's global state then has the chunk that is being built.
     """
     if hasattr(block, "vp_stage"):
         stage: int | None = block.vp_stage
@@ -39,18 +39,19 @@ def virtual_stage(block: Any, megatron: Megatron) -> int | None:
 
 
 def layers_of_chunk(block: Any, chunk: int, megatron: Megatron) -> int:
-    """Return how many layers a chunk of this block's pipeline stage has.
+    """Return the number of layers of a chunk in this block's pipeline stage.
 
     Args:
-        block: a ``TransformerBlock`` of the stage.
-        chunk: any of the stage's.
-        megatron: whose.
+        block: ``TransformerBlock`` of the stage.
+        chunk: index of a chunk in the stage.
+        megatron: session's Megatron.
     """
     build = megatron("core.transformer.transformer_block").get_num_layers_to_build
     if not takes(build, "vp_stage"):
+        # Without the parameter, the function reads the chunk from the global state.
         with _being_built(chunk, megatron):
             return int(build(block.config))
-    # Before 0.15 the rank is the global state's.
+    # Without pp_rank (before 0.15) the function reads the rank from the global state.
     rank = {"pp_rank": block.pg_collection.pp.rank()} if takes(build, "pp_rank") else {}
     return int(build(block.config, vp_stage=chunk, **rank))
 
@@ -67,20 +68,20 @@ def _being_built(chunk: int, megatron: Megatron) -> Iterator[None]:
 
 
 def grouped_experts(megatron: Megatron) -> tuple[type, ...]:
-    """Return classes of experts with stacked weights; from 0.17 on Transformer Engine's alone."""
+    """Return the expert classes with stacked weights; since 0.17 only Transformer Engine's."""
     experts = megatron("core.transformer.moe.experts")
     names = ("GroupedMLP", "TEGroupedMLP")
     return tuple(getattr(experts, name) for name in names if hasattr(experts, name))
 
 
 def recomputes_shared_experts(moe_layer: Any) -> bool:
-    """Return whether Megatron recomputes whole shared experts, which it can since 0.14."""
+    """Return whether Megatron recomputes whole shared experts, which it supports since 0.14."""
     return bool(getattr(moe_layer, "shared_experts_recompute", False))
 
 
 @cache
 def transformer_engine(megatron: Megatron) -> Any:
-    """Return Megatron's module of Transformer Engine; ``None`` where it cannot be imported without that."""
+    """Return Megatron's Transformer Engine module, or ``None`` if it cannot be imported."""
     try:
         return megatron("core.extensions.transformer_engine")
     except ImportError:  # before 0.13
@@ -91,6 +92,6 @@ def transformer_engine(megatron: Megatron) -> Any:
 
 
 def forget_shards(bucket_group: Any) -> None:
-    """Drop the views of shards that a bucket group keeps since 0.14; it makes new ones of its buckets."""
+    """Drop a bucket group's cached shard views (since 0.14); it creates new ones from its buckets."""
     if hasattr(bucket_group, "cached_param_buffer_shard_list"):
         bucket_group.cached_param_buffer_shard_list = [None] * len(bucket_group.buckets)

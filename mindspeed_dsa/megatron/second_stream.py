@@ -1,9 +1,10 @@
-"""A second stream of the device, for work that needs nothing of what the first one has been given since.
+"""Second device stream, for work that does not depend on the latest work of the first stream.
 
-Backward needs little of its own: autograd runs a node on the stream of its forward, and makes streams wait
-for each other's gradients. Weights' gradients are the exception: nobody waits for those that a later hook
-reads from the parameter. So the nodes that accumulate them belong to the first stream, which autograd then
-makes wait for the second.
+Backward needs little extra code: autograd runs a node on the stream of its forward, and makes streams wait
+for each
+other's gradients. Weight gradients are the exception, because no stream waits for a gradient that a hook
+later reads from the parameter. The nodes that accumulate weight gradients are therefore created on the first
+stream, and autograd makes it wait for the second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mindspeed_dsa.megatron.gathered_weights import wait_for_all_weights
 from mindspeed_dsa.megatron.two_streams import LEAST_TOKENS, Streams
 
 _streams: WeakKeyDictionary[platforms.Platform, Any] = WeakKeyDictionary()
-"""Second stream of each platform, one for all layers."""
+"""Second stream of each platform, shared by all layers."""
 
 
 def second() -> Any:
@@ -33,19 +34,19 @@ def second() -> Any:
 
 
 def is_worth(streams: Streams, states: Tensor) -> bool:
-    """Return whether work on hidden states, ``[sequence, batch, hidden]``, belongs on the second stream.
+    """Return whether work on hidden states ``[sequence, batch, hidden]`` should use the second stream.
 
-    On a CPU, where there is nothing to wait for, it does whatever the size.
+    On a CPU there is nothing to wait for, so every size does.
     """
     platform, least = platforms.current(), streams.least_tokens
     if least is None:
         least = LEAST_TOKENS.get(platform.name, 0)
-    large = states[..., 0].numel() >= least
+    large = states[..., 0].numel() >= least  # sequence * batch tokens
     return streams.second and (large or not platform.asynchronous)
 
 
 def keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:
-    """Keep the memory of tensors from being given away before a stream that did not make them is done."""
+    """Prevent reuse of tensors' memory before a stream that did not allocate them is done with it."""
     platform = platforms.current()
     for tensor in tensors:
         if tensor.device.type == platform.device_type:
@@ -53,13 +54,13 @@ def keep_for(stream: Any, tensors: Iterable[Tensor]) -> None:
 
 
 class Started:
-    """Tensors that the second stream computes."""
+    """Tensors that are being computed on the second stream."""
 
     def __init__(self, tensors: tuple[Tensor, ...], done: Any) -> None:
         self._tensors, self._done = tensors, done
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the tensors, for work on the current stream from here on."""
+        """Make the current stream wait for the tensors, and return them."""
         stream = platforms.current().current_stream()
         stream.wait_event(self._done)
         keep_for(stream, self._tensors)
@@ -67,12 +68,12 @@ class Started:
 
 
 def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: nn.Module) -> Started:
-    """Compute on the second stream, behind what the current one has been given so far.
+    """Compute on the second stream, after the work that the current stream has been given so far.
 
     Args:
-        compute: reads the states and the modules' weights, and what is older than this step.
-        states: of the current stream.
-        modules: whose weights may still be on their way to the current stream.
+        compute: function that reads only ``states``, the modules' weights, and data older than this step.
+        states: tensor of the current stream.
+        modules: modules whose weights may still be gathered for the current stream.
     """
     for module in modules:
         wait_for_all_weights(module)
@@ -85,13 +86,13 @@ def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: n
     with platform.use_stream(stream):
         tensors = compute()
         done.record()
-    del held  # the graph has them now
+    del held  # the graph that compute() built holds the nodes now
     keep_for(stream, [states])
     return Started(tensors, done)
 
 
 def _accumulators(modules: Iterable[nn.Module]) -> list[Any]:
-    """Make the nodes that accumulate weights' gradients, on the current stream, unless there are any."""
+    """Create the accumulation nodes of weight gradients on the current stream, unless they exist."""
     if not torch.is_grad_enabled():
         return []
     return [
@@ -103,23 +104,24 @@ def _accumulators(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def gathers_for_itself(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers and frees weights in calls of this module, or of one inside of it.
+    """Return whether FSDP2 gathers and frees weights in calls of this module or of a submodule.
 
-    It does so on the stream of the call, and is told by nobody that another one reads them.
+    It does so on the stream of the call, and does not know that another stream reads the weights.
     """
+    return any(hasattr(submodule, "_get_fsdp_state") for submodule in module.modules())
     return any(hasattr(each, "_get_fsdp_state") for each in module.modules())
 
 
-# -- products of hidden states that an indexer finds computed --------------------------------------
+# -- projections of hidden states that an indexer finds already computed -----------------------------
 
 
 class Projected(NamedTuple):
-    """Products of one forward.
+    """Indexer projections of one forward, computed in advance.
 
     Attributes:
         states: hidden states of this rank, ``[sequence, batch, hidden]``, detached.
-        rows: those that were projected: the same ones, or all ranks' under sequence parallelism.
-        key, weights: the indexer's, ``[rows, batch, ...]``.
+        rows: hidden states that were projected: ``states``, or all ranks' tokens under sequence parallelism.
+        key, weights: indexer's key and head weights, ``[rows, batch, ...]``.
         with_graph: whether backward can reach the indexer's weights.
     """
 
@@ -131,35 +133,35 @@ class Projected(NamedTuple):
 
     @property
     def is_gathered(self) -> bool:
-        """Return whether the rows are those of all tensor parallel ranks."""
+        """Whether tokens of all tensor parallel ranks were projected."""
         return self.rows is not self.states
 
 
 _projected: WeakKeyDictionary[Any, Projected] = WeakKeyDictionary()
-"""By indexer, from an attention's first step to the indexer's own."""
+"""Projections by indexer, from the attention's first step to the indexer's own."""
 
 
 def put_projected(indexer: Any, projected: Projected) -> None:
-    """Leave products of one forward for an indexer, which finds them when its turn comes."""
+    """Store the projections of one forward until the indexer takes them."""
     _projected[indexer] = projected
 
 
 def take_projected(indexer: Any, x: Tensor) -> Projected | None:
-    """Return the products of these hidden states, once; ``None`` where the indexer has to project.
+    """Take the projections of these hidden states, or return ``None`` if the indexer has to project.
 
     Args:
         indexer: Megatron's ``DSAIndexer``.
-        x: what it is given, ``[sequence, batch, hidden]``.
+        x: indexer's input, ``[sequence, batch, hidden]``.
     """
     projected = _projected.pop(indexer, None)
     if projected is None or not _are_same(x, projected.states):
         return None
-    # In the warm-up stage layers run without a graph, and their indexers with one.
+    # In the warm-up stage layers run without a graph, but their indexers with one.
     return None if torch.is_grad_enabled() and not projected.with_graph else projected
 
 
 def view_with_projected(indexer: Any, projected: Projected) -> AttributeOverride:
-    """Return the indexer with the products in place of the two projections."""
+    """Return a view of the indexer that uses the projections instead of its two linear layers."""
     return AttributeOverride(
         indexer,
         linear_wk=Function(lambda _: (projected.key, None)),
@@ -168,4 +170,5 @@ def view_with_projected(indexer: Any, projected: Projected) -> AttributeOverride
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
+    # `states` is detached from the indexer's input, so compare storage instead of identity.
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -1,17 +1,18 @@
-"""Selections of keys on their way to and from the layers of a forward.
+"""Exchange of key selections between the layers of a forward, and with recorders and replays.
 
-A core attention asks the sources of its layer, :func:`sources_of`, for keys, attends to those of the first
-one that has some, else to the indexer's, and tells all of them which it took. The sources are
+A core attention asks the sources of its layer (:func:`sources_of`) for selected keys. It attends to the
+selection of the first source that has one, else to the indexer's, and reports the selection to all sources.
+The sources are
 
-* of a layer that shares: the selection of the nearest computing layer below. Layers run in order within one
-  forward of a chunk, so there is one selection at a time: a computing layer stores it, and the last layer
-  that reads it lets go of it;
-* those of the :class:`Microbatch` that whoever follows the schedule sets before each forward.
+* for a layer that shares: the selection of the nearest computing layer below. Layers of a chunk run in order,
+  so
+  there is one selection at a time: a computing layer stores it, and the last layer that reads it releases it;
+* the sources of the current :class:`Microbatch`, which a schedule follower sets before each forward.
 
-Recomputation breaks the order: a sharing layer runs again in backward, before the layer that it shares with,
-and while other microbatches are in flight. So a checkpointed function takes along its microbatch and the
-selection that one of its layers has read (:class:`Carrying`). It gives them up when it runs again: autograd
-keeps the function as long as the graph, which is longer.
+Recomputation breaks the order. A sharing layer runs again in backward, before the layer that it shares with,
+and while other microbatches are in flight. A checkpointed function therefore carries its microbatch and the
+selection that one of its layers has read (:class:`Carrying`). It drops them when it runs again, because
+autograd keeps the function as long as the graph.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ import torch
 from torch import Tensor
 
 NUMBER = "_mindspeed_dsa_layer_number"
-"""Name under which a ``DSAttention`` has its layer's number, from 1; multi-token prediction counts on."""
+"""Attribute of a ``DSAttention`` with its layer number, from 1; multi-token prediction layers follow."""
 PLACE = "_mindspeed_dsa_place"
-"""Name under which a ``DSAttention`` has its :class:`Place`."""
+"""Attribute of a ``DSAttention`` with its :class:`Place`."""
 
 
-# -- the seam ------------------------------------------------------------------------------------
+# -- interface between core attention and sources ------------------------------------------------
 
 
 class RowRun(NamedTuple):
-    """Neighbours in a sequence among the rows of a rank.
+    """Contiguous tokens of one document on a rank.
 
     Attributes:
-        first: the first row on this rank.
-        end: one past the last.
-        low: position of the first key that they see, where their document begins.
-        high: one past the last key of the last row; as ``low`` for padding.
+        first: index of the first token on this rank.
+        end: index after the last token.
+        low: position of the first visible key, where the document begins.
+        high: position after the last key visible to the last token; equal to ``low`` for padding.
     """
 
     first: int
@@ -52,17 +53,16 @@ class RowRun(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Rows of a layer on this rank.
+    """Query tokens of a layer on this rank.
 
     Attributes:
-        layer: number of the layer; 0 where it is not known.
-        find_runs: returns the runs of the rows, on the host.
-        batch: sequences of the microbatch.
-        rows: of each sequence on this rank.
-        keys: of each sequence.
-        topk: keys that a row selects at most.
-        tokens: ``[batch, rows]``, of the rows, on the device; None where this pipeline stage does not get
-            them.
+        layer: layer number; 0 if unknown.
+        find_runs: function that returns the runs of the tokens, on the host.
+        batch: number of sequences in the microbatch.
+        rows: number of query tokens per sequence on this rank.
+        keys: number of keys per sequence.
+        topk: largest number of keys that a token selects.
+        tokens: token ids ``[batch, rows]`` on the device; ``None`` if this pipeline stage does not get them.
     """
 
     layer: int
@@ -76,15 +76,16 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Keys that rows attend to, as many as they see, or ``topk``.
+    """Keys that query tokens attend to: all visible keys, or ``topk`` of them.
 
     Attributes:
-        topk_indices: ``[batch, rows, topk]`` int32, -1 at the tail, of all rows or, with ``by_run``, of each
-            run; positions of keys in the sequence, or from the run's first key on. None where rows attend to
-            all keys that they see.
-        by_run: whether there is one selection for each run.
-        missing: ``[batch, rows]`` bool, rows whose keys the indexer is to select; None: it selects none.
-        is_shared: a layer below has selected them: this layer's indexer has no loss, and no source is told.
+        topk_indices: ``[batch, rows, topk]`` int32 with -1 at the end; one tensor for all tokens, or one per
+            run with ``by_run``. Values are key positions in the sequence, or relative to the run's first key.
+            ``None`` means that tokens attend to all visible keys.
+        by_run: whether there is one tensor per run.
+        missing: ``[batch, rows]`` bool, tokens for which the indexer must select; ``None`` for none.
+        is_shared: whether a layer below selected the keys. This layer's indexer then has no loss, and the
+            selection is not reported to sources.
     """
 
     topk_indices: tuple[Tensor | None, ...]
@@ -94,21 +95,21 @@ class Chosen:
 
     @property
     def of_all_rows(self) -> Tensor:
-        """The selection of all rows, where they do not attend to all keys that they see."""
+        """Selection of all tokens. Requires that they do not attend to all visible keys."""
         (topk_indices,) = self.topk_indices
         assert topk_indices is not None, "whether a problem is dense depends on its rows alone"
         return topk_indices
 
     def to(self, device: torch.device) -> Chosen:
-        """Return it on a device."""
+        """Move to a device."""
         if device.type == "cpu":
             return self
-        indices = tuple(None if each is None else each.to(device) for each in self.topk_indices)
+        indices = tuple(None if tensor is None else tensor.to(device) for tensor in self.topk_indices)
         missing = None if self.missing is None else self.missing.to(device)
         return replace(self, topk_indices=indices, missing=missing)
 
     def without(self, runs: Sequence[RowRun]) -> Chosen:
-        """Return it with the rows of some runs left to the indexer."""
+        """Leave the tokens of some runs to the indexer."""
         if not runs:
             return self
         shape = self.of_all_rows.shape[:2]
@@ -118,61 +119,62 @@ class Chosen:
         return replace(self, missing=missing)
 
     def of(self, rows: slice, low: int = 0, keys: int | None = None) -> Chosen:
-        """Return some of the rows.
+        """Return the selection of some tokens.
 
         Args:
-            rows: which.
-            low: key that becomes the first one.
-            keys: number of keys from there on; None: the width stays.
+            rows: slice of the tokens.
+            low: key position that becomes 0.
+            keys: number of keys from there; ``None`` keeps the width.
         """
         if self.topk_indices == (None,):
             return self
         indices = self.of_all_rows[:, rows]
         if low:
+            # The run's keys begin at `low`. -1 (no key) becomes smaller and is clamped back to -1.
             indices = (indices - low).clamp_min_(-1)
         width = indices.shape[-1] if keys is None else min(indices.shape[-1], keys)
         missing = None if self.missing is None else self.missing[:, rows]
         return replace(self, topk_indices=(indices[..., :width],), missing=missing)
 
     def of_run(self, number: int, run: RowRun) -> Chosen:
-        """Return the rows of one run, whose keys are counted from its first one."""
+        """Return the selection of one run, with key positions relative to the run's first key."""
         if self.by_run:
             return replace(self, topk_indices=self.topk_indices[number : number + 1], by_run=False)
         return self.of(slice(run.first, run.end), run.low, run.high - run.low)
 
 
 class SelectionSource:
-    """Origin of selections, or observer of selections that were taken.
+    """Provider of selections, or observer of the selections that layers use.
 
     Attributes:
-        asked: whether a layer has asked for its keys, or told which it took.
+        asked: whether a layer has asked for its keys, or has reported its selection.
     """
 
     asked = False
 
     def choose(self, rows: LayerRows) -> Chosen | None:
-        """Return the keys that a layer's rows attend to, on the host or the device; None: declined."""
+        """Return the keys that a layer's tokens attend to, on host or device, or ``None`` to decline."""
         return None
 
     def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
-        """Note the keys that a layer's rows attended to.
+        """Observe the keys that a layer's tokens attended to.
 
         Args:
-            rows: of the layer.
-            chosen: the keys; fewer rows than the layer has where those at the end are padding.
-            mass_of: returns each key's share of its row's attention, ``[batch, rows, topk]`` fp32, of a
-                selection of all rows; called on all tensor parallel ranks or on none.
+            rows: layer's tokens.
+            chosen: selected keys, for fewer tokens than the layer has if the last ones are padding.
+            mass_of: function from a selection of all tokens to each key's share of its token's attention,
+                ``[batch, rows, topk]`` fp32. Call it on all tensor parallel ranks or on none.
         """
 
 
 @dataclass
 class Microbatch:
-    """One microbatch in one forward of the model, or of a pipeline chunk.
+    """Microbatch in one forward of the model, or of a pipeline chunk.
 
     Attributes:
-        source: origin of its selections; None: indexers select.
-        sink: observer of its selections; None: there is none.
-        tokens: ``[batch, rows]`` of this rank, from the model's first stage on.
+        source: provider of its selections; ``None`` means that indexers select.
+        sink: observer of its selections, or ``None``.
+        tokens: this rank's token ids ``[batch, rows]``, available from the model's first stage on.
     """
 
     source: SelectionSource | None = None
@@ -185,14 +187,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Place:
-    """Part of one layer in sharing.
+    """Role of one layer in the sharing of selections.
 
     Attributes:
-        name: of the layer, for messages and as the key of its selection.
-        source: name of the layer whose selection it attends to; its own if it computes.
-        hands_on: layers above it attend to its selection.
-        is_last: no layer above it attends to the same selection.
-        repeats: the layer runs several times in one forward, and selects the first time only.
+        name: layer's name, for messages and as the key of its selection.
+        source: name of the layer whose selection it uses; its own name if it computes.
+        hands_on: whether layers above use its selection.
+        is_last: whether no layer above uses the same selection.
+        repeats: whether the layer runs several times in one forward and selects only the first time.
     """
 
     name: str
@@ -203,12 +205,12 @@ class Place:
 
     @property
     def computes(self) -> bool:
-        """Return whether the layer has an indexer."""
+        """Whether the layer has an indexer."""
         return self.name == self.source
 
 
 def place_of(attention: Any) -> Place | None:
-    """Return the place of a ``DSAttention``; None in a model without sharing."""
+    """Return the place of a ``DSAttention``, or ``None`` in a model without sharing."""
     place: Place | None = vars(attention).get(PLACE)
     return place
 
@@ -218,11 +220,11 @@ class Selected:
     """Keys that one layer has selected in one forward.
 
     Attributes:
-        source: name of the layer.
-        topk_indices: as of :class:`Chosen`, int of any width, and so is the next one.
-        by_run: whether there is one selection for each run.
-        lengths: ``[batch, rows]``, leading entries that count, if Megatron's kernels say so.
-        reads: number of times that layers have read it.
+        source: layer's name.
+        topk_indices: see :class:`Chosen`, of any int dtype.
+        by_run: whether there is one tensor per run.
+        lengths: ``[batch, rows]``, number of valid leading entries, if Megatron's kernels return it.
+        reads: number of times that layers have read the selection.
     """
 
     source: str
@@ -233,26 +235,26 @@ class Selected:
 
 
 class Selections:
-    """Holder of the latest selection and of the microbatch, in a forward or in one recomputation.
+    """Latest selection and current microbatch of a forward, or of one recomputation.
 
     Args:
-        latest: selection at the beginning.
-        microbatch: likewise.
+        latest: initial selection.
+        microbatch: initial microbatch.
     """
 
     def __init__(self, latest: Selected | None = None, microbatch: Microbatch | None = None) -> None:
         self.latest, self.microbatch = latest, microbatch
 
     def store(self, place: Place, *topk_indices: Tensor | None, by_run: bool = False) -> None:
-        """Keep a layer's selection for the layers above, if one of them reads it."""
+        """Store a layer's selection for the layers above, if one of them uses it."""
         if place.hands_on:
             self.latest = Selected(place.source, topk_indices, by_run)
 
     def read(self, place: Place) -> Selected:
-        """Return the selection that a sharing layer attends to.
+        """Return the selection that a sharing layer uses.
 
         Raises:
-            RuntimeError: it is not there.
+            RuntimeError: the source layer has not run before it.
         """
         latest = self.latest
         if latest is None or latest.source != place.source:
@@ -266,12 +268,12 @@ class Selections:
         return latest
 
     def release(self, place: Place) -> None:
-        """Let go of the selection after its last reader."""
+        """Drop the selection after its last reader."""
         if place.is_last:
             self.latest = None
 
     def is_shared_by(self, place: Place) -> bool:
-        """Return whether a layer attends to a selection that is there, instead of computing one."""
+        """Return whether a layer uses a stored selection instead of computing one."""
         if place.repeats:
             return self.latest is not None and self.latest.source == place.source
         return not place.computes
@@ -288,6 +290,7 @@ class _Below(SelectionSource):
         if not self.selections.is_shared_by(self.place):
             return None
         selected = self.selections.read(self.place)
+        # This layer has the tensors now. If it is the last reader, the holder need not keep them.
         self.selections.release(self.place)
         return Chosen(selected.topk_indices, selected.by_run, is_shared=True)
 
@@ -301,7 +304,7 @@ _current: ContextVar[Selections | None] = ContextVar("_current", default=None)
 
 
 def current() -> Selections:
-    """Return the holder of this thread, or of the recomputation that it is in."""
+    """Return the holder of this thread, or of the recomputation that it runs."""
     holder = _current.get()
     if holder is None:
         holder = Selections()
@@ -313,32 +316,32 @@ def sources_of(attention: Any) -> list[SelectionSource]:
     """Return the sources of a layer in the running forward, in the order in which they are asked.
 
     Args:
-        attention: a ``DSAttention``, Megatron's or ours.
+        attention: ``DSAttention``, Megatron's or ours.
 
     Raises:
-        RuntimeError: selections are recorded or replayed, and the layer has no number.
+        RuntimeError: selections are recorded or replayed, but the layer has no number.
     """
     selections, place = current(), place_of(attention)
-    found: list[SelectionSource] = [] if place is None else [_Below(place, selections)]
+    sources: list[SelectionSource] = [] if place is None else [_Below(place, selections)]
     microbatch = selections.microbatch
     if microbatch is None:
-        return found
-    ends = [each for each in (microbatch.source, microbatch.sink) if each is not None]
+        return sources
+    ends = [source for source in (microbatch.source, microbatch.sink) if source is not None]
     if ends and NUMBER not in vars(attention):
         raise RuntimeError(
             "dsa-recorded-selections: a DSAttention was built outside of Megatron's TransformerLayer, "
             "which knows its number; build it inside one, or omit the flag"
         )
-    return found + ends
+    return sources + ends
 
 
 @contextmanager
 def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -> Iterator[None]:
-    """Run once more as part of an earlier forward, and leave the running one alone.
+    """Run the block as part of an earlier forward, without affecting the running one.
 
     Args:
         latest: selection that layers of that forward have read.
-        microbatch: of that forward, whose selections were observed the first time.
+        microbatch: microbatch of that forward. Its selections are not reported a second time.
     """
     again = None if microbatch is None or microbatch.source is None else replace(microbatch, sink=None)
     token = _current.set(Selections(latest, again))
@@ -349,10 +352,10 @@ def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -
 
 
 class Carrying:
-    """Function that backward runs again, with the selection that its layers read.
+    """Checkpointed function with the selection that its layers read.
 
     Args:
-        function: called once in forward, and once more in backward, where it finds the same selection.
+        function: function that is called once in forward and once in backward, with the same selection.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -364,7 +367,7 @@ class Carrying:
         """Call the function.
 
         Raises:
-            RuntimeError: its layers share or replay a selection, and it has been recomputed before.
+            RuntimeError: its layers share or replay a selection, and were already recomputed once.
         """
         if self._is_spent:
             raise RuntimeError(
@@ -375,12 +378,14 @@ class Carrying:
         if self._has_run:
             replays = self._microbatch is not None and self._microbatch.source is not None
             self._is_spent = replays or self._read is not None
+            # Drop the references first: autograd keeps this object as long as the graph.
             with recomputing(self._read, self._microbatch):
                 self._read = self._microbatch = None
                 return self._function(*args, **kwargs)
         self._has_run = True
         selections = current()
         self._microbatch, latest = selections.microbatch, selections.latest
+        # `reads` grows if a layer inside the function reads a selection from before it.
         reads = 0 if latest is None else latest.reads
         result = self._function(*args, **kwargs)
         if latest is not None and latest.reads > reads:

@@ -1,10 +1,12 @@
-"""Layers that select keys, and layers that attend to the keys which one below has selected.
+"""Rule that decides which layers select keys and which share the selection of a layer below.
 
-From GLM-5.2 on one indexer serves several layers: a *computing* layer scores and selects, and the *sharing*
-layers above it, up to the next computing one, attend to the same keys and own no indexer. The rule is that
-of Megatron-core 0.19, for layers ``n`` counted from 1 and ``o = max(offset, 1)``: layer ``n`` computes if
-``max(n - o, 0) % frequency == 0``. Hugging Face writes it for layers counted from 0,
-``full if max(i - offset + 1, 0) % frequency == 0``, or as a list, which a pattern of letters stands for here.
+Since GLM-5.2 one indexer serves several layers. A *computing* layer scores and selects keys. The *sharing*
+layers above it, up to the next computing one, attend to the same keys and have no indexer. The rule is
+Megatron-core 0.19's. With layers ``n`` counted from 1 and ``o = max(offset, 1)``, layer ``n`` computes if
+``max(n - o, 0) % frequency == 0``.
+
+Hugging Face counts layers from 0 and writes ``full if max(i - offset + 1, 0) % frequency == 0``, or gives a
+list. A list becomes a pattern of letters here.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 COMPUTES, SHARES = "CF", "S"
-"""Letters of a pattern: MindSpeed-LLM writes C and S, Hugging Face full and shared."""
+"""Letters of a pattern. MindSpeed-LLM writes C and S, Hugging Face ``full`` and ``shared``."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Layers that compute a selection of keys, of a decoder and of its layers of multi-token prediction.
+    """Layers that select keys, among decoder and multi-token prediction layers.
 
     Attributes:
-        frequency: one layer in so many computes, from the offset on.
-        offset: layers up to this one, counted from 1, compute as well; 0 is 1.
-        pattern: a letter for each layer of the decoder, C or F to compute and S to share; it takes the place
-            of frequency and offset. Empty: there is none.
-        mtp_shares: of the layers of multi-token prediction only the first computes.
+        frequency: period of computing layers after the offset: 4 means every fourth layer.
+        offset: number of the last layer of the initial block in which all layers compute; 0 means 1.
+        pattern: one letter per decoder layer, C or F to compute and S to share; overrides frequency and
+            offset. Empty without a pattern.
+        mtp_shares: whether only the first multi-token prediction layer computes.
     """
 
     frequency: int = 1
@@ -39,7 +41,7 @@ class Sharing:
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Build from a job's arguments or a model's configuration; what is absent is not shared."""
+        """Build from a job's arguments or a model's configuration; missing arguments mean no sharing."""
         if getattr(config, "experimental_attention_variant", "dsa") != "dsa":
             return cls()
         frequency = getattr(config, "dsa_indexer_topk_freq", None)
@@ -52,27 +54,28 @@ class Sharing:
 
     @property
     def is_on(self) -> bool:
-        """Return whether some layer may share."""
+        """Whether any layer may share."""
         return self.frequency != 1 or SHARES in self.pattern or self.mtp_shares
 
     def computes(self, layer: int) -> bool:
-        """Return whether a layer of the decoder selects keys itself.
+        """Return whether a decoder layer selects keys itself.
 
         Args:
-            layer: its number in the whole model, from 1.
+            layer: layer number in the whole model, from 1.
         """
         if self.pattern:
             return layer > len(self.pattern) or self.pattern[layer - 1] != SHARES
+        # offset 3, frequency 4: layers 1 to 3 compute, then 7, 11, ...
         return max(layer - max(self.offset, 1), 0) % max(self.frequency, 1) == 0
 
     def mtp_computes(self, layer: int) -> bool:
-        """Return whether a layer of multi-token prediction selects keys itself.
+        """Return whether a multi-token prediction layer selects keys itself.
 
-        Megatron-core 0.19 counts these layers from 1 again, and asks the same rule; a pattern is of the
-        decoder alone.
+        Megatron-core 0.19 counts these layers from 1 again and applies the same rule. A pattern covers only
+        the decoder.
 
         Args:
-            layer: its number among the layers of multi-token prediction, from 1.
+            layer: layer number among the multi-token prediction layers, from 1.
         """
         if layer == 1:
             return True
@@ -81,26 +84,26 @@ class Sharing:
         return bool(self.pattern) or self.computes(layer)
 
     def source(self, layer: int) -> int:
-        """Return the layer of the decoder whose selection this one attends to: itself, or one below."""
+        """Return the decoder layer whose selection this layer uses: itself, or one below."""
         while layer > 1 and not self.computes(layer):
             layer -= 1
         return layer
 
     def computing(self, layers: int, mtp_layers: int = 0) -> int:
-        """Return how many layers select keys, of so many."""
+        """Return the number of layers that select keys."""
         decoder = sum(self.computes(layer) for layer in range(1, layers + 1))
         return decoder + sum(self.mtp_computes(layer) for layer in range(1, mtp_layers + 1))
 
     def words(self, layers: int) -> str:
-        """Say how many layers of the decoder select keys, and which: ``4 of 12 layers (1-3, 7)``."""
+        """Describe the decoder layers that select keys: ``4 of 12 layers (1-3, 7)``."""
         selecting = [layer for layer in range(1, layers + 1) if self.computes(layer)]
         return f"{len(selecting)} of {layers} layers ({', '.join(_runs(selecting))})"
 
     def problems(self, layers: int | None = None) -> Iterator[str]:
-        """Yield what is wrong with frequency, offset and pattern, each with its flag and a remedy.
+        """Yield problems of frequency, offset and pattern, each with its flag and a remedy.
 
         Args:
-            layers: of the decoder; None: not known here.
+            layers: number of decoder layers, ``None`` if unknown.
         """
         if self.frequency < 1:
             flag = f"--dsa-indexer-topk-freq {self.frequency}"
@@ -130,12 +133,12 @@ class Sharing:
             )
 
     def chunk_problem(self, chunks: Iterable[Sequence[int]]) -> str | None:
-        """Return why a pipeline's chunks cannot share, naming the layer; None if they can.
+        """Return the reason why a pipeline's chunks cannot share, naming the layer, or ``None``.
 
-        A selection stays in its chunk, so each one has to begin with a layer that computes.
+        A selection is not sent between chunks, so each chunk has to begin with a computing layer.
 
         Args:
-            chunks: for each chunk the numbers of its decoder layers, ascending.
+            chunks: ascending decoder layer numbers of each chunk.
         """
         for chunk in chunks:
             if chunk and not self.computes(chunk[0]):
@@ -148,25 +151,28 @@ class Sharing:
         return None
 
     def _near(self, layer: int) -> list[int]:
-        """Return the computing layers below and above a sharing one."""
+        """Return the nearest computing layers below and above a sharing one."""
         above = next((n for n in range(layer + 1, layer + 1 + 4 * self.frequency) if self.computes(n)), None)
         return [self.source(layer)] + ([] if above is None else [above])
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:
-    """Yield ascending numbers, in short where their steps are equal: ``1-3``, ``7, 11, ..., 75``."""
-    at = 0
-    while at < len(numbers):
-        last = at + 1
-        while last + 1 < len(numbers) and numbers[last + 1] - numbers[last] == numbers[at + 1] - numbers[at]:
+    """Yield ascending numbers, abbreviated if their steps are equal: ``1-3``, ``7, 11, ..., 75``."""
+    start = 0
+    while start < len(numbers):
+        last = start + 1
+        while (
+            last + 1 < len(numbers)
+            and numbers[last + 1] - numbers[last] == numbers[start + 1] - numbers[start]
+        ):
             last += 1
-        if last - at < 2:  # two numbers are no run
-            yield str(numbers[at])
-            at += 1
+        if last - start < 2:  # two numbers are no run
+            yield str(numbers[start])
+            start += 1
             continue
-        step = numbers[at + 1] - numbers[at]
+        step = numbers[start + 1] - numbers[start]
         if step == 1:
-            yield f"{numbers[at]}-{numbers[last]}"
+            yield f"{numbers[start]}-{numbers[last]}"
         else:
-            yield f"{numbers[at]}, {numbers[at + 1]}, {'..., ' * (last - at > 2)}{numbers[last]}"
-        at = last + 1
+            yield f"{numbers[start]}, {numbers[start + 1]}, {'..., ' * (last - start > 2)}{numbers[last]}"
+        start = last + 1

@@ -1,6 +1,6 @@
-"""The shared expert, run while other work is under way: its output, postponed, and its two halves.
+"""Postponed execution of the shared expert, so that it overlaps with other work.
 
-Megatron's steps hand the output on before it is needed, so something stands for it until it is computed.
+Megatron's steps pass its output on before it is needed, so a placeholder is passed until it is computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mindspeed_dsa.feature import Megatron
 
 
 class SharedOutput:
-    """Stands for the output until it is computed, in the steps that only pass it on.
+    """Placeholder for the shared expert's output, in steps that only pass it on.
 
     Args:
-        compute: runs the shared expert.
+        compute: function that runs the shared expert.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -32,19 +32,19 @@ class SharedOutput:
 
     @property
     def tensor(self) -> Tensor:
-        """Output, once it is computed: before the last of Megatron's steps, which adds it."""
+        """The output. :meth:`compute` must run before the last of Megatron's steps, which adds it."""
         assert self._output is not None
         return self._output
 
     def __radd__(self, routed: Tensor) -> Tensor:
-        """Add it to the routed experts' output, as the last of Megatron's steps does."""
+        """Add the output to the routed experts' output, as the last of Megatron's steps does."""
         return routed + self.tensor
 
 
 def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
-    """Call ``between`` when the shared expert of a ``MoELayer`` reaches fc2; until the result is closed.
+    """Call ``between`` when the shared expert of a ``MoELayer`` reaches fc2, until the result is closed.
 
-    One that is recomputed stays in one piece: its forward runs twice, and what is between must not.
+    Does nothing if the shared expert is recomputed: its forward runs twice, and ``between`` must run once.
     """
     stack = contextlib.ExitStack()
     fc2 = getattr(layer.shared_experts, "linear_fc2", None)
@@ -54,7 +54,7 @@ def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.E
 
 
 def shared_expert_of(layer: Any, megatron: Megatron) -> Callable[[Tensor], Tensor]:
-    """Return a ``MoELayer``'s shared expert, which backward recomputes where Megatron does."""
+    """Return a ``MoELayer``'s shared expert, checkpointed if Megatron recomputes it."""
     if not is_recomputed(layer):
         compute: Callable[[Tensor], Tensor] = layer.shared_experts
         return compute

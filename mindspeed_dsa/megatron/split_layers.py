@@ -1,7 +1,7 @@
-"""Transformer layers whose forward a schedule splits into pieces, for features that work in that forward.
+"""Hooks for features inside a transformer layer whose forward a schedule runs in pieces.
 
-Such a feature decorates ``TransformerLayer.forward``, which a schedule that takes layers apart does not call.
-For each layer that it works in it says here what it does around a forward, and the schedule does it.
+A feature that decorates ``TransformerLayer.forward`` is not called by a schedule that runs layers in pieces.
+For each such layer the feature registers its work around a forward here, and the schedule calls it.
 """
 
 from __future__ import annotations
@@ -16,71 +16,71 @@ from torch import Tensor
 
 
 class Pass:
-    """Forward of a layer in pieces, as one feature follows it."""
+    """Work of one feature around a forward of a layer in pieces."""
 
     def piece(self) -> contextlib.AbstractContextManager[None]:
-        """Surround a piece."""
+        """Return a context around a piece."""
         return contextlib.nullcontext()
 
     def ends(self, output: Tensor) -> None:
-        """Take the layer's output, ``[sequence, batch, hidden]``, from which its backward begins."""
+        """Receive the layer's output ``[sequence, batch, hidden]``, from which its backward begins."""
 
 
 Begin = Callable[[Any, Tensor, Sequence[Any]], Pass]
-"""Gets a layer, its input and whatever else it is given: masks, rotary angles."""
+"""Function of a layer, its input and its further arguments (masks, rotary angles)."""
 _begins: WeakKeyDictionary[Any, list[Begin]] = WeakKeyDictionary()
 
 
 def follow(layer: Any, begin: Begin) -> None:
-    """Have ``begin`` called for each forward of this layer in pieces; it must not refer to the layer."""
+    """Call ``begin`` for each forward of this layer in pieces. It must not refer to the layer."""
     _begins.setdefault(layer, []).append(begin)
 
 
 class Passes(Pass):
-    """Forward of a layer in pieces, as all features follow it."""
+    """Work of all features around a forward of a layer in pieces."""
 
     def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
         self._passes = [begin(layer, hidden, others) for begin in _begins.get(layer, ())]
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """Surround a piece."""
+        """Enter the contexts of all features around a piece."""
         with contextlib.ExitStack() as stack:
-            for each in self._passes:
-                stack.enter_context(each.piece())
+            for feature_pass in self._passes:
+                stack.enter_context(feature_pass.piece())
             yield
 
     def ends(self, output: Tensor) -> None:
-        """Give the layer's output to all features."""
-        for each in self._passes:
-            each.ends(output)
+        """Pass the layer's output to all features."""
+        for feature_pass in self._passes:
+            feature_pass.ends(output)
 
 
 def transformer_layer(layer: Any) -> Any:
-    """Return the layer itself, or the one in a layer of multi-token prediction."""
+    """Return the layer itself, or the transformer layer inside a multi-token prediction layer."""
     for name in ("transformer_layer", "mtp_model_layer"):
         if hasattr(layer, name):
             return getattr(layer, name)
     return layer
 
 
-# -- what passes between the pieces of a MoE layer beside its rows ------------------------------------
+# -- tensors that pass between the pieces of a MoE layer in addition to its tokens --------------------
 
 Cut = Callable[[Tensor], Tensor]
-"""Ends a tensor's graph at the border of a piece, and returns what stands for it behind that."""
+"""Function that detaches a tensor at a piece's border, and returns the leaf tensor for the next piece."""
 
 
 class Companion:
-    """State of one forward that a feature carries through a dispatcher's steps, tensors included."""
+    """Feature state of one forward that a dispatcher carries through its steps, tensors included."""
 
     def leave_router(self, cut: Cut) -> None:
-        """Cut what the experts' piece reads; the dispatch is on its way."""
+        """Cut tensors that the experts' piece reads. Called while the dispatch is in flight."""
 
     def enter_experts(self) -> None:
-        """Stand before all that the experts' piece computes, and in its backward behind it."""
+        """Add autograd nodes before the experts' piece; their backward runs after the piece's."""
 
     def leave_experts(self, cut: Cut) -> None:
-        """Cut what is read behind the combine, which is on its way."""
+        """Cut tensors that are read after the combine. Called while the combine is in flight."""
 
 
 _COMPANION = "_mindspeed_dsa_companion"
@@ -88,12 +88,12 @@ _in_pieces: ContextVar[bool] = ContextVar("layer in pieces", default=False)
 
 
 def accompany(dispatcher: Any, companion: Companion | None) -> None:
-    """Have a dispatcher, which serves one forward at a time, carry a companion through its steps, or none."""
+    """Attach a companion, or none, to a dispatcher, which serves one forward at a time."""
     setattr(dispatcher, _COMPANION, companion)
 
 
 def companion_of(dispatcher: Any) -> Companion | None:
-    """Return what a dispatcher carries."""
+    """Return a dispatcher's companion, or ``None``."""
     companion: Companion | None = getattr(dispatcher, _COMPANION, None)
     return companion
 
@@ -105,7 +105,7 @@ def in_pieces() -> bool:
 
 @contextlib.contextmanager
 def running_in_pieces() -> Iterator[None]:
-    """Surround the piece before the experts."""
+    """Mark the block as the piece before the experts."""
     token = _in_pieces.set(True)
     try:
         yield

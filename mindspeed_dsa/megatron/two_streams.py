@@ -1,6 +1,6 @@
-"""Settings of ``--two-streams``, for every kind of feature that has work for a second stream.
+"""Settings of ``--two-streams``, for all features that run work on a second stream.
 
-Imports neither torch nor Megatron, as declarations read it.
+Imports neither torch nor Megatron, because declarations import it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from typing import Any
 
 FLAG = "--two-streams"
 LEAST_TOKENS = {"cuda": 8192}
-"""By platform the tokens of a rank's microbatch below which waits cost more than they hide.
+"""Smallest number of tokens in a rank's microbatch, per platform, for which a second stream pays off.
 
-On CUDA as ``benchmarks gpu`` measured on an H100; elsewhere nobody did, and no microbatch is too small.
+The CUDA value was measured with ``benchmarks gpu`` on an H100. Other platforms were not measured and have no
+minimum.
 """
 _SHARED_ELSEWHERE = ("moe_alltoall_overlap_comm", "moe_batch_overlap")
-"""Switches of features that run the shared expert under transfers, on the first stream."""
+"""Flags of features that run the shared expert during transfers, on the first stream."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Choice of what runs on a second stream.
+    """Choice of work for a second stream.
 
     Attributes:
-        second: whether there is one.
-        least_tokens: smaller microbatches stay on the first; None: those below the platform's own number.
-        pairs: a schedule runs layers in parts, which has work of its own for the second stream.
-        shared_elsewhere: flag of the feature that runs the shared expert under transfers; empty: none does.
+        second: whether a second stream is used.
+        least_tokens: smallest microbatch, in tokens, for the second stream; ``None`` means the platform's
+            default.
+        pairs: whether a schedule that runs layers in pieces uses the second stream itself.
+        shared_elsewhere: flag of the feature that runs the shared expert during transfers, or empty.
     """
 
     second: bool = False
@@ -36,7 +38,7 @@ class Streams:
 
     @classmethod
     def of(cls, settings: Any) -> Streams:
-        """Read them from resolved settings."""
+        """Build from resolved settings."""
         elsewhere = [name for name in _SHARED_ELSEWHERE if getattr(settings, name, False)]
         return cls(
             second=bool(getattr(settings, "two_streams", False)),

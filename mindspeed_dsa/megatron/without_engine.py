@@ -1,6 +1,6 @@
-"""Patches without which Megatron's own modules fail where Transformer Engine is missing.
+"""Patches for Megatron modules that fail if Transformer Engine is missing.
 
-Several features have such modules, each for other jobs. Imports neither torch nor Megatron.
+Several features use these modules in different jobs. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
