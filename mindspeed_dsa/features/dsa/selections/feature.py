@@ -1,4 +1,4 @@
-"""Selections of keys: shared by layers on every release of Megatron-core, recorded, and attended to again."""
+"""Features for selections of keys: sharing between layers on every release, recording, and replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALL = ">=0.12.1,<0.21"
 
 
 def check_sharing(args: Any, options: Parts) -> Iterator[str]:
-    """Yield why the chunks of a pipeline cannot share; ``dsa-model`` checks which layers do."""
+    """Yield problems of pipeline chunks with sharing. ``dsa-model`` checks the layers themselves."""
     yield from check_chunks(args)
 
 
@@ -115,7 +115,7 @@ SHARED_SELECTIONS = Feature(
             "gradient where its input wants none",
             params=("function", "distribute_saved_activations"),
             versions=_ALL,
-            priority=200,  # outside whoever recomputes instead of Megatron
+            priority=200,  # outside wrappers that replace Megatron's recomputation
         ),
         Patch(
             "megatron.core.extensions.transformer_engine:te_checkpoint",
@@ -133,20 +133,20 @@ SHARED_SELECTIONS = Feature(
 
 RECORD, REPLAY = "--dsa-record-selections", "--dsa-replay-selections"
 BATCH = "batch"
-"""In place of a folder: selections come with each batch."""
+"""Value of the flag in place of a folder: selections are passed with each batch."""
 REFUSE, SELECT = "refuse", "select"
 
 
 class NoNumbers(argparse.ArgumentTypeError, ValueError):
-    """Text that is no list of numbers; argparse prints what it says."""
+    """Text that is not a list of numbers. argparse prints the message."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Ranges of numbers, as ``1-10,20,100-:50`` writes them.
+    """Set of numbers in ranges, written as in ``1-10,20,100-:50``.
 
     Attributes:
-        ranges: first, last (None: without end) and step of each.
+        ranges: tuples of first number, last number (None: unbounded) and step.
     """
 
     ranges: tuple[tuple[int, int | None, int], ...]
@@ -156,7 +156,7 @@ class Numbers:
         """Parse a flag's value.
 
         Raises:
-            NoNumbers: it is no list of numbers and ranges.
+            NoNumbers: the text is not a list of numbers and ranges.
         """
         ranges = []
         for part in text.split(","):
@@ -180,17 +180,17 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Requested options.
 
     Attributes:
-        record: folder for what is recorded; None: nothing is.
-        steps: that are recorded; None: all.
-        layers: likewise.
-        rows: likewise, by their position in the sequence.
-        mass: also record each key's share of the attention.
-        replay: folder of the selections to attend to; None: they come with each batch, or none do.
-        with_batch: selections come with each batch.
-        missing: what to do with a row that has no selection, :data:`REFUSE` or :data:`SELECT`.
+        record: folder to record into; None: no recording.
+        steps: steps to record; None: all.
+        layers: layers to record; None: all.
+        rows: positions in the sequence to record; None: all.
+        mass: whether to record each key's attention probability.
+        replay: folder of selections to replay; None: they are passed with each batch, or there is no replay.
+        with_batch: whether selections are passed with each batch.
+        missing: action for a row without selection, :data:`REFUSE` or :data:`SELECT`.
     """
 
     record: Path | None = None
@@ -207,12 +207,12 @@ class Options:
         """Build from resolved settings.
 
         Raises:
-            SettingsError: a flag belongs to another one that is not set.
+            SettingsError: a flag is set that requires another one.
         """
         record, replay = settings.dsa_record_selections, settings.dsa_replay_selections
         parts = ("steps", "layers", "rows", "mass")
-        chosen = {part: getattr(settings, f"dsa_record_selections_{part}") for part in parts}
-        for part, value in chosen.items():
+        limits = {part: getattr(settings, f"dsa_record_selections_{part}") for part in parts}
+        for part, value in limits.items():
             if value not in (None, False) and record is None:
                 raise SettingsError(
                     f"{RECORD}-{part} records nothing without {RECORD}; name a folder with that"
@@ -224,7 +224,7 @@ class Options:
             )
         return cls(
             record=None if record is None else Path(record),
-            **chosen,
+            **limits,
             replay=None if replay in (None, BATCH) else Path(replay),
             with_batch=replay == BATCH,
             missing=settings.dsa_replay_missing or REFUSE,
@@ -232,15 +232,15 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether one of the flags is set, even one that does nothing alone, which is refused."""
+    """Return whether one of the flags is set, even if it requires another one (refused later)."""
     return any(getattr(settings, flag.dest) not in (None, False) for flag in _FLAGS)
 
 
 def header_of(args: Any) -> Header:
-    """Return what a recording of a model is of.
+    """Return the recording header of a model.
 
     Args:
-        args: of the job, or the model's configuration.
+        args: arguments of the job, or the model's configuration.
     """
     layers, mtp_layers = argument(args, "num_layers") or 0, argument(args, "mtp_num_layers") or 0
     sharing = Sharing.of(args)
@@ -250,10 +250,10 @@ def header_of(args: Any) -> Header:
 
 
 def check_selections(args: Any, options: Any) -> Iterator[str]:
-    """Yield why a job cannot record or replay selections."""
-    chosen, parts = Options.of(args), Parts.of(args)
+    """Yield reasons why a job cannot record or replay selections."""
+    asked, parts = Options.of(args), Parts.of(args)
     flags = " and ".join(
-        flag for flag, on in ((RECORD, chosen.record), (REPLAY, chosen.replay or chosen.with_batch)) if on
+        flag for flag, on in ((RECORD, asked.record), (REPLAY, asked.replay or asked.with_batch)) if on
     )
     if not uses_dsa(args):
         yield (
@@ -283,28 +283,28 @@ def check_selections(args: Any, options: Any) -> Iterator[str]:
             f"{flags}: a CUDA graph attends to the keys of the step that it was captured in; omit the "
             "graphs, or the flag"
         )
-    if chosen.mass and platforms.current().name == "npu":
+    if asked.mass and platforms.current().name == "npu":
         yield (
             f"{RECORD}-mass: Ascend's operators are called run by run and return no probabilities; record on "
             "a GPU or CPU, or omit the flag"
         )
-    for flag, folder in ((RECORD, chosen.record), (REPLAY, chosen.replay)):
+    for flag, folder in ((RECORD, asked.record), (REPLAY, asked.replay)):
         if folder is not None and folder.is_file():
             yield f"{flag} {folder} is a file; name a folder"
-    held = None if chosen.record is None else header_in(chosen.record)
+    held = None if asked.record is None else header_in(asked.record)
     if held is not None and (differences := list(held.problems(header_of(args)))):
         yield (
-            f"{RECORD} {chosen.record} has selections of another model: {'; '.join(differences)}; record "
+            f"{RECORD} {asked.record} has selections of another model: {'; '.join(differences)}; record "
             "into another folder"
         )
-    if chosen.replay is None or chosen.replay.is_file():
+    if asked.replay is None or asked.replay.is_file():
         return
-    if chosen.record is not None and chosen.record.resolve() == chosen.replay.resolve():
-        yield f"{RECORD} and {REPLAY} name one folder, {chosen.replay}; record into another one"
+    if asked.record is not None and asked.record.resolve() == asked.replay.resolve():
+        yield f"{RECORD} and {REPLAY} name one folder, {asked.replay}; record into another one"
     try:
-        differences = list(Recording.open(chosen.replay).header.problems(header_of(args)))
+        differences = list(Recording.open(asked.replay).header.problems(header_of(args)))
         if differences:
-            yield f"{REPLAY} {chosen.replay} is of another model: {'; '.join(differences)}"
+            yield f"{REPLAY} {asked.replay} is of another model: {'; '.join(differences)}"
     except RunError as error:
         yield f"{REPLAY}: {error}"
 

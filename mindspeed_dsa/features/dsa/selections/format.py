@@ -1,20 +1,19 @@
-"""Recorded selections of a run: which keys each row of each layer attended to, one file for each rank.
+"""File format of recorded selections: the keys that each row of each layer attended to, one file per rank.
 
-A file ``rank00003.selections`` begins with eight bytes that name the format and a header in JSON, and goes on
-with records, each of which has its length and a checksum before it:
+A file ``rank00003.selections`` starts with eight magic bytes and a JSON header. Records follow, each with its
+length and a checksum in front.
 
-* a record is of one sequence of one step, in one layer: the number of the step, from 1; of the sequence among
-  those of the step's global batch, from 0; and of the layer, from 1, those of multi-token prediction behind
-  the decoder's;
-* its rows are runs of neighbours: the position at which their document begins, that of the first row, and how
-  many there are. Positions of rows count from the first row of the sequence, or pack;
-* their keys count from the begin of the document, see :mod:`.rows`; behind them lie the lower 16 bits of
-  each row's token, where the rank knows them, by which other data are noticed; and maybe, for each key in
-  ascending order, the share of the row's attention that it got, a mean over heads, as fp16.
+* A record belongs to one sequence of one step, in one layer. The step counts from 1, the sequence from 0 in
+  the step's global batch, the layer from 1 with multi-token prediction layers after the decoder's.
+* Its rows are runs of contiguous positions: start of their document, position of the first row, number of
+  rows. Positions count from the first token of the sequence or pack.
+* Its keys are relative to the document's start; see :mod:`.rows`. The lower 16 bits of each row's token
+  follow if the rank knows them, to detect other data. Attention probabilities of the keys can follow, in the
+  order of ascending keys, averaged over heads, as fp16.
 
-A rank that is killed leaves half a record at the end at most, which readers pass over and the next writer
-cuts off. A job that goes on cuts off what it does again, of all ranks that there were (:func:`cut_off`). Of
-several files that say something of a row, and several records of one file, the last one counts.
+A killed rank leaves at most half a record at the end, which readers skip and the next writer truncates. A
+resumed job truncates the records that it will write again, of all earlier ranks (:func:`cut_off`). If several
+files or records have the same row, the last one counts.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _PREFIX = struct.Struct("<II")
 _RECORD = struct.Struct("<IIIII?")
 """Step, sequence, layer, number of runs, length of the keys' bytes, and whether tokens follow them."""
 _TOKEN = 0xFFFF
-"""Bits of a token that are kept: enough to notice other data."""
+"""Mask of the token bits that are kept: enough to detect other data."""
 
 
 class Run(NamedTuple):
-    """Neighbours among the rows of a sequence.
+    """Contiguous rows of a sequence.
 
     Attributes:
-        document: position at which their document begins.
+        document: position of the first token of their document.
         first: position of the first row, in the sequence.
         rows: number of rows.
     """
@@ -63,9 +62,9 @@ class Key(NamedTuple):
     """Place of a selection in a run.
 
     Attributes:
-        step: from 1.
-        sequence: of the step's global batch, from 0.
-        layer: from 1; layers of multi-token prediction follow the decoder's.
+        step: number of the step, from 1.
+        sequence: index in the step's global batch, from 0.
+        layer: number of the layer, from 1; multi-token prediction layers follow the decoder's.
     """
 
     step: int
@@ -75,13 +74,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Model that a recording is of.
+    """Model of a recording.
 
     Attributes:
-        topk: keys of a row, at most.
-        layers: of the decoder.
-        mtp_layers: of multi-token prediction.
-        computing: numbers of the layers that select keys, ascending, in the order in which arrays have them.
+        topk: largest number of keys per row.
+        layers: number of decoder layers.
+        mtp_layers: number of multi-token prediction layers.
+        computing: numbers of the layers that select keys, ascending; the layer order of arrays.
     """
 
     topk: int
@@ -90,7 +89,7 @@ class Header:
     computing: tuple[int, ...]
 
     def problems(self, other: Header) -> Iterator[str]:
-        """Yield in which ways a model, the other one, is not that of the recording."""
+        """Yield differences between the recording's model and another one."""
         for name in ("topk", "layers", "mtp_layers"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -99,14 +98,15 @@ class Header:
             yield f"layers {list(self.computing)} select keys in it, and {list(other.computing)} in the model"
 
     def to_bytes(self) -> bytes:
-        """Return the begin of a file."""
+        """Return the first bytes of a file: magic and header."""
         text = json.dumps(asdict(self)).encode()
         return _MAGIC + _framed(text)
 
 
 def positions_of(runs: Sequence[Run]) -> tuple[Ints, Ints]:
-    """Return the position of each row in its sequence, and that at which its document begins."""
+    """Return each row's position in its sequence and the start of its document, ``[rows]`` int32 each."""
     documents, firsts, counts = np.array(runs, np.int32).reshape(-1, 3).T
+    # Offset of each row within its run: counts 2, 3 -> 0 1 0 1 2.
     within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
     return (np.repeat(firsts, counts) + within).astype(np.int32), np.repeat(documents, counts)
 
@@ -115,12 +115,12 @@ def positions_of(runs: Sequence[Run]) -> tuple[Ints, Ints]:
 
 
 class Writer:
-    """File of one rank's selections, to which records are appended.
+    """Writer that appends records to one rank's file.
 
     Args:
-        folder: the recording's folder; made if need be.
-        rank: of the process.
-        header: of the model.
+        folder: folder of the recording, created if missing.
+        rank: rank of the process.
+        header: header of the model.
 
     Raises:
         OSError: the folder cannot be written.
@@ -132,14 +132,14 @@ class Writer:
         self.path, begin = folder / f"{_PREFIX_OF_FILES}{rank:05d}{SUFFIX}", header.to_bytes()
         if self.path.exists():
             with self.path.open("rb") as file:
-                found = file.read(len(begin))
-            if not begin.startswith(found):
+                existing = file.read(len(begin))
+            if not begin.startswith(existing):
                 raise RunError(
                     f"{self.path} is of another model, or no recording; record into a folder of its own"
                 )
-            # Half a record, or half a header: a process that was killed at once leaves that.
-            os.truncate(self.path, _scan(self.path).end if found == begin else 0)
-        # Unbuffered: what was written is there when the process is killed.
+            # A process killed while writing leaves half a record or half a header.
+            os.truncate(self.path, _scan(self.path).end if existing == begin else 0)
+        # Unbuffered, so that nothing written is lost if the process is killed.
         self._file = self.path.open("ab", buffering=0)
         if self._file.tell() == 0:
             self._write(begin)
@@ -152,19 +152,19 @@ class Writer:
         mass: npt.NDArray[Any] | None = None,
         tokens: npt.NDArray[Any] | None = None,
     ) -> int:
-        """Append one record, and return its bytes.
+        """Append one record, and return its size in bytes.
 
         Args:
-            key: its place.
-            runs: its rows.
-            keys: ``[rows, width]``, counted from the begin of the row's document, -1 where there is none;
-                with a mass they are ascending, -1 at the tail.
-            mass: ``[rows, width]``, each key's share of the row's attention.
-            tokens: ``[rows]``, token of each row.
+            key: place of the record.
+            runs: runs of its rows.
+            keys: selected keys ``[rows, width]``, relative to the document's start, -1 for no key. Ascending
+                with -1 at the tail if there is a mass.
+            mass: attention probability of each key, ``[rows, width]``.
+            tokens: token of each row, ``[rows]``.
 
         Raises:
-            WrongRows: a row lists what it does not see, or a key twice.
-            OSError: the disk is full, or gone; the file ends with the record before.
+            WrongRows: a row lists an invisible key, or a key twice.
+            OSError: the disk is full or gone. The file then ends with the previous record.
         """
         positions, documents = positions_of(runs)
         blob = encode(keys, positions - documents + 1)
@@ -190,16 +190,16 @@ class Writer:
 
 
 def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
-    """Cut off what an earlier job recorded from a step on, which this one does again in whatever layout.
+    """Truncate records of an earlier job from a step on, which this job will write again in any layout.
 
-    Every rank calls it before it writes. It cuts its own file and, of an earlier job with more ranks, those
-    whose numbers are a multiple of the number of ranks above its own.
+    Every rank calls it before it writes. It truncates its own file. If the earlier job had more ranks, it
+    also truncates the files of ranks that equal its own modulo the number of ranks.
 
     Args:
-        folder: of the recording; need not be there.
-        rank: of the process.
+        folder: folder of the recording, which may be missing.
+        rank: rank of the process.
         ranks: number of processes.
-        first_step: of the job.
+        first_step: first step of the job.
 
     Raises:
         OSError: a file cannot be written.
@@ -208,12 +208,13 @@ def cut_off(folder: Path, rank: int, ranks: int, first_step: int) -> None:
         of_file = _rank_of(path)
         if of_file is not None and of_file % ranks == rank and header_of_file(path) is not None:
             entries, end = _scan(path)
+            # Records are in the order of steps: everything from the first repeated step on goes.
             again = (entry.offset for entry in entries if entry.key.step >= first_step)
             os.truncate(path, next(again, end))
 
 
 def free_rank(folder: Path) -> int:
-    """Return the least number above those of all ranks that have a file."""
+    """Return the number after the highest rank that has a file."""
     ranks = (_rank_of(path) for path in folder.glob(f"*{SUFFIX}"))
     return max((rank for rank in ranks if rank is not None), default=-1) + 1
 
@@ -227,7 +228,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def _unframed(data: bytes) -> bytes:
-    """Return what :func:`_framed` was given; raises ValueError for other bytes."""
+    """Return the body of a frame made by :func:`_framed`. Raises ValueError for other bytes."""
     length, checksum = _PREFIX.unpack_from(data)
     body = data[_PREFIX.size :]
     if len(body) != length or zlib.crc32(body) != checksum:
@@ -239,7 +240,7 @@ def _unframed(data: bytes) -> bytes:
 
 
 class _Entry(NamedTuple):
-    """Record of a file: its place in the run and in the file."""
+    """Record in a file: its place in the run, and its byte range."""
 
     key: Key
     runs: tuple[Run, ...]
@@ -248,30 +249,31 @@ class _Entry(NamedTuple):
 
 
 class _Scanned(NamedTuple):
-    """Whole records of a file, and where they end."""
+    """Complete records of a file, and the offset of their end."""
 
     entries: list[_Entry]
     end: int
 
 
 def _scan(path: Path) -> _Scanned:
-    """Read which records a file has behind its header."""
+    """List the records of a file without reading their contents."""
     entries = []
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(len(_MAGIC))
-        at = len(_MAGIC) + _PREFIX.size + _PREFIX.unpack(file.read(_PREFIX.size))[0]
-        while at + _PREFIX.size + _RECORD.size <= size:
-            file.seek(at)
+        offset = len(_MAGIC) + _PREFIX.size + _PREFIX.unpack(file.read(_PREFIX.size))[0]
+        while offset + _PREFIX.size + _RECORD.size <= size:
+            file.seek(offset)
             length, _ = _PREFIX.unpack(file.read(_PREFIX.size))
-            end = at + _PREFIX.size + length
+            end = offset + _PREFIX.size + length
             step, sequence, layer, runs, *_ = _RECORD.unpack(file.read(_RECORD.size))
+            # A killed process leaves half a record at the end. 12 bytes per run: three uint32.
             if end > size or _RECORD.size + 12 * runs > length:
                 break
             flat = np.frombuffer(file.read(12 * runs), "<u4").reshape(-1, 3).tolist()
-            entries.append(_Entry(Key(step, sequence, layer), tuple(Run(*each) for each in flat), at, end))
-            at = end
-    return _Scanned(entries, at)
+            entries.append(_Entry(Key(step, sequence, layer), tuple(Run(*run) for run in flat), offset, end))
+            offset = end
+    return _Scanned(entries, offset)
 
 
 @dataclass(frozen=True)
@@ -279,11 +281,11 @@ class Rows:
     """Recorded rows of one sequence in one layer.
 
     Attributes:
-        positions: ``[rows]``, of each row in the sequence.
-        documents: ``[rows]``, where the row's document begins.
-        keys: ``[rows, topk]`` int32, counted from there, ascending, -1 at the tail.
-        mass: ``[rows, topk]`` fp32, each key's share of the row's attention; None if it was not recorded.
-        tokens: ``[rows]``, the lower 16 bits of each row's token; None if the rank did not know them.
+        positions: position of each row in the sequence, ``[rows]``.
+        documents: start of each row's document, ``[rows]``.
+        keys: selected keys ``[rows, topk]`` int32, relative to the document, ascending, -1 at the tail.
+        mass: attention probability of each key ``[rows, topk]`` fp32; None if not recorded.
+        tokens: lower 16 bits of each row's token, ``[rows]``; None if the rank did not know them.
     """
 
     positions: Ints
@@ -295,12 +297,12 @@ class Rows:
 
 @dataclass
 class Recording:
-    """A folder of recorded selections.
+    """Folder of recorded selections.
 
     Attributes:
-        folder: path of it.
-        header: of the model.
-        problems: sentences, one for each file or part of one that could not be read.
+        folder: path of the folder.
+        header: header of the model.
+        problems: messages about files or parts of files that could not be read.
     """
 
     folder: Path
@@ -310,10 +312,10 @@ class Recording:
 
     @classmethod
     def open(cls, folder: Path) -> Recording:
-        """Read which records there are.
+        """Open a folder, and index its records.
 
         Raises:
-            RunError: there is no recording, or those of several models.
+            RunError: the folder has no recording, or recordings of several models.
         """
         files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
         if not files:
@@ -321,15 +323,15 @@ class Recording:
                 f"{folder} holds no recorded selections; name the folder that was given to "
                 "--dsa-record-selections"
             )
-        found: Recording | None = None
+        recording: Recording | None = None
         problems = []
         for path in files:
             header = header_of_file(path)
             if header is None:
                 problems.append(f"{path.name} has no header of a recording")
                 continue
-            found = found or cls(folder, header)
-            differences = list(found.header.problems(header))
+            recording = recording or cls(folder, header)
+            differences = list(recording.header.problems(header))
             if differences:
                 raise RunError(
                     f"{folder} holds selections of several models: in {path.name} {'; '.join(differences)}; "
@@ -337,24 +339,24 @@ class Recording:
                 )
             entries, end = _scan(path)
             for entry in entries:
-                found._index.setdefault(entry.key, []).append((path, entry))
+                recording._index.setdefault(entry.key, []).append((path, entry))
             if path.stat().st_size != end:
                 problems.append(f"{path.name} ends with half a record, which is passed over")
-        if found is None:
+        if recording is None:
             raise RunError(f"{folder} holds no recording that can be read: {'; '.join(problems)}")
-        found.problems = problems
-        return found
+        recording.problems = problems
+        return recording
 
     def places(self) -> list[Key]:
-        """Return the places of all records, in order."""
+        """Return the places of all records, sorted."""
         return sorted(self._index)
 
     def count(self, key: Key) -> int:
-        """Return how many rows were recorded at a place, those recorded twice counted twice."""
+        """Return the number of rows recorded at a place. Rows recorded twice count twice."""
         return sum(run.rows for _, entry in self._index.get(key, ()) for run in entry.runs)
 
     def rows(self, key: Key) -> Rows | None:
-        """Return what was recorded at a place; None if nothing was.
+        """Return the rows recorded at a place, or None.
 
         Raises:
             RunError: a record is damaged.
@@ -363,29 +365,29 @@ class Recording:
         if len(parts) < 2:
             return parts[0] if parts else None
         positions = np.concatenate([part.positions for part in parts])
-        # The last one that says something of a row counts.
+        # np.unique returns first occurrences: reversed, the last record of each row.
         _, last = np.unique(positions[::-1], return_index=True)
-        chosen = len(positions) - 1 - last
+        kept = len(positions) - 1 - last
 
         def joined(name: str) -> Any:
             arrays = [getattr(part, name) for part in parts]
-            return None if any(each is None for each in arrays) else np.concatenate(arrays)[chosen]
+            return None if any(array is None for array in arrays) else np.concatenate(arrays)[kept]
 
-        return Rows(positions[chosen], *map(joined, ("documents", "keys", "mass", "tokens")))
+        return Rows(positions[kept], *map(joined, ("documents", "keys", "mass", "tokens")))
 
     def _read(self, path: Path, entry: _Entry) -> Rows:
         try:
             with path.open("rb") as file:
                 file.seek(entry.offset)
                 body = _unframed(file.read(entry.end - entry.offset))
-            # The record's checksum holds for its runs, whose counts decide how much memory is asked for.
+            # The checksum also covers the runs, whose counts determine the size of arrays below.
             positions, documents = positions_of(entry.runs)
             *_, size, has_tokens = _RECORD.unpack_from(body)
-            at = _RECORD.size + 12 * len(entry.runs)
-            keys = decode(body[at : at + size], positions - documents + 1, self.header.topk)
-            at += size
-            tokens = np.frombuffer(body[at : at + 2 * len(keys)], "<u2") if has_tokens else None
-            shares = np.frombuffer(body[at + 2 * len(keys) * has_tokens :], "<f2")
+            offset = _RECORD.size + 12 * len(entry.runs)
+            keys = decode(body[offset : offset + size], positions - documents + 1, self.header.topk)
+            offset += size
+            tokens = np.frombuffer(body[offset : offset + 2 * len(keys)], "<u2") if has_tokens else None
+            shares = np.frombuffer(body[offset + 2 * len(keys) * has_tokens :], "<f2")
             mass = None
             if len(shares):
                 mass = np.zeros(keys.shape, np.float32)
@@ -399,15 +401,15 @@ class Recording:
         return Rows(positions, documents, keys, mass, tokens)
 
     def array(self, step: int, sequence: int) -> Ints:
-        """Return the selections of one sequence as engines hand them over.
+        """Return the selections of one sequence, in the format of inference engines.
 
         Returns:
-            ``[tokens, computing layers, topk]`` int32, counted from the begin of the token's document,
-            ascending, -1 at the tail and in rows that were not recorded. Tokens go up to the last one that
-            was.
+            Selected keys ``[tokens, computing layers, topk]`` int32, relative to the token's document,
+            ascending, -1 at the tail and in rows without a record. ``tokens`` ends with the last recorded
+            one.
 
         Raises:
-            RunError: nothing was recorded there, or a record is damaged.
+            RunError: the sequence has no record, or a record is damaged.
         """
         layers = [self.rows(Key(step, sequence, layer)) for layer in self.header.computing]
         tokens = max(
@@ -423,13 +425,13 @@ class Recording:
 
 
 def header_in(folder: Path) -> Header | None:
-    """Return the model that a folder has selections of; None if it has none that can be read."""
+    """Return the model of the selections in a folder; None if no file is readable."""
     headers = map(header_of_file, sorted(folder.glob(f"*{SUFFIX}")))
     return next((header for header in headers if header is not None), None)
 
 
 def header_of_file(path: Path) -> Header | None:
-    """Return the header of a file; None if it has none that can be read."""
+    """Return the header of a file; None if it is not readable."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:

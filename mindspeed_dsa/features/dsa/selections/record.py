@@ -1,6 +1,6 @@
-"""Selections of a job's steps: what its microbatches replay, and what they leave for the disk.
+"""Follow a job's steps to record selections, and to set the selections that microbatches replay.
 
-A layer's selection is copied to the host and written by a thread beside training.
+Selections are copied to the host and written by a background thread.
 """
 
 from __future__ import annotations
@@ -41,27 +41,25 @@ from mindspeed_dsa.schedule.events import Event, Kind
 _Function = Callable[..., Any]
 
 _MOST_BYTES = 256 << 20
-"""Bytes that may wait for the thread; the layer waits for it beyond."""
+"""Bytes that may be queued for the thread. Beyond it, the layer waits."""
 EXIT_STATUS = 74
-"""Status of a process whose recording is not whole, ``EX_IOERR`` of sysexits.h."""
+"""Exit status of a process with an incomplete recording, ``EX_IOERR`` of sysexits.h."""
 
 
-# -- the thread that writes ----------------------------------------------------------------------
+# -- background writer ---------------------------------------------------------------------------
 
 
 def exit_status() -> int | None:
-    """Return the status of a process whose recording is not whole; None: the one that the job ends with.
-
-    torchrun that has restarts left starts all ranks again when one ends with another status than 0, after the
-    last step too: the job would train once more.
-    """
+    """Return the exit status of a process with an incomplete recording; None: keep the job's own status."""
+    # torchrun with restarts left would restart all ranks after another status than 0, even when the job is
+    # already done, and train again.
     most, done = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return None if int(most) > int(done) else EXIT_STATUS
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Selection of one layer, and where it belongs."""
+    """Selection of one layer, queued for writing."""
 
     key: Key
     batch: int
@@ -74,24 +72,24 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it keeps."""
+        """Host memory of its tensors, in bytes."""
         kept = (*self.chosen.topk_indices, self.mass, self.tokens)
-        return sum(0 if each is None else each.nbytes for each in kept)
+        return sum(0 if tensor is None else tensor.nbytes for tensor in kept)
 
 
 class Recorder:
-    """Recording of one rank.
+    """Recorder of one rank.
 
     Args:
-        options: of the feature.
-        header: of the model.
-        rank: of the process, whose file it is.
-        log: of the feature.
+        options: options of the feature.
+        header: header of the model.
+        rank: rank of the process, which names its file.
+        log: log of the feature.
 
     Attributes:
-        failed: why it has stopped; empty while it has not.
-        records: number of records that were written.
-        nbytes: bytes of these.
+        failed: error message after which recording stopped; empty while it works.
+        records: number of records written.
+        nbytes: bytes of the records written.
     """
 
     def __init__(self, options: Options, header: Header, rank: int, log: Log) -> None:
@@ -106,11 +104,11 @@ class Recorder:
         self.failed, self.records, self.nbytes = "", 0, 0
 
     def begin(self, ranks: int, step: int) -> None:
-        """Cut off what an earlier job recorded in the folder and this one does again.
+        """Truncate records of an earlier job in the folder from this job's first step on.
 
         Args:
-            ranks: of the job, each of which calls it.
-            step: the first one of the job.
+            ranks: number of ranks of the job. All ranks must call this.
+            step: first step of the job.
         """
         try:
             cut_off(self._folder, self._rank, ranks, step)
@@ -119,13 +117,13 @@ class Recorder:
             atexit.register(self.finish)
 
     def take(self, key: Key, rows: LayerRows, chosen: Chosen, mass: Tensor | None = None) -> None:
-        """Take the selection of a layer's rows.
+        """Queue the selection of a layer's rows.
 
         Args:
             key: place of the microbatch's first sequence.
-            rows: of the layer.
-            chosen: the keys, as of :meth:`.SelectionSource.took`.
-            mass: ``[batch, rows, topk]`` fp32, each key's share of its row's attention, if it is wanted.
+            rows: rows of the layer.
+            chosen: selected keys; see :meth:`.SelectionSource.took`.
+            mass: attention probability of each key ``[batch, rows, topk]`` fp32, or None.
         """
         layers = self._options.layers
         if self.failed or (layers is not None and key.layer not in layers):
@@ -140,7 +138,7 @@ class Recorder:
         def copied(tensor: Tensor | None) -> Tensor | None:
             nonlocal arrived
             if tensor is None or tensor.device.type == "cpu":
-                # Tokens are the job's, which may read the next batch into the same memory.
+                # Token tensors belong to the job, which may load the next batch into the same memory.
                 return tensor.clone() if tensor is not None and tensor is rows.tokens else tensor
             on_host = platforms.current().empty_pinned(tensor.shape, tensor.dtype)
             arrived = platforms.current().copy_async(on_host, tensor.detach())
@@ -150,29 +148,30 @@ class Recorder:
         width, runs = min(rows.topk, rows.keys), rows.find_runs()
         piece = _Piece(key, rows.batch, width, runs, kept, copied(mass), copied(rows.tokens), arrived)
         with self._changed:
+            # An empty queue takes a piece of any size, as it could never fit otherwise.
             self._changed.wait_for(lambda: not self._waiting or self._bytes + piece.nbytes <= _MOST_BYTES)
             self._waiting.append(piece)
             self._bytes += piece.nbytes
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until everything taken so far is written."""
+        """Wait until all queued selections are written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
 
     def finish(self) -> None:
-        """Write what is left, and end a process whose recording is not whole with :func:`exit_status`."""
+        """Write queued selections, and end the process with :func:`exit_status` if some are missing."""
         self.close()
         if self.failed and exit_status() is not None:
-            # Whoever registered later has run; who registered earlier, logging among them, is given its turn
-            # here.
+            # Exit handlers registered after this one have run. os._exit skips the earlier ones: flush
+            # logging and streams here.
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write queued selections, and close the file."""
         if self._thread is None:
             return
         with self._changed:
@@ -194,7 +193,7 @@ class Recorder:
             try:
                 if not self.failed:
                     self._write(piece)
-            except Exception as error:  # whatever it is, training must not wait for a thread that has ended
+            except Exception as error:  # any error: training must never wait for a dead thread
                 self._stop(f"step {piece.key.step}, layer {piece.key.layer}", error)
             finally:
                 with self._changed:
@@ -218,16 +217,16 @@ class Recorder:
         if self._writer is None:
             self._writer = Writer(self._folder, self._rank, self._header)
         for sequence in range(piece.batch):
-            runs, at, keys = self._rows(piece, sequence)
+            runs, local_rows, keys = self._rows(piece, sequence)
             if not runs:
                 continue
             mass = None
             if piece.mass is not None:
-                # Shares lie behind the keys in ascending order.
+                # Mass is stored in the order of ascending keys; -1 entries sort to the tail.
                 order = np.argsort(np.where(keys >= 0, keys, np.iinfo(np.int32).max), axis=1, kind="stable")
                 keys = np.take_along_axis(keys, order, axis=1)
-                mass = np.take_along_axis(piece.mass[sequence].numpy()[at], order, axis=1)
-            tokens = None if piece.tokens is None else piece.tokens[sequence].numpy()[at]
+                mass = np.take_along_axis(piece.mass[sequence].numpy()[local_rows], order, axis=1)
+            tokens = None if piece.tokens is None else piece.tokens[sequence].numpy()[local_rows]
             place = piece.key._replace(sequence=piece.key.sequence + sequence)
             self.nbytes += self._writer.append(place, runs, keys, mass, tokens)
             self.records += 1
@@ -235,23 +234,28 @@ class Recorder:
     def _rows(
         self, piece: _Piece, sequence: int
     ) -> tuple[list[Run], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Return the runs to record of a sequence, its rows on this rank, and their keys in the document."""
-        width, chosen = piece.width, piece.chosen
+        """Return the runs to record of one sequence, their row indices on this rank, and their keys.
+
+        Keys are relative to the start of the row's document.
+        """
+        width, selection = piece.width, piece.chosen
         runs, rows = [], [np.zeros(0, np.int64)]
         parts = [np.zeros((0, width), np.int32)]
         for number, (first, end, low, high) in enumerate(piece.runs):
             if high == low:
-                continue
+                continue  # padding
             position = high - (end - first)
-            indices = chosen.topk_indices[number if chosen.by_run else 0]
+            indices = selection.topk_indices[number if selection.by_run else 0]
             if indices is None:
+                # No indices: the rows attend to all visible keys, 0 .. visible - 1.
                 visible = np.arange(position - low + 1, high - low + 1, dtype=np.int32)
                 keys = np.arange(width, dtype=np.int32)[None].repeat(end - first, axis=0)
                 keys[keys >= visible[:, None]] = -1
             else:
-                part = slice(end - first) if chosen.by_run else slice(first, end)
+                part = slice(end - first) if selection.by_run else slice(first, end)
                 keys = indices[sequence, part].numpy()
-                if low and not chosen.by_run:
+                # Keys by run already count from the run's first key.
+                if low and not selection.by_run:
                     keys = np.where(keys >= 0, keys - low, -1)
                 keys = np.pad(keys, ((0, 0), (0, width - keys.shape[1])), constant_values=-1)
             for begin, stop in self._wanted(position, high):
@@ -261,7 +265,7 @@ class Recorder:
         return runs, np.concatenate(rows), np.concatenate(parts)
 
     def _wanted(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the runs of positions among these that are to be recorded."""
+        """Return the runs of positions in ``[first, end)`` that are to be recorded."""
         if self._options.rows is None:
             return [(first, end)]
         wanted = np.array([position in self._options.rows for position in range(first, end)], np.int8)
@@ -276,10 +280,10 @@ class _ToDisk(SelectionSource):
     """Observer of one microbatch's selections.
 
     Args:
-        recorder: of the rank; None where another rank has the same selections.
-        wants_mass: also record each key's share of the attention.
+        recorder: recorder of the rank; None if another rank has the same selections.
+        wants_mass: whether to record each key's attention probability.
         step: number of the step.
-        place: of the microbatch in the global batch.
+        place: index of the microbatch in the global batch.
     """
 
     def __init__(self, recorder: Recorder | None, wants_mass: bool, step: int, place: int) -> None:
@@ -289,6 +293,7 @@ class _ToDisk(SelectionSource):
     def took(self, rows: LayerRows, chosen: Chosen, mass_of: Callable[[Tensor], Tensor]) -> None:
         self.asked, mass = True, None
         indices = chosen.topk_indices[0]
+        # mass_of runs collectives, so it is called on all tensor parallel ranks, with recorder or without.
         if self._wants_mass and not chosen.by_run and indices is not None:
             mass = mass_of(indices)
         if self._recorder is not None:
@@ -296,13 +301,14 @@ class _ToDisk(SelectionSource):
 
 
 class Steps(pipeline_steps.Follower):
-    """Steps of a session whose microbatches replay selections, or leave them.
+    """Steps of a session whose microbatches replay or record selections.
 
     Args:
-        context: of the session.
+        context: context of the session.
 
     Attributes:
-        recorder: of this rank; None before the first step, and where another rank has the same selections.
+        recorder: recorder of this rank; None before the first step, and if another rank has the same
+            selections.
         step: number of the latest step, from 1.
     """
 
@@ -316,10 +322,10 @@ class Steps(pipeline_steps.Follower):
         self._selects = self._asked = self._evaluates = False
 
     def set_model(self, config: Any) -> None:
-        """Take the model's configuration, and open the recording that is replayed.
+        """Set the model's configuration, and open the recording to replay.
 
         Raises:
-            MindSpeedDSAError: it is of another model.
+            MindSpeedDSAError: the recording is of another model.
         """
         self._header = header_of(config)
         if self._options.replay is not None and self._recording is None:
@@ -333,11 +339,11 @@ class Steps(pipeline_steps.Follower):
                 self._log.warning(f"{self._options.replay}: {problem}")
 
     def add_layers(self, layers: Iterable[int]) -> None:
-        """Take numbers of layers of this rank: those that select have to ask for what is replayed."""
+        """Note layer numbers of this rank. Layers that select keys must ask for replayed selections."""
         self._selects |= not set(layers).isdisjoint(self._model().computing)
 
     def run(self, schedule: _Function, args: Any, step: dict[str, Any]) -> Any:
-        """Call a schedule and follow it; an evaluation has selections only where the job hands them over."""
+        """Call a schedule and follow it. Evaluation only replays selections that come with the batch."""
         self._asked, self._evaluates = False, bool(step.get("forward_only", False))
         before = current().microbatch
         try:
@@ -352,14 +358,14 @@ class Steps(pipeline_steps.Follower):
         finally:
             self.following = False
             self._outputs.clear()
-            # A forward that failed has left its microbatch, which nobody else may find.
+            # A failed forward leaves its microbatch set, which must not leak into later forwards.
             current().microbatch = before
 
     def ends(self, step: dict[str, Any]) -> None:
-        """Refuse a step whose selections no layer has attended to.
+        """Raise if no layer has asked for or brought a selection in the step.
 
         Raises:
-            SelectionError: attention runs elsewhere.
+            SelectionError: attention runs in code that does not use selections.
         """
         replays = self._options.replay is not None or self._options.with_batch
         if (replays or self._records()) and self._selects and not self._asked:
@@ -376,52 +382,53 @@ class Steps(pipeline_steps.Follower):
             )
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count the step, and begin to record with the first one."""
+        """Count the step, and start recording with the first one."""
         self.step = self._step_of_job() or self.step + 1
         if self._options.record is not None and not self._has_begun:
             self._has_begun = True
             recorder = Recorder(self._options, self._model(), dist.get_rank(), self._log)
             recorder.begin(dist.get_world_size(), self.step)
-            # Tensor parallel ranks select the same keys.
+            # Tensor parallel ranks select the same keys: only the first one records.
             if self.megatron("core.parallel_state").get_tensor_model_parallel_rank() == 0:
                 self.recorder = recorder
         return True
 
     def _step_of_job(self) -> int | None:
-        """Return the number of Megatron-LM's step, from 1; None in a job with a loop of its own."""
+        """Return the number of Megatron-LM's step, from 1; None in a job with its own training loop."""
         variables = sys.modules.get(f"{self.megatron.root}.training.global_vars")
         iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)
         return None if iteration is None else int(iteration) + 1
 
     def before(self, events: Sequence[Event]) -> None:
-        """Set the forward's microbatch."""
+        """Set the forward's microbatch as the current one."""
         for event in events:
             if event.kind is Kind.FORWARD:
                 current().microbatch = self._microbatch(event.microbatch)
 
     def after(self, events: Sequence[Event]) -> None:
-        """Clear the microbatch."""
+        """Clear the current microbatch."""
         microbatch = current().microbatch
         for end in () if microbatch is None else (microbatch.source, microbatch.sink):
             self._asked |= end is not None and end.asked
         current().microbatch = None
 
     def _microbatch(self, number: int) -> Microbatch:
-        state, chosen = self.megatron("core.parallel_state"), self._options
+        state, options = self.megatron("core.parallel_state"), self._options
+        # Index in the global batch: microbatch 2 of data parallel rank 1 of 4 is number 2 * 4 + 1 = 9.
         place = number * state.get_data_parallel_world_size() + state.get_data_parallel_rank()
         microbatch = Microbatch()
         if self._recording is not None:
-            microbatch.source = Recorded(self._recording, self.step, place, chosen.missing)
-        elif chosen.with_batch:
-            microbatch.source = HandedOver(self._model(), chosen.missing)
+            microbatch.source = Recorded(self._recording, self.step, place, options.missing)
+        elif options.with_batch:
+            microbatch.source = HandedOver(self._model(), options.missing)
         if self._records():
-            microbatch.sink = _ToDisk(self.recorder, chosen.mass, self.step, place)
+            microbatch.sink = _ToDisk(self.recorder, options.mass, self.step, place)
         return microbatch
 
     def _records(self) -> bool:
-        chosen = self._options
-        is_wanted = chosen.steps is None or self.step in chosen.steps
-        return chosen.record is not None and is_wanted and not self._evaluates
+        options = self._options
+        is_wanted = options.steps is None or self.step in options.steps
+        return options.record is not None and is_wanted and not self._evaluates
 
     def _model(self) -> Header:
         assert self._header is not None, "forward ran before the model was built"
@@ -429,22 +436,22 @@ class Steps(pipeline_steps.Follower):
 
 
 def start_at(context: Context[Options], step: int) -> None:
-    """Say which step comes next, in a job that goes on from a checkpoint in a loop of its own.
+    """Set the next step number, for a job with its own training loop that resumes from a checkpoint.
 
     Args:
-        context: of the session, ``session.contexts["dsa-recorded-selections"]``.
-        step: its number, from 1.
+        context: context of the session, ``session.contexts["dsa-recorded-selections"]``.
+        step: number of the next step, from 1.
     """
     steps_of(context).step = step - 1
 
 
 def steps_of(context: Context[Options]) -> Steps:
-    """Return the steps of the feature's session."""
+    """Return the :class:`Steps` of the feature's session."""
     return context.state(Steps)
 
 
 def note_model(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``."""
+    """Decorate ``TransformerBlock.__init__`` to pass configuration and layer numbers to :class:`Steps`."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         steps = steps_of(context)
@@ -456,7 +463,7 @@ def note_model(original: Callable[..., None], context: Context[Options]) -> Call
 
 
 def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan``: note which tokens the rows have."""
+    """Decorate ``GPTModel.forward`` and ``GPTModel.build_schedule_plan`` to note the microbatch's tokens."""
 
     def forward(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         microbatch = current().microbatch
@@ -471,5 +478,5 @@ follow_steps, follow_forwards, follow_backwards = pipeline_steps.decorators(Step
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``."""
+    """Decorate ``combined_forward_backward_step`` to follow pairs of forward and backward."""
     return pipeline_steps.follow_pairs(original, steps_of(context))

@@ -1,8 +1,8 @@
-"""Selections that layers attend to: of a recording, or handed over with a batch.
+"""Replay selections, from a recording or passed with a batch.
 
-An inference engine records a request: a row for each token that it has read, so none for the last one that
-it has generated. A training step packs several requests, each padded to a multiple that its layout wants,
-and may have padding of its own behind them.
+An inference engine records a request with one row per token that it has read, so none for the last generated
+token. A training step packs several requests. Each one is padded to the multiple that the layout requires,
+and the pack can have padding at its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindspeed_dsa.runs.files import RunError
 
 
 class SelectionError(MindSpeedDSAError):
-    """Selection that cannot be replayed; the message names the row and says what to do."""
+    """Selection that cannot be replayed. The message names the row and a remedy."""
 
 
 # -- sources -------------------------------------------------------------------------------------
@@ -39,10 +39,10 @@ class Found(NamedTuple):
     """Keys that a source has for some rows.
 
     Attributes:
-        keys: ``[rows, width]``, counted from the begin of the row's document, in any order, negative where
-            there is none.
-        has: ``[rows]``, whether there is something for the row.
-        documents: ``[rows]``, where the rows' documents began; None: where those of the batch do.
+        keys: selected keys ``[rows, width]``, relative to the start of the row's document, unordered,
+            negative for no key.
+        has: whether the source has keys for the row, ``[rows]``.
+        documents: start of each row's document when it was recorded, ``[rows]``; None: as in the batch.
     """
 
     keys: npt.NDArray[Any]
@@ -51,15 +51,15 @@ class Found(NamedTuple):
 
     @classmethod
     def nothing(cls, rows: int) -> Found:
-        """Make what a source returns that has none of the rows."""
+        """Return the result of a source without keys for any row."""
         return cls(np.full((rows, 0), -1, np.int32), np.zeros(rows, np.bool_))
 
 
 class _Replay(SelectionSource, ABC):
-    """Origin of selections, which are checked row by row.
+    """Source of selections that checks them row by row.
 
     Args:
-        missing: what becomes of a row without, :data:`REFUSE` or :data:`SELECT`.
+        missing: action for a row without keys, :data:`REFUSE` or :data:`SELECT`.
     """
 
     def __init__(self, missing: str) -> None:
@@ -67,55 +67,56 @@ class _Replay(SelectionSource, ABC):
 
     @abstractmethod
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
-        """Return what there is for a sequence of the microbatch.
+        """Return the keys for a sequence of the microbatch.
 
         Args:
-            rows: of the layer.
-            sequence: of the microbatch.
-            positions: of the rows in the sequence.
-            at: of the rows on this rank.
+            rows: rows of the layer.
+            sequence: index of the sequence in the microbatch.
+            positions: position of each row in the sequence.
+            at: index of each row on this rank.
         """
 
     @abstractmethod
     def place(self, rows: LayerRows, sequence: int) -> str:
-        """Return words for a sequence of the microbatch in a layer, for messages."""
+        """Return a name for a sequence and layer, for messages."""
 
     def choose(self, rows: LayerRows) -> Chosen:
         """Return the keys of a layer's rows, on the host, ascending.
 
         Raises:
-            SelectionError: they are of other documents, or no selection, or missing and not to be selected.
+            SelectionError: keys are of other documents or invalid, or missing without ``select``.
         """
         self.asked = True
-        # First and end on this rank, and where the keys begin and end.
+        # [runs, 4]: first row, end row, first key, end of the keys. Padding runs are left out.
         runs = np.array([run for run in rows.find_runs() if run.high > run.low], np.int32).reshape(-1, 4)
         counts = runs[:, 1] - runs[:, 0]
+        # Offset of each row within its run: counts 2, 3 -> 0 1 0 1 2.
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        at, low = np.repeat(runs[:, 0], counts) + within, np.repeat(runs[:, 2], counts)
+        local_rows, low = np.repeat(runs[:, 0], counts) + within, np.repeat(runs[:, 2], counts)
         positions = (np.repeat(runs[:, 3] - counts, counts) + within).astype(np.int32)
         visible, width = positions - low + 1, min(rows.topk, rows.keys)
         out = np.full((rows.batch, rows.rows, width), -1, np.int32)
         missing = np.zeros((rows.batch, rows.rows), np.bool_)
         for sequence in range(rows.batch):
-            found = self.found(rows, sequence, positions, at)
-            keys = self._checked(found, rows, sequence, positions, low)
+            selection = self.found(rows, sequence, positions, local_rows)
+            keys = self._checked(selection, rows, sequence, positions, low)
             listed = np.count_nonzero(keys >= 0, axis=1)
-            lacks = ~found.has | (listed < np.minimum(visible, rows.topk))
+            lacks = ~selection.has | (listed < np.minimum(visible, rows.topk))
             if lacks.any() and self._missing == REFUSE:
                 row = int(lacks.argmax())
                 what = "has no selection"
-                if found.has[row]:
+                if selection.has[row]:
                     what = f"has {listed[row]} keys and sees {visible[row]}"
                 raise SelectionError(
                     f"{self.place(rows, sequence)}: row {positions[row]} {what}; record all that is "
                     f"replayed, or let the indexer select there by --dsa-replay-missing {SELECT}"
                 )
-            out[sequence, at] = np.where(keys >= 0, keys + low[:, None], -1)
-            missing[sequence, at] = lacks
+            out[sequence, local_rows] = np.where(keys >= 0, keys + low[:, None], -1)  # in the sequence
+            missing[sequence, local_rows] = lacks
         return Chosen((torch.from_numpy(out),), missing=torch.from_numpy(missing) if missing.any() else None)
 
     def _checked(self, found: Found, rows: LayerRows, sequence: int, positions: Ints, low: Ints) -> Ints:
-        """Return keys in ascending order, -1 at the tail, as wide as the operators want them."""
+        """Return keys ascending, -1 at the tail, ``[rows, min(topk, keys)]``; raise for invalid ones."""
         place = f"{self.place(rows, sequence)}: row"
         if found.documents is not None and (foreign := found.has & (found.documents != low)).any():
             row = int(foreign.argmax())
@@ -142,13 +143,13 @@ class _Replay(SelectionSource, ABC):
 
 
 class Recorded(_Replay):
-    """Selections of a recording for one microbatch.
+    """Source with the recorded selections of one microbatch.
 
     Args:
-        recording: it.
+        recording: recording to replay.
         step: number of the step.
-        place: of the microbatch among those of the step's global batch.
-        missing: as of :class:`_Replay`.
+        place: index of the microbatch in the step's global batch.
+        missing: action for a row without keys; see :class:`_Replay`.
     """
 
     def __init__(self, recording: Recording, step: int, place: int, missing: str) -> None:
@@ -160,12 +161,12 @@ class Recorded(_Replay):
         return Key(self._step, self._place * rows.batch + sequence, rows.layer)
 
     def place(self, rows: LayerRows, sequence: int) -> str:
-        """Do as :meth:`_Replay.place` says."""
+        """Return step, sequence and layer for messages."""
         step, number, layer = self._key(rows, sequence)
         return f"{REPLAY} {self._recording.folder}: step {step}, sequence {number}, layer {layer}"
 
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
-        """Do as :meth:`_Replay.found` says."""
+        """Return recorded keys; see :meth:`_Replay.found`."""
         try:
             recorded = self._recording.rows(self._key(rows, sequence))
         except RunError as error:
@@ -176,30 +177,32 @@ class Recorded(_Replay):
             recorded = None
         if recorded is None:
             return Found.nothing(len(positions))
+        # Find the record's row of each position by binary search. Clipped misses fail the comparison below.
         order = np.argsort(recorded.positions, kind="stable")
         sorted_positions = recorded.positions[order]
         place = np.searchsorted(sorted_positions, positions).clip(max=len(order) - 1)
         has = sorted_positions[place] == positions
-        chosen = order[place]
+        matches = order[place]
         if recorded.tokens is not None and rows.tokens is not None:
             if self._tokens is None:
                 self._tokens = rows.tokens.cpu().numpy()
-            others = has & (recorded.tokens[chosen] != (self._tokens[sequence, at] & 0xFFFF))
+            # Recordings keep the low 16 bits of tokens.
+            others = has & (recorded.tokens[matches] != (self._tokens[sequence, at] & 0xFFFF))
             if others.any():
                 raise SelectionError(
                     f"{self.place(rows, sequence)}: row {positions[others.argmax()]} has another token than "
                     "it had when its selection was made; replay it with the same data in the same order"
                 )
-        keys = np.where(has[:, None], recorded.keys[chosen], -1)
-        return Found(keys, has, recorded.documents[chosen])
+        keys = np.where(has[:, None], recorded.keys[matches], -1)
+        return Found(keys, has, recorded.documents[matches])
 
 
 class HandedOver(_Replay):
-    """Selections that a job hands over with a microbatch.
+    """Source with selections that the job passes with a microbatch.
 
     Args:
-        header: of the model.
-        missing: as of :class:`_Replay`.
+        header: header of the model.
+        missing: action for a row without keys; see :class:`_Replay`.
     """
 
     def __init__(self, header: Header, missing: str) -> None:
@@ -208,7 +211,7 @@ class HandedOver(_Replay):
         self._array: Tensor | None = None
 
     def give(self, topk_indices: Tensor) -> None:
-        """Take the microbatch's selections, as :func:`hand_over` says."""
+        """Set the microbatch's selections; see :func:`hand_over`."""
         columns = len(self.header.computing)
         if topk_indices.dim() not in (3, 4) or topk_indices.shape[-2] != columns:
             raise SelectionError(
@@ -229,11 +232,11 @@ class HandedOver(_Replay):
         self._array = array
 
     def place(self, rows: LayerRows, sequence: int) -> str:
-        """Do as :meth:`_Replay.place` says."""
+        """Return sequence and layer for messages."""
         return f"{REPLAY} batch: sequence {sequence} of the microbatch, layer {rows.layer}"
 
     def found(self, rows: LayerRows, sequence: int, positions: Ints, at: Longs) -> Found:
-        """Do as :meth:`_Replay.found` says."""
+        """Return the keys passed by the job; see :meth:`_Replay.found`."""
         array = self._array
         if array is None:
             return Found.nothing(len(positions))
@@ -243,7 +246,7 @@ class HandedOver(_Replay):
                     f"{self.place(rows, sequence)}: {array.shape[0]} tokens were handed over, which are not "
                     f"those of {rows.batch} sequences; hand over [batch, tokens, layers, topk]"
                 )
-            array = array.unflatten(0, (rows.batch, -1))
+            array = array.unflatten(0, (rows.batch, -1))  # [batch, tokens, layers, topk]
         elif array.shape[0] != rows.batch:
             raise SelectionError(
                 f"{self.place(rows, sequence)}: {array.shape[0]} sequences were handed over, and the "
@@ -256,38 +259,36 @@ class HandedOver(_Replay):
                 f"{self.place(rows, sequence)}: keys of {tokens} tokens were handed over, and the "
                 f"sequence has {rows.keys}; hand over those of this microbatch"
             )
-        chosen = torch.from_numpy(positions.clip(max=tokens - 1)).to(of_layer.device)
-        keys = of_layer.index_select(0, chosen.long()).cpu().numpy()
+        token_index = torch.from_numpy(positions.clip(max=tokens - 1)).to(of_layer.device)
+        keys = of_layer.index_select(0, token_index.long()).cpu().numpy()
         has = (positions < tokens) & (keys >= 0).any(axis=1)
         return Found(np.where(has[:, None], keys, -1), has)
 
 
-# -- handing over --------------------------------------------------------------------------------
+# -- selections passed by the job ----------------------------------------------------------------
 
 
 def hand_over(topk_indices: Tensor) -> None:
-    """Give the keys that the layers of this microbatch's forward attend to.
+    """Set the keys that the layers attend to in this microbatch's forward.
 
-    Called in the job's ``forward_step``, on every rank, before the model is. Every rank gets those of the
-    whole microbatch, all layers and all rows, and takes its own: under context, tensor and pipeline
-    parallelism alike.
+    Call it in the job's ``forward_step``, on every rank, before the model. Every rank passes the keys of the
+    whole microbatch, for all layers and rows, and takes its own part under context, tensor and pipeline
+    parallelism.
 
     Args:
-        topk_indices: ``[tokens, computing layers, topk]`` of any integer type, on any device, with the
-            tokens of one sequence, or pack, behind those of the other; or ``[batch, tokens, computing
-            layers, topk]``. Layers that share a selection have none; those of multi-token prediction follow
-            the decoder's. Keys are counted from the first token of the document, in any order, -1 where
-            there is none.
+        topk_indices: selected keys ``[tokens, computing layers, topk]`` of any integer type, on any device,
+            with sequences or packs concatenated. Or ``[batch, tokens, computing layers, topk]``. Layers that
+            share a selection are left out; multi-token prediction layers follow the decoder's. Keys are
+            relative to the document's first token, unordered, -1 for no key.
 
     Raises:
-        SelectionError: the shape is another one, these are no integers, or ``--dsa-replay-selections
-            batch`` is not on.
+        SelectionError: wrong shape, not integers, or ``--dsa-replay-selections batch`` is off.
     """
     _waiting().give(topk_indices)
 
 
 def _waiting() -> HandedOver:
-    """Return the running microbatch's source, which waits for its selections."""
+    """Return the current microbatch's source, which expects selections from the job."""
     microbatch = current().microbatch
     if microbatch is None or not isinstance(microbatch.source, HandedOver):
         raise SelectionError(
@@ -300,12 +301,12 @@ def _waiting() -> HandedOver:
 
 @contextmanager
 def replaying(header: Header, topk_indices: Tensor, missing: str = REFUSE) -> Iterator[None]:
-    """Have forwards of a model attend to these keys, in a job that calls it without Megatron's schedules.
+    """Set the keys that models attend to in the block, for jobs without Megatron's schedules.
 
     Args:
-        header: of the model, :func:`.feature.header_of` its configuration.
-        topk_indices: as of :func:`hand_over`.
-        missing: what becomes of a row without keys, ``refuse`` or ``select``.
+        header: header of the model, from :func:`.feature.header_of` and its configuration.
+        topk_indices: selected keys; see :func:`hand_over`.
+        missing: action for a row without keys, ``refuse`` or ``select``.
     """
     selections, source = current(), HandedOver(header, missing)
     source.give(topk_indices)
@@ -317,32 +318,32 @@ def replaying(header: Header, topk_indices: Tensor, missing: str = REFUSE) -> It
 
 
 def hand_over_requests(requests: Sequence[Ints | Tensor], lengths: Sequence[int], cu_seqlens: Tensor) -> None:
-    """Give the keys of a microbatch that is a pack of requests, as :func:`hand_over` does.
+    """Set the keys for a microbatch that is a pack of requests; see :func:`hand_over`.
 
     Args:
-        requests: as of :func:`in_pack`, and so are the next two.
-        lengths: tokens of each request.
-        cu_seqlens: where they begin.
+        requests: selections of each request; see :func:`in_pack` for this argument and the next two.
+        lengths: number of tokens of each request.
+        cu_seqlens: start of each request in the pack.
 
     Raises:
-        SelectionError: they do not fit, or ``--dsa-replay-selections batch`` is not on.
+        SelectionError: arguments do not fit together, or ``--dsa-replay-selections batch`` is off.
     """
     hand_over(in_pack(requests, lengths, cu_seqlens, _waiting().header))
 
 
 def decode(encoded: str | bytes, tokens: int, layers: int) -> Ints:
-    """Return the selection of a request that SGLang has returned in ``meta_info["indexer_topk"]``.
+    """Decode the selection of a request that SGLang has returned in ``meta_info["indexer_topk"]``.
 
     Args:
-        encoded: its numbers, int32, as base64.
-        tokens: of the request, prompt and response; there is a row for all but the last.
-        layers: ``meta_info["indexer_topk_num_layers"]``.
+        encoded: int32 numbers in base64.
+        tokens: number of tokens of the request, prompt and response. All but the last have a row.
+        layers: value of ``meta_info["indexer_topk_num_layers"]``.
 
     Returns:
-        ``[tokens - 1, layers, topk]`` int32.
+        Selected keys ``[tokens - 1, layers, topk]`` int32.
 
     Raises:
-        SelectionError: there are not so many numbers.
+        SelectionError: the length does not match.
     """
     numbers = np.frombuffer(base64.b64decode(encoded), "<i4")
     cells = (tokens - 1) * layers
@@ -357,28 +358,28 @@ def decode(encoded: str | bytes, tokens: int, layers: int) -> Ints:
 def in_pack(
     requests: Sequence[Ints | Tensor], lengths: Sequence[int], cu_seqlens: Tensor, header: Header
 ) -> Tensor:
-    """Return the selections of a pack of requests, as :func:`hand_over` takes them.
+    """Return the selections of a pack of requests, in the format of :func:`hand_over`.
 
-    The rows of last tokens, and of padding, are in no recording. They list the keys right before them: no
-    token's row sees their outputs, and none of these predicts a token. Other rows that were not recorded,
-    such as those of a tool's answer at the end, stay without keys.
+    Last tokens and padding are never recorded. Their rows list the most recent keys, which does no harm: no
+    other token sees their outputs, and they predict no token. Other rows without a record, such as a tool's
+    answer at the end, stay without keys.
 
     Args:
-        requests: of each request ``[rows, layers, topk]``, rows of its first tokens, usually ``length -
-            1``; keys counted from its first token, -1 where there is none. Layers are those that select, or
-            all of the decoder, of which those that share are left out.
-        lengths: tokens of each request, without padding.
-        cu_seqlens: ``[documents + 1]``, where requests begin in the whole pack, padding included, before
-            context parallel ranks get their rows: ``PackedSeqParams.cu_seqlens_q_padded``, or
-            ``cu_seqlens_q``. Documents behind the last request are padding.
-        header: of the model.
+        requests: selection of each request, ``[rows, layers, topk]``. Rows are its first tokens, usually
+            ``length - 1``. Keys are relative to its first token, -1 for no key. Layers are the computing
+            layers, or all decoder layers, from which sharing ones are dropped.
+        lengths: number of tokens of each request, without padding.
+        cu_seqlens: start of each document in the whole pack with padding, ``[documents + 1]``, before context
+            parallel ranks take their tokens (``PackedSeqParams.cu_seqlens_q_padded`` or ``cu_seqlens_q``).
+            Documents after the last request are padding.
+        header: header of the model.
 
     Returns:
-        ``[tokens, computing layers, topk]`` int32 on the CPU. Layers of multi-token prediction that no
-        engine has recorded have no key.
+        Selected keys ``[tokens, computing layers, topk]`` int32 on the CPU. Multi-token prediction layers
+        without a record have no keys.
 
     Raises:
-        SelectionError: a request is of another model, longer than its place, or lists what is no token of it.
+        SelectionError: a request is of another model, too long for its document, or lists keys beyond it.
     """
     bounds = cu_seqlens.tolist()
     if not len(requests) == len(lengths) < len(bounds):
@@ -389,10 +390,10 @@ def in_pack(
         )
     decoder = [layer for layer in header.computing if layer <= header.layers]
     out = np.full((bounds[-1], len(header.computing), header.topk), -1, np.int32)
-    # The first row of each document for which there is nothing to record.
+    # First row of each document that has no record: the last token, or all rows of a padding document.
     last = [max(length - 1, 0) for length in lengths] + [0] * (len(bounds) - 1 - len(lengths))
     for (begin, end), first in zip(pairwise(bounds), last, strict=True):
-        keys = np.arange(first, end - begin)[:, None] - np.arange(header.topk)  # the most recent ones
+        keys = np.arange(first, end - begin)[:, None] - np.arange(header.topk)  # most recent first
         out[begin + first : end, : len(decoder)] = np.maximum(keys, -1)[:, None]
     for number, (request, length) in enumerate(zip(requests, lengths, strict=True)):
         array = request.detach().cpu().numpy() if isinstance(request, Tensor) else request
@@ -424,7 +425,7 @@ def in_pack(
         if problem is not None:
             raise SelectionError(f"{REPLAY} batch: request {number} has {problem}")
         columns = array.shape[1]
-        out[begin : begin + rows, :columns] = -1  # also what an engine with a smaller topk leaves out
+        out[begin : begin + rows, :columns] = -1  # also where the engine's topk is smaller
         out[begin : begin + rows, :columns, :topk] = np.maximum(array.astype(np.int64), -1)
     return torch.from_numpy(out)
 
@@ -433,13 +434,13 @@ def in_pack(
 
 
 class Handed(NamedTuple):
-    """Selections of one sequence that somebody hands over, such as an inference engine.
+    """Selections of one sequence, for example from an inference engine.
 
     Attributes:
-        step: from 1.
-        sequence: of the step's global batch, from 0.
-        array: ``[tokens, computing layers, topk]``, as :meth:`Recording.array` returns it; keys in any order.
-        documents: position of the first token of each document, ascending from 0.
+        step: step number, from 1.
+        sequence: index in the step's global batch, from 0.
+        array: selected keys ``[tokens, computing layers, topk]`` as in :meth:`Recording.array`, unordered.
+        documents: position of each document's first token, ascending from 0.
     """
 
     step: int
@@ -449,18 +450,18 @@ class Handed(NamedTuple):
 
 
 def write_recording(folder: Path, header: Header, handed: Iterable[Handed]) -> Path:
-    """Write selections that somebody hands over as one more file of a recording, and return its path.
+    """Write selections as an additional file of a recording, and return its path.
 
-    The new file replaces what the others say of the same rows.
+    The new file overrides records of the same rows in other files.
 
     Args:
-        folder: the recording's folder; made if need be.
-        header: of the model.
-        handed: the selections of each sequence.
+        folder: folder of the recording, created if missing.
+        header: header of the model.
+        handed: selections of each sequence.
 
     Raises:
-        RunError: an array is not of this model, or of no integers, or a row lists what it does not see, or a
-            key twice; nothing is left of the file then.
+        RunError: an array is of another model or not of integers, or a row lists an invisible key or a key
+            twice. The file is removed in this case.
     """
     writer = Writer(folder, free_rank(folder), header)
     try:

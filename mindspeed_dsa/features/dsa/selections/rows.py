@@ -1,11 +1,11 @@
-"""Selected keys of rows as bytes, compressed by zlib.
+"""Encode the selected keys of rows as bytes, compressed with zlib.
 
-A row's keys are positions ``0 <= k < visible`` of which none comes twice. 256 rows at a time are a block, in
-the shorter of two forms:
+A row's keys are distinct positions ``0 <= k < visible``. 256 rows at a time form a block, in the shorter of
+two encodings:
 
-* *bits*: one bit for each key that the row with the most keys sees, packed by rows;
-* *gaps*: the number of keys that each row lists, and the number of positions between a key and the one before
-  it, ascending, the lowest bytes of all gaps first.
+* *bits*: bitmask with one bit per key, as wide as the largest ``visible`` in the block, packed by rows.
+* *gaps*: number of keys per row, then the gaps between consecutive ascending keys, minus one. The lowest
+  bytes of all gaps come first, then the second bytes, and so on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 _BITS, _GAPS = b"b", b"g"
-# Arrays of a block stay in the cache, however many rows there are.
+# Small enough that the arrays of a block stay in the CPU cache.
 _ROWS = 256
 
 
 class WrongRows(ValueError):
-    """Rows that no selection has, or bytes that are no rows.
+    """Invalid rows of a selection, or bytes that do not encode rows.
 
     Attributes:
-        row: the first one, from 0; -1 where it is not known.
+        row: index of the first invalid row, from 0; -1 if unknown.
     """
 
     def __init__(self, problem: str, row: int = -1) -> None:
@@ -37,18 +37,18 @@ class WrongRows(ValueError):
 
 
 def ascending(keys: npt.NDArray[Any], visible: Ints) -> Ints:
-    """Return the keys of each row in order, -1 at the tail.
+    """Return the keys of each row in ascending order, -1 at the tail.
 
     Args:
-        keys: ``[rows, width]`` of any integer type, in any order, negative where there is no key.
-        visible: ``[rows]``, number of keys that each row sees.
+        keys: selected keys ``[rows, width]``, any integer type, in any order, negative for no key.
+        visible: number of keys that each row sees, ``[rows]``.
 
     Raises:
-        WrongRows: a key is not visible, or comes twice.
+        WrongRows: a key is not visible, or is listed twice.
     """
     if keys.dtype == np.uint64:
         keys = np.minimum(keys, np.uint64(np.iinfo(np.int64).max))
-    # Narrowed only where every key is below 2 ** 31: 2 ** 32 + 1 is no key 1.
+    # Cast to int32 only after the range check: 2 ** 32 + 1 would wrap to key 1.
     if keys.dtype != np.int32:
         keys = keys.astype(np.int64, copy=False)
     beyond = (keys >= visible[:, None]).any(axis=1)
@@ -57,7 +57,7 @@ def ascending(keys: npt.NDArray[Any], visible: Ints) -> Ints:
         raise WrongRows(f"lists key {keys[row].max()} and sees {visible[row]} keys", row)
     if keys.dtype != np.int32:
         keys = np.maximum(keys, -1).astype(np.int32)
-    # Negative ones come last without a sign.
+    # As uint32, -1 is the largest value, so that it sorts to the tail.
     ordered = np.sort(np.ascontiguousarray(keys).view(np.uint32), axis=1).view(np.int32)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
@@ -67,7 +67,7 @@ def ascending(keys: npt.NDArray[Any], visible: Ints) -> Ints:
 
 
 def encode(keys: npt.NDArray[Any], visible: Ints) -> bytes:
-    """Return rows as bytes; arguments and errors as of :func:`ascending`."""
+    """Encode rows as bytes; arguments and errors as for :func:`ascending`."""
     parts = []
     for first in range(0, len(keys), _ROWS):
         rows = slice(first, first + _ROWS)
@@ -76,65 +76,71 @@ def encode(keys: npt.NDArray[Any], visible: Ints) -> bytes:
         except WrongRows as error:
             raise WrongRows(str(error), first + error.row) from None
         form, data = _block(ordered, visible[rows])
-        # Its matches of distance one find runs of zeros, and it is several times as fast as others.
+        # Z_RLE only matches runs of one byte, which is enough for the zeros, and several times as fast.
         compressor = zlib.compressobj(1, strategy=zlib.Z_RLE)
         packed = compressor.compress(data) + compressor.flush()
+        # Block: length of the packed data (4 bytes), form (1 byte), packed data.
         parts += [len(packed).to_bytes(4, "little"), form, packed]
     return b"".join(parts)
 
 
 def _block(ordered: Ints, visible: Ints) -> tuple[bytes, bytes]:
-    """Return the form of some rows, and their bytes in it."""
+    """Return the form of a block and its encoded bytes, before compression."""
     listed = ordered >= 0
     widest, counts = int(visible.max(initial=0)), np.count_nonzero(listed, axis=1)
+    # Bits take rows * widest / 8 bytes, gaps mostly compress to one byte per key.
     if len(ordered) * widest <= 8 * counts.sum():
-        bits = np.zeros((len(ordered), widest + 1), np.bool_)
-        bits[np.arange(len(ordered))[:, None], ordered] = True  # the last column, for entries of -1
+        bits = np.zeros((len(ordered), widest + 1), np.bool_)  # [rows, widest + 1]
+        # Entries of -1 set the last column, which is cut off.
+        bits[np.arange(len(ordered))[:, None], ordered] = True
         return _BITS, np.packbits(bits[:, :-1], axis=1).tobytes()
-    gaps = (np.diff(ordered, axis=1, prepend=-1) - 1)[listed].astype("<u4")
+    # prepend=-1: the first gap counts from position 0. Keys 2 3 7 -> gaps 2 0 3.
+    gaps = (np.diff(ordered, axis=1, prepend=-1) - 1)[listed].astype("<u4")  # [keys of all rows]
+    # [4, keys]: high bytes are mostly zero, and compress well next to each other
     in_planes = gaps.view(np.uint8).reshape(-1, 4).T
     return _GAPS, counts.astype("<u4").tobytes() + in_planes.tobytes()
 
 
 def decode(blob: bytes, visible: Ints, width: int) -> Ints:
-    """Return the rows that :func:`encode` made bytes of.
+    """Decode the rows that :func:`encode` has encoded.
 
     Args:
-        blob: the bytes.
-        visible: ``[rows]``, as they were encoded with.
-        width: of the result, at least the number of keys of every row.
+        blob: encoded bytes.
+        visible: number of keys that each row sees, ``[rows]``, as passed to :func:`encode`.
+        width: width of the result, at least the number of keys of every row.
 
     Returns:
-        ``[rows, width]`` int32, ascending, -1 at the tail.
+        Keys ``[rows, width]`` int32, ascending, -1 at the tail.
 
     Raises:
-        WrongRows: these are not the bytes of such rows.
+        WrongRows: the bytes do not encode these rows.
     """
-    parts, at = [np.zeros((0, width), np.int32)], 0
+    parts, offset = [np.zeros((0, width), np.int32)], 0
     for first in range(0, len(visible), _ROWS):
-        size = int.from_bytes(blob[at : at + 4], "little")
-        form, packed = blob[at + 4 : at + 5], blob[at + 5 : at + 5 + size]
+        size = int.from_bytes(blob[offset : offset + 4], "little")
+        form, packed = blob[offset + 4 : offset + 5], blob[offset + 5 : offset + 5 + size]
         parts.append(_rows(form, packed, visible[first : first + _ROWS], width))
-        at += 5 + size
-    if at != len(blob):
-        raise WrongRows(f"bytes of a selection are {len(blob)} and not {at}")
+        offset += 5 + size
+    if offset != len(blob):
+        raise WrongRows(f"bytes of a selection are {len(blob)} and not {offset}")
     return np.concatenate(parts)
 
 
 def _rows(form: bytes, packed: bytes, visible: Ints, width: int) -> Ints:
-    """Return the rows of one block."""
+    """Decode the rows of one block."""
     rows, widest = len(visible), int(visible.max(initial=0))
     out = np.zeros((rows, width), np.int64)
     try:
-        # No more than a block can have, whatever the bytes say.
+        # Limit the output to the size of a valid block, so that damaged bytes cannot exhaust memory.
         decompressor = zlib.decompressobj()
         data = np.frombuffer(
             decompressor.decompress(packed, max(rows * widest, 4 * rows * (width + 1)) + 1), np.uint8
         )
-        # A stream without its end gives what it has, and no error.
+        # A truncated stream decompresses without an error.
         if not decompressor.eof or decompressor.unused_data:
             raise WrongRows("bytes of a selection end before or after their rows")
         if form == _BITS:
+            # [rows, ceil(widest / 8)] bytes -> [rows, widest] bits
             bits = np.unpackbits(data.reshape(rows, -(-widest // 8)), axis=1, count=widest).view(np.bool_)
             counts, values = np.count_nonzero(bits, axis=1), np.flatnonzero(bits) % max(widest, 1)
         elif form == _GAPS:
@@ -142,11 +148,12 @@ def _rows(form: bytes, packed: bytes, visible: Ints, width: int) -> Ints:
             values = data[4 * rows :].reshape(4, counts.sum()).T.copy().view("<u4")[:, 0].astype(np.int64) + 1
         else:
             raise WrongRows("bytes of a selection name no form of rows")
-        listed = np.arange(width) < counts[:, None]
+        listed = np.arange(width) < counts[:, None]  # [rows, width]
         out[listed] = values
     except (ValueError, zlib.error) as error:
         raise WrongRows(f"bytes of a selection are damaged ({error})") from error
     if form == _GAPS:
+        # Inverse of the gaps: gaps + 1 = 3 1 4, cumulated 3 4 8, minus 1: keys 2 3 7.
         out = np.cumsum(out, axis=1) - 1
     if (listed & (out >= visible[:, None])).any() or (counts > width).any():
         raise WrongRows("a selection lists keys that its row does not see, or too many")

@@ -1,6 +1,6 @@
-"""Layers that share selections, in Megatron's modules: built, attending, and recomputed.
+"""Layers that share selections, in Megatron's modules: construction, attention and recomputation.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mindspeed_dsa.megatron.frozen_inputs import checkpoint_learning
 from mindspeed_dsa.megatron.selection_source import NUMBER, PLACE, Carrying, Place, current, place_of
 from mindspeed_dsa.megatron.selections import Sharing
 
-# -- places: which layers own an indexer, and whose selection the others read -------------------
+# -- places: layers with an indexer, and the source layers of the others ------------------------
 
 _of_mtp: ContextVar[list[Any] | None] = ContextVar("_of_mtp", default=None)
-"""Core attentions inside the layer of multi-token prediction that is being built."""
+"""Core attentions in the multi-token prediction layer that is being built. None outside one."""
 
 
 def place_in_decoder(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__``: a layer that shares has no indexer."""
+    """Decorate ``TransformerLayer.__init__`` to store layer numbers and remove indexers of sharing layers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -36,6 +36,7 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
         if not hasattr(attention, "indexer"):
             return
         inner = _of_mtp.get()
+        # Inside an MTP layer, the number is only known to place_in_mtp.
         if inner is not None:
             inner.append(attention)
         else:
@@ -50,7 +51,7 @@ def place_in_decoder(original: Callable[..., None], context: Context[Options]) -
 
 
 def place_in_mtp(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionLayer.__init__``, in which a layer of the decoder's kind is built."""
+    """Decorate ``MultiTokenPredictionLayer.__init__`` to place the transformer layer that it builds."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         inner: list[Any] = []
@@ -69,7 +70,7 @@ def place_in_mtp(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
-    """Return the place of a layer of the decoder, counted from 1, of so many."""
+    """Return the place of a decoder layer, with 1-based number ``layer`` of ``layers``."""
     is_last = layer == layers or sharing.computes(layer + 1)
     return Place(
         name=f"layer {layer}",
@@ -80,12 +81,13 @@ def decoder_place(sharing: Sharing, layer: int, layers: int) -> Place:
 
 
 def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
-    """Return the place of a layer of multi-token prediction, counted from 1."""
+    """Return the place of a multi-token prediction layer, with 1-based number ``layer``."""
     layers = config.mtp_num_layers
     repeats = bool(getattr(config, "mtp_use_repeated_layer", False)) and sharing.mtp_shares and layers > 1
     source = layer
     while not sharing.mtp_computes(source):
         source -= 1
+    # A layer that repeats is never last: its next run reads the same selection.
     is_last = not repeats and (layer == layers or sharing.mtp_computes(layer + 1))
     name = "layer {} of multi-token prediction"
     return Place(
@@ -98,9 +100,10 @@ def mtp_place(sharing: Sharing, layer: int, config: Any) -> Place:
 
 
 def put(attention: Any, place: Place) -> None:
-    """Give a ``DSAttention`` its place, and take the indexer from one that never selects."""
+    """Store the place of a ``DSAttention``, and remove its indexer if it never selects."""
     vars(attention)[PLACE] = place
     if not place.computes and attention.indexer is not None:
+        # The groups were the indexer's before 0.19; keep them.
         attention.pg_collection = groups_of(attention)
         attention.indexer = None
     if hasattr(attention, "skip_topk"):  # 0.19 and later
@@ -108,11 +111,11 @@ def put(attention: Any, place: Place) -> None:
         attention.skip_topk = not place.computes
 
 
-# -- attention: whose selection it reads --------------------------------------------------------
+# -- attention: reading and storing selections ---------------------------------------------------
 
 
 _attending: ContextVar[Place | None] = ContextVar("_attending", default=None)
-"""Place of the layer that runs Megatron's own attention, and hands on what that selects."""
+"""Place of the computing layer whose Megatron attention is running."""
 
 
 def attend_with_megatron(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
@@ -138,7 +141,7 @@ def attend_with_megatron(original: Callable[..., Tensor], context: Context[Optio
 
 
 def hand_on_indices(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``unfused_dsa_fn``, Megatron's attention to the selected keys."""
+    """Decorate ``unfused_dsa_fn``, Megatron's attention to selected keys, to store indices for sharing."""
 
     def unfused_dsa_fn(
         query: Tensor, key: Tensor, value: Tensor, topk_indices: Tensor, *args: Any, **kwargs: Any
@@ -152,7 +155,7 @@ def hand_on_indices(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiTokenPredictionBlock.forward``: a layer that repeats does not know its last run."""
+    """Decorate ``MultiTokenPredictionBlock.forward``: a repeated layer selects anew in each forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         current().latest = None
@@ -163,14 +166,14 @@ def select_anew_in_mtp(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# Megatron-core 0.19 and later fetch two dictionaries by layer number in each forward of an attention: a
-# computing layer writes its entries at the end, and a sharing one reads its source's, the indices first.
+# In Megatron-core 0.19 and later, each attention forward fetches two dictionaries by layer number. A
+# computing layer writes its entries at the end. A sharing layer reads its source's entries, indices first.
 
 
 def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward``: a layer that repeats attends to its first run's keys in the others.
+    """Decorate ``DSAttention.forward``: a repeated layer selects in its first run only.
 
-    Megatron reads from an attribute whether a layer selects; here it follows the run.
+    Megatron reads the attribute ``skip_topk``, which is set here before each run.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -183,12 +186,12 @@ def repeat_with_megatron(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def hold_indices(context: Context[Options]) -> Callable[..., Any]:
-    """Replace ``_get_index_share_topk_holder``."""
+    """Replace ``_get_index_share_topk_holder`` with one that returns :class:`_Indices`."""
     return _holder(_Indices)
 
 
 def hold_lengths(context: Context[Options]) -> Callable[..., Any]:
-    """Replace ``_get_index_share_topk_length_holder``."""
+    """Replace ``_get_index_share_topk_length_holder`` with one that returns :class:`_Lengths`."""
     return _holder(_Lengths)
 
 
@@ -203,7 +206,7 @@ def placed(attention: Any) -> Place:
     """Return the place of a ``DSAttention``.
 
     Raises:
-        RuntimeError: it was built outside of a ``TransformerLayer``.
+        RuntimeError: the attention was built outside a ``TransformerLayer``.
     """
     place = place_of(attention)
     if place is None:
@@ -215,7 +218,7 @@ def placed(attention: Any) -> Place:
 
 
 class _OneEntry(MutableMapping[int, Any]):
-    """Dictionary of one selection, whatever number it is asked for."""
+    """Dictionary that contains the current selection under every key."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -234,7 +237,7 @@ class _OneEntry(MutableMapping[int, Any]):
 
 
 class _Indices(_OneEntry):
-    """Indices of the selection, ``[batch, rows, topk]``."""
+    """Indices of the current selection, ``[batch, rows, topk]``."""
 
     def __getitem__(self, layer: int) -> Tensor | None:
         return current().read(self._place).topk_indices[0]
@@ -244,10 +247,11 @@ class _Indices(_OneEntry):
 
 
 class _Lengths(_OneEntry):
-    """Lengths of its rows, ``[batch, rows]``, asked for last."""
+    """Row lengths of the current selection, ``[batch, rows]``. Megatron reads them last."""
 
     def __getitem__(self, layer: int) -> Tensor | None:
         lengths = current().read(self._place).lengths
+        # Megatron reads the lengths last, so the layer is done with the selection.
         current().release(self._place)
         return lengths
 
@@ -261,7 +265,7 @@ class _Lengths(_OneEntry):
 
 
 def carry_selection(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate functions whose first argument is run again in backward, behind frozen modules too."""
+    """Decorate checkpoint functions so that recomputation finds its selection, even with frozen inputs."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint_learning(original, Carrying(function), *args, **kwargs)
