@@ -1,10 +1,10 @@
-"""Activations that a forward keeps for its backward, storage by storage.
+"""Activations that a forward keeps for its backward, one entry per storage.
 
-Counted on Megatron's own modules (``--transformer-impl local``), where a norm keeps its input in float32
-twice over and an activation function each of its factors; fused kernels keep their inputs.
+Sizes are for Megatron's own modules (``--transformer-impl local``): a norm keeps its input and the normalized
+input in fp32, an activation function keeps each of its factors. Fused kernels keep only their inputs.
 
-``n`` tokens of a microbatch on a context parallel rank, ``r`` of them where a sequence is cut over tensor
-parallel ranks too, ``e`` bytes of a number, ``t`` tensor parallel ranks.
+In formulas, ``n`` is the number of a microbatch's tokens on a context parallel rank, ``r`` is ``n / t`` under
+sequence parallelism and else ``n``, ``e`` is the bytes of an activation's number, ``t`` is the TP size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FLOAT, INDEX, LONG = 4, 4, 8
 
 @dataclass(frozen=True)
 class Kept:
-    """One storage, or several of one kind.
+    """One saved tensor, or several of the same kind.
 
     Attributes:
-        part: of the model.
-        nbytes: on the rank.
-        tags: what frees it: names of ``--recompute-modules``, ``act``, ``norm``, and ``attention`` or
-            ``input_norm`` or ``post_attention_norm`` for what these modules save and a swap takes away.
-        storages: how many share the bytes; a swap leaves small ones.
+        part: part of the model, as in the report.
+        nbytes: bytes on the rank.
+        tags: features that free it. These are names of ``--recompute-modules``, ``act``, ``norm``, and names
+            of modules whose saved tensors ``--swap-attention`` moves (``attention``, ``input_norm``, ...).
+        storages: number of equal storages that share the bytes; a swap skips small storages.
     """
 
     part: str
@@ -36,22 +36,23 @@ class Kept:
     storages: int = 1
 
 
-# Bytes of a chunk of logits in fp32, of the operator on accelerators, and tokens that it has at least.
+# The chunked loss computes chunks of 512 MiB of fp32 logits, but of at least 256 tokens.
 _CHUNK, _FEWEST_TOKENS = 512 * 2**20, 256
 
 
 def in_forward(job: Job) -> bool:
-    """Return whether a loss in chunks forms the gradient of the projection in forward, and keeps it."""
+    """Return whether the chunked loss computes the projection's gradient in forward, and keeps it."""
     choice, number = job.features.chunked_loss, job.training.number
     return forms_in_forward(choice, job.tokens, job.model.hidden, number)
 
 
 def of_loss(job: Job) -> float:
-    """Return the bytes that the output projection and the loss keep beside the input of the projection."""
+    """Return the bytes kept by output projection and loss, without the projection's input."""
     vocabulary, hidden, tokens = job.model.vocabulary / job.layout.tp, job.model.hidden, job.tokens
     if not job.features.chunked_loss:
+        # The softmax in fp32; per token also a target mask (1 byte) and the masked target (8 bytes).
         return tokens * (vocabulary * FLOAT + 9)
-    # The input of all ranks' rows, labels, weights, log-sum-exp; then the gradients of input and weight.
+    # The gathered input, then per token label, loss weight and log-sum-exp; then both gradients.
     gathered = tokens * hidden * job.training.number if job.layout.sequence else 0.0
     kept = gathered + tokens * (LONG + 2.0 * FLOAT)
     if in_forward(job):
@@ -60,20 +61,21 @@ def of_loss(job: Job) -> float:
 
 
 def logits_at_once(job: Job) -> float:
-    """Return the bytes of logits that exist for a moment, beside those that are kept."""
+    """Return the bytes of temporary logits, in addition to kept ones."""
     vocabulary, number = job.model.vocabulary / job.layout.tp, job.training.number
     if not job.features.chunked_loss:
         return number * job.tokens * vocabulary
+    # Vocabulary 129280 / TP 8: 16160 x 4 bytes = 63 KiB a token, so a chunk has about 8300 tokens.
     chunk = min(job.tokens, max(_FEWEST_TOKENS, _CHUNK / (vocabulary * FLOAT)))
     return chunk * vocabulary * (FLOAT + (number if number < FLOAT else 0))
 
 
 class Layer:
-    """Activations that one transformer layer keeps of one microbatch.
+    """Activations that one transformer layer keeps for one microbatch.
 
     Args:
-        job: planned.
-        kind: of the layer.
+        job: planned job.
+        kind: layer's kind.
     """
 
     def __init__(self, job: Job, kind: LayerKind) -> None:
@@ -85,23 +87,23 @@ class Layer:
         self.length = job.sequence
 
     def items(self) -> list[Kept]:
-        """Everything, before any feature frees some of it."""
+        """Return all kept activations, before recomputation and swapping."""
         h, model = self.model.hidden, self.model
-        found = [*self._norm("input_norm", h, recomputed=True)]
+        kept = [*self._norm("input_norm", h, recomputed=True)]
         if not model.latent:
-            found += self._grouped_attention()
+            kept += self._grouped_attention()
         elif model.sparse:
-            found += self._latent_projections()
-            found += self._fused_sparse() if self.job.features.attention else self._stock_sparse()
+            kept += self._latent_projections()
+            kept += self._fused_sparse() if self.job.features.attention else self._stock_sparse()
         else:
-            found += self._latent_projections()
-            found += self._dense_latent()
-        found.append(self._item("attention", self.n * model.heads * model.value_dim / self.t, "attention"))
-        if self.training.dropout:  # masks of attention's and the MLP's output
-            found.append(self._item("norms", 2 * self.r * h, size=1, storages=2))
-        # The norm before a dense MLP is part of its first linear layer in the spec of sparse attention.
-        found += self._norm("post_attention_norm", h, recomputed=self.kind.experts or not model.sparse)
-        return [*found, *(self._moe() if self.kind.experts else self._mlp("dense MLP", model.ffn, ("mlp",)))]
+            kept += self._latent_projections()
+            kept += self._dense_latent()
+        kept.append(self._item("attention", self.n * model.heads * model.value_dim / self.t, "attention"))
+        if self.training.dropout:  # one-byte masks of the outputs of attention and MLP
+            kept.append(self._item("norms", 2 * self.r * h, size=1, storages=2))
+        # In the layer spec of sparse attention, the norm before a dense MLP is fused into its first linear.
+        kept += self._norm("post_attention_norm", h, recomputed=self.kind.experts or not model.sparse)
+        return [*kept, *(self._moe() if self.kind.experts else self._mlp("dense MLP", model.ffn, ("mlp",)))]
 
     def _item(self, part: str, numbers: float, *tags: str, size: int = 0, storages: int = 1) -> Kept:
         return Kept(part, numbers * (size or self.e), frozenset(tags), storages)
@@ -126,7 +128,7 @@ class Layer:
         heads, core = model.heads / t, ("attention", "core_attn")
         up = (*core[:1], "mla_up_proj")
         key = model.kv_lora + model.rope
-        # Keys of the whole sequence come from context parallel ranks and are freed until backward.
+        # Keys of the other CP ranks are gathered again for backward, unless --cp-keep-gathered keeps them.
         keys = n * (self.job.layout.cp if self.job.features.keep_gathered else 1)
         if self.job.absorbed:
             yield self._item("attention", n * heads * model.nope, *up)
@@ -136,23 +138,23 @@ class Layer:
                 yield self._item("attention", n * heads * model.kv_lora, tag, "core_attn")
             yield self._item("attention", heads * model.kv_lora * model.value, tag)
         else:
-            # Dense kernels want values, and return outputs, as wide as keys.
+            # Dense kernels need values padded to the keys' width, and return outputs of that width.
             wide = model.query_dim if self.job.is_short else model.value
             yield self._item("attention", model.kv_lora * self.r, tag)
             yield self._item("attention", 2 * n * heads * model.query_dim, *up, storages=2)
             yield self._item("attention", 2 * n * heads * wide, *up, storages=2)
-        yield self._item("attention", n * heads, *core, size=FLOAT)
+        yield self._item("attention", n * heads, *core, size=FLOAT)  # log-sum-exp
         if self.kind.selects:
             yield from self._index(keys)
 
     def _index(self, keys: float) -> Iterator[Kept]:
-        """Yield what the indexer's operators keep, and its projections where it is trained."""
+        """Yield the tensors kept by the indexer's operators and, if it is trained, by its projections."""
         model, n, core = self.model, self.n, ("attention", "core_attn")
         if not self.job.is_short:  # layers that share the selection keep the same storage
             yield self._item("indexer", n * model.topk, *core, size=INDEX)
         if not model.index_loss:
             return
-        if not self.job.is_short:
+        if not self.job.is_short:  # the KL loss keeps a score for each selected key
             yield self._item("indexer", n * model.topk, *core, size=FLOAT)
         yield self._item("indexer", n * model.index_heads * model.index_dim, *core)
         yield self._item("indexer", keys * model.index_dim, *core)
@@ -169,7 +171,7 @@ class Layer:
         yield self._item("indexer", 4 * self.length / self.job.layout.cp * model.rope, *core, storages=4)
 
     def _stock_sparse(self) -> Iterator[Kept]:
-        """Megatron's own DSA: sequence x sequence matrices, of the indexer and of every head."""
+        """Yield the tensors of Megatron's own DSA: sequence x sequence matrices of indexer and each head."""
         model, n, tag = self.model, self.n, "attention"
         heads, core, square = model.heads / self.t, ("attention", "core_attn"), n * self.length
         yield self._item("attention", model.kv_lora * self.r, tag)
@@ -214,23 +216,25 @@ class Layer:
             yield self._item("attention", square, *core, size=1)
 
     def _mlp(self, part: str, width: int, tags: tuple[str, ...]) -> list[Kept]:
-        """Between both linear layers; the first one's input is the norm's output."""
+        """Return the tensors kept between the two linear layers; the norm's output is counted elsewhere."""
         tokens = self.n / self.t
-        own = [self._item(part, (2 if self.model.gated else 1) * width * tokens, *tags)]
+        items = [self._item(part, (2 if self.model.gated else 1) * width * tokens, *tags)]
         if self.model.gated and not self.training.fused_glu:
-            own.append(self._item(part, 2 * width * tokens, *tags, "act", storages=2))
-        return [*own, self._item(part, width * tokens, *tags, "act")]
+            items.append(self._item(part, 2 * width * tokens, *tags, "act", storages=2))
+        return [*items, self._item(part, width * tokens, *tags, "act")]
 
     def _moe(self) -> Iterator[Kept]:
         job, model, r, tag = self.job, self.model, self.r, "moe"
-        chosen = model.router_topk
+        topk = model.router_topk
         if model.shared_ffn:
             yield from self._mlp("shared experts", model.shared_ffn, (tag, "shared_experts"))
         if self.e == 2:  # the router works in float32
             numbers = r * model.hidden + model.experts * model.hidden
             yield self._item("router", numbers, tag, size=FLOAT, storages=2)
-        yield self._item("router", r * (13 * model.experts + 28 * chosen + 16), tag, size=1, storages=15)
-        received = r * chosen * job.layout.etp * job.imbalance
+        yield self._item("router", r * (13 * model.experts + 28 * topk + 16), tag, size=1, storages=15)
+        # Tokens that the rank's experts receive: EP balances them on average, ETP gathers them from its
+        # ranks.
+        received = r * topk * job.layout.etp * job.imbalance
         width = model.expert_ffn / job.layout.etp
         part, act = "routed experts", (tag, "act", "moe_act")
         yield self._item(part, received * model.hidden, tag)
@@ -241,11 +245,11 @@ class Layer:
             yield self._item(part, unfused * received * width, *act, storages=unfused)
         yield self._item(part, received * width, *act)
         if not job.features.permute_fusion:
-            yield self._item(part, r * chosen * model.hidden, tag)
+            yield self._item(part, r * topk * model.hidden, tag)
 
 
 def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept]:
-    """Yield what a norm keeps: its input; PyTorch's RMSNorm that and the normalised input in float32."""
+    """Yield a norm's kept tensors: input and rstd; PyTorch's RMSNorm keeps two fp32 copies of the input."""
     one_kernel = job.training.kernels or job.model.layer_norm
     numbers = width * job.training.number if one_kernel else 2 * width * FLOAT
     yield Kept("norms", numbers * rows, frozenset(tags))
@@ -253,14 +257,15 @@ def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept
 
 
 def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: float) -> list[Kept]:
-    """Return what is left where a layer recomputes or swaps.
+    """Return the activations that stay in memory under recomputation and swapping.
 
     Args:
-        items: of a layer.
-        job: planned.
-        norm: the layer is one of those with ``--recompute-norm``; likewise the next two.
-        act: of ``--recompute-activation-function``.
-        swap: of ``--swap-attention``, and the share of what it may move that it does.
+        items: layer's kept activations.
+        job: planned job.
+        norm: whether ``--recompute-norm`` covers the layer.
+        act: whether ``--recompute-activation-function`` covers the layer.
+        swap: share of the movable bytes that ``--swap-attention`` moves in the layer; 0 if it does not cover
+            it.
     """
     gone = set(job.training.modules) | ({"norm"} if norm else set()) | ({"act"} if act else set())
     modules = {"self_attention": "attention"}
@@ -277,7 +282,7 @@ def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: float) -
 
 
 def shared_selection(job: Job, kind: LayerKind) -> Kept:
-    """Return the selection that stays until backward where layers share it, although they are recomputed."""
+    """Return ``topk_indices`` of a recomputed layer, which stay until backward if other layers share them."""
     if not kind.serves or job.is_short:
         return Kept("indexer", 0.0)
     stock = not job.features.attention
@@ -286,15 +291,15 @@ def shared_selection(job: Job, kind: LayerKind) -> Kept:
 
 
 def inputs_of_recomputed(job: Job, norm: bool, experts: bool) -> Kept:
-    """Inputs that stay because a norm is computed again from them."""
+    """Return the inputs of recomputed norms, which stay in place of their outputs."""
     rows = job.tokens / (job.layout.tp if job.layout.sequence else 1)
     norms = (1 + (experts or not job.model.sparse)) if norm or "layernorm" in job.training.modules else 0
     return Kept("norms", norms * rows * job.model.hidden * job.training.number)
 
 
 def by_part(items: Iterable[Kept]) -> dict[str, float]:
-    """Bytes by part."""
-    found: dict[str, float] = {}
+    """Return a dict from part to bytes."""
+    sums: dict[str, float] = {}
     for item in items:
-        found[item.part] = found.get(item.part, 0.0) + item.nbytes
-    return found
+        sums[item.part] = sums.get(item.part, 0.0) + item.nbytes
+    return sums

@@ -1,4 +1,4 @@
-"""A job from its command line."""
+"""Builds a planned job from its command line."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def job_of(
     imbalance: float = 1.0,
     any_layout: bool = False,
 ) -> Job:
-    """Read a job's command line, whose first word may be its script.
+    """Build a job from its command line, whose first word may be its script.
 
     Args:
-        argv: of ``pretrain_gpt.py`` or of the example job.
-        devices: that it runs on; by default as few as the layout needs.
-        config_file: ``config.json`` with the model's sizes.
+        argv: command line of ``pretrain_gpt.py`` or of the example job.
+        devices: number of devices; by default the smallest number that the layout needs.
+        config_file: name or path of a ``config.json`` with the model's sizes.
         imbalance: tokens of the fullest rank's experts over the mean.
-        any_layout: a search replaces the layout, so it is not checked, and data parallel.
+        any_layout: whether a search replaces the layout; if so, it is not checked, and only data parallel.
 
     Raises:
-        SettingsError: what is missing or does not fit, with the nearest layout that does.
+        SettingsError: sizes are missing or the layout does not work; names the nearest layout that does.
     """
-    options, given, unknown = flags.read(argv)
+    options, names_given, unknown = flags.read(argv)
     _check_sizes(options, devices, imbalance)
     if config_file:
-        configs.apply(Path(config_file), options, given)
+        configs.apply(Path(config_file), options, names_given)
     fill_arguments(options)
     _check_together(options)
     options.splits_backward = _check_schedule(options, any_layout)
@@ -87,13 +87,13 @@ def _check_sizes(options: argparse.Namespace, devices: int | None, imbalance: fl
 
 
 def _check_given(options: argparse.Namespace) -> None:
-    """Refuse a job of which a plan cannot be made."""
+    """Raise an error if sizes of the model or the step are missing."""
     problems = []
     if missing := unknown_sizes(options):
-        known = ", ".join(configs.KNOWN)
+        names = ", ".join(configs.KNOWN)
         problems.append(
             f"the model's sizes are not known: add {missing} to the job's flags, or give --config FILE, a "
-            f"config.json or one of {known}"
+            f"config.json or one of {names}"
         )
     if missing := _missing(options, _STEP):
         problems.append(
@@ -105,7 +105,7 @@ def _check_given(options: argparse.Namespace) -> None:
 
 
 def unknown_sizes(options: argparse.Namespace) -> str:
-    """Return the flags that the sizes of the model are missing; empty where they are known."""
+    """Return the missing flags for the sizes of the model, as text; empty if none is missing."""
     return _missing(options, (*_MODEL, *(_DSA if options.experimental_attention_variant == "dsa" else ())))
 
 
@@ -115,7 +115,7 @@ def _missing(options: argparse.Namespace, names: Sequence[str]) -> str:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Refuse what Megatron, or a feature, refuses whatever the layout."""
+    """Raise the errors that Megatron or a feature would raise for any layout."""
     problems = list(Sharing.of(options).problems(options.num_layers))
     if options.dsa_model is not None:
         problems += against_model(options, options.dsa_model)
@@ -161,11 +161,11 @@ _SCHEDULES = ("dualpipev", "split-backward")
 
 
 def _check_schedule(options: argparse.Namespace, any_layout: bool) -> bool:
-    """Refuse what the features of schedules refuse of a job; return whether weight gradients wait.
+    """Run the checks of features that set the schedule; return whether weight gradients are deferred.
 
     Args:
-        options: the job's.
-        any_layout: a search replaces the layout, of which nothing is asked then.
+        options: job's arguments.
+        any_layout: whether a search replaces the layout; if so, a valid one is assumed for the checks.
     """
     seen, splits = Switches(options), False
     problems: list[str] = []
@@ -175,17 +175,17 @@ def _check_schedule(options: argparse.Namespace, any_layout: bool) -> bool:
     for feature in everything():
         if feature.name in _SCHEDULES and feature.is_active(seen):
             assert feature.options is not None
-            own = feature.options(seen)
-            splits = splits or getattr(own, "split", True)
+            feature_options = feature.options(seen)
+            splits = splits or getattr(feature_options, "split", True)
             feature.rewrite(job)
-            problems += feature.check(job, own)
+            problems += feature.check(job, feature_options)
     if problems:
         raise SettingsError(f"mindspeed_dsa plan: {'; '.join(problems)}")
     return splits
 
 
 class Switches:
-    """Switches as features ask for them; flags of Megatron that no plan reads are not given."""
+    """Arguments in the form of feature settings; Megatron's flags unknown to the planner are None."""
 
     platform, features_on, megatron_root = "", (), settings.MEGATRON_ROOT.default
 
@@ -231,7 +231,7 @@ def _notes(options: argparse.Namespace, unknown: Sequence[str]) -> tuple[str, ..
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """Sizes, with Megatron's defaults."""
+    """Return the model's sizes, with Megatron's defaults."""
     layers, hidden, heads = options.num_layers, options.hidden_size, options.num_attention_heads
     ffn = options.ffn_hidden_size
     if ffn is None:
@@ -307,7 +307,7 @@ def _multiples(number: int, step: int) -> str:
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
-    """As asked for; how many replicas there are is not known yet."""
+    """Return the requested layout, without its number of replicas."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     chunks = options.num_virtual_stages_per_pipeline_rank
     per_chunk = options.num_layers_per_virtual_pipeline_stage
@@ -356,7 +356,7 @@ def layout_of(options: argparse.Namespace) -> Layout:
 
 
 def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the chunks of the job's layout, which Megatron takes alone."""
+    """Return the chunks of ``--pipeline-model-parallel-layout``, which excludes other flags for the split."""
     layout, pp = options.pipeline_model_parallel_layout, options.pipeline_model_parallel_size
     if layout is None or pp == 1:
         return ()
@@ -385,7 +385,7 @@ def _stages_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def training_of(options: argparse.Namespace) -> Training:
-    """The step, and what Megatron itself recomputes."""
+    """Return batch sizes, precisions and Megatron's own recomputation."""
     engine, sizes = options.transformer_impl == "transformer_engine", _sizes_of(options)
     selective = options.recompute_activations or options.recompute_granularity == "selective"
     modules = tuple(options.recompute_modules or ["core_attn"]) if selective else ()
@@ -393,7 +393,7 @@ def training_of(options: argparse.Namespace) -> Training:
     if options.recompute_granularity == "full":
         number = options.recompute_num_layers or 1
         uniform = options.recompute_method != "block"
-        pairs = options.moe_fb_overlap  # in which every layer keeps its own input
+        pairs = options.moe_fb_overlap  # in pairs, every layer keeps its own input
         full, group = (-1, 1 if pairs else number) if uniform else (number, 1)
     bf16 = options.bf16 or options.fp16
     reduced_in_bf16 = (
@@ -404,7 +404,7 @@ def training_of(options: argparse.Namespace) -> Training:
         micro=options.micro_batch_size,
         batch=max(sizes, default=options.global_batch_size or 0),
         bf16=bf16,
-        # Float32 is Megatron's default for bf16 alone.
+        # Megatron reduces gradients in fp32 by default for bf16, but not for fp16.
         grad_half=(options.bf16 and reduced_in_bf16)
         or (options.fp16 and not options.accumulate_allreduce_grads_in_fp32),
         distributed=options.use_distributed_optimizer,
@@ -425,7 +425,7 @@ def training_of(options: argparse.Namespace) -> Training:
 
 
 def _sizes_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """Return the batch sizes of a schedule; empty without one."""
+    """Return the batch sizes of ``--step-batch-size-schedule``; empty without it."""
     schedule = options.step_batch_size_schedule
     return tuple(size for _, size in entries_of(schedule)) if schedule else ()
 
@@ -447,7 +447,7 @@ def _gib(word: str) -> float:
 
 
 def features_of(options: argparse.Namespace) -> Features:
-    """This library's switches, as far as a plan depends on them."""
+    """Return this library's switches that change a plan."""
     fused = options.use_fused_dsa and options.experimental_attention_variant == "dsa"
 
     def part(value: bool | None) -> bool:

@@ -1,4 +1,4 @@
-"""Size of a job's checkpoint, from its command line."""
+"""Estimates the size of a job's checkpoint from its command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WITHOUT_OPTIMIZER = "--no-save-optim"
 
 
 def size_of(command: Sequence[str], vocabulary: int | None = None) -> float | None:
-    """Return the bytes of one checkpoint; None where the flags do not say the sizes of the model.
+    """Return the bytes of one checkpoint, or None if flags for the model's sizes are missing.
 
-    What Megatron saves: weights in their own type; for each of them a float32 copy, where the weights are of
-    16 bits or the optimizer is distributed; and what the optimizer remembers, in float32.
+    A checkpoint has the weights in their own type and the optimizer's moments in fp32. With 16-bit weights or
+    a distributed optimizer, it also has an fp32 copy of the weights.
 
     Args:
-        command: the job's command line, whose first word may be its script.
-        vocabulary: rows of the embedding, once the tokenizer has been read.
+        command: job's command line, whose first word may be its script.
+        vocabulary: number of padded embedding rows, if the tokenizer has been read.
     """
     try:
         options, _, _ = flags.read(command)
@@ -29,11 +29,12 @@ def size_of(command: Sequence[str], vocabulary: int | None = None) -> float | No
         if arguments.unknown_sizes(options):
             return None
         model = arguments.model_of(options)
-    except (SettingsError, TypeError, ValueError):  # which the job's own parser reports
+    except (SettingsError, TypeError, ValueError):  # the job's own parser reports these
         return None
     half = options.bf16 or options.fp16
-    each = 2 if half else 4
+    # bytes per parameter: with bf16, Adam and its master weights 2 + 4 + 8 = 14
+    nbytes = 2 if half else 4
     if _WITHOUT_OPTIMIZER not in command:
-        each += MASTER if half or options.use_distributed_optimizer else 0
-        each += MOMENTS if options.optimizer == "adam" else MOMENTS // 2  # SGD has momentum alone
-    return float(each * sum(weight.numbers for weight in sizes.model_weights(model)))
+        nbytes += MASTER if half or options.use_distributed_optimizer else 0
+        nbytes += MOMENTS if options.optimizer == "adam" else MOMENTS // 2  # SGD has only the momentum
+    return float(nbytes * sum(weight.numbers for weight in sizes.model_weights(model)))

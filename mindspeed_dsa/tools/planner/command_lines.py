@@ -1,4 +1,4 @@
-"""Command lines of planned jobs: flags of a layout and of measures, ready to paste."""
+"""Command lines of planned jobs, with the flags of a layout and of memory measures, ready to paste."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYOUT = {
     "sequence_parallel",
     "micro_batch_size",
 }
-"""Arguments that a search decides."""
+"""Arguments that a search sets."""
 _MEGATRONS_RECOMPUTATION = {
     "recompute_granularity",
     "recompute_method",
@@ -54,14 +54,15 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 
 
 def words_for(given: Sequence[str], job: Job) -> list[str]:
-    """Return the command line of a job that a search has found.
+    """Return the command line of a job found by a search.
 
     Args:
-        given: command line whose layout does not count, script first if there is one.
-        job: found; its model is that of ``given``.
+        given: command line of the original job, script first if there is one; its layout flags are dropped.
+        job: found job, with the model of ``given``.
 
     Returns:
-        words of which the same plan is made: those given, and then layout, micro-batch and measures.
+        Words that lead to the same plan: the remaining words of ``given``, then layout, micro-batch and
+        measures.
     """
     read, named, _ = flags.read(given)
     dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
@@ -86,7 +87,7 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
 
 
 def _of_measures(features: Features, read: object) -> list[str]:
-    """Return the flags that a search has added to those of this library that were given."""
+    """Return the flags of measures that the search added to the original job."""
     pairs = (
         ("recompute_norm", features.recompute_norm),
         ("recompute_activation_function", features.recompute_act),
@@ -96,8 +97,8 @@ def _of_measures(features: Features, read: object) -> list[str]:
 
 
 def of_layout(layout: Layout, job: Job) -> list[str]:
-    """Return the flags of a layout, without those that have Megatron's default."""
-    found: list[str] = []
+    """Return the flags of a layout, without those at Megatron's default."""
+    words: list[str] = []
     sizes = (
         ("tensor-model-parallel-size", layout.tp),
         ("pipeline-model-parallel-size", layout.pp),
@@ -105,23 +106,23 @@ def of_layout(layout: Layout, job: Job) -> list[str]:
         ("expert-model-parallel-size", layout.ep),
     )
     for name, size in sizes:
-        found += [f"--{name}", str(size)] if size > 1 else []
+        words += [f"--{name}", str(size)] if size > 1 else []
     if job.model.experts and layout.etp != layout.tp:
-        found += ["--expert-tensor-parallel-size", str(layout.etp)]
+        words += ["--expert-tensor-parallel-size", str(layout.etp)]
     if layout.sequence:
-        found.append("--sequence-parallel")
+        words.append("--sequence-parallel")
     if layout.vpp > 1 and not layout.v_shaped and not layout.stages:
-        found += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
-    return [*found, *shlex.split(layouts.split_of(layout, job.model).flags())]
+        words += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
+    return [*words, *shlex.split(layouts.split_of(layout, job.model).flags())]
 
 
 def of_micro(training: Training) -> list[str]:
-    """Return the flag of the micro-batch."""
+    """Return the flag for the micro-batch size."""
     return ["--micro-batch-size", str(training.micro)]
 
 
 def groups(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield each flag with its values; the words before the first flag are a group of their own."""
+    """Yield each flag with its values; words before the first flag form their own group."""
     group: list[str] = []
     for word in words:
         if word.startswith("--") and group:
@@ -133,7 +134,7 @@ def groups(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def shown(words: Sequence[str], indent: str = "    ", width: int = _WIDTH) -> list[str]:
-    """Return lines of a shell command, flags together with their values, continued by backslashes."""
+    """Break a shell command into lines continued by backslashes, without separating flags and values."""
     lines = [indent.rstrip("\n")]
     for group in groups(words):
         text = shlex.join(group)

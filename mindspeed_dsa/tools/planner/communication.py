@@ -1,8 +1,8 @@
 """Bytes that a rank receives in a step, by process group and collective.
 
-With ``g`` ranks an all-gather or reduce-scatter of ``B`` bytes in all brings ``B (g - 1) / g`` to each, an
-all-reduce twice that, an all-to-all of ``B`` bytes per rank ``B (g - 1) / g``, on every algorithm that sends
-nothing twice.
+With ``g`` ranks, all-gather and reduce-scatter of ``B`` bytes in total bring ``B (g - 1) / g`` to each rank,
+and an all-reduce twice as much. An all-to-all of ``B`` bytes per rank brings ``B (g - 1) / g``. This holds
+for every algorithm that sends nothing twice.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Transfer:
     """One kind of transfer of a pipeline rank.
 
     Attributes:
-        group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``; ``FSDP`` and
-            ``EFSDP`` where fewer ranks than those of DP and of EDP share a copy of the weights. SP's
-            collectives run on the tensor parallel group.
-        what: it carries.
-        nbytes: that a rank receives in a step.
+        group: process group: ``TP``, ``EP``, ``ETP``, ``CP``, ``PP``, ``DP``, ``EDP`` or ``embedding``;
+            ``FSDP`` and ``EFSDP`` if only a part of the DP or EDP ranks share a copy of the weights. Sequence
+            parallel collectives are counted as TP.
+        what: name of the contents.
+        nbytes: bytes that a rank receives in a step.
         when: ``forward`` or ``backward`` of every microbatch, or the ``end`` of the step.
     """
 
@@ -41,7 +41,7 @@ class Transfer:
 
 
 def of_job(job: Job) -> list[list[Transfer]]:
-    """Everything that each pipeline rank receives."""
+    """Return the transfers of each pipeline rank."""
     weights = sizes.rank_weights(job)
     return [
         [each for each in _Rank(job, rank, weights[rank]).transfers() if each.nbytes]
@@ -65,17 +65,21 @@ class _Rank:
             kinds.update(self.model.mtp_kinds)
         count = self.job.microbatches
         for kind, times in kinds.items():
-            for each in self._layer(kind):
-                yield _times(each, count * times)
+            for transfer in self._layer(kind):
+                yield _times(transfer, count * times)
         for kind, times in self._recomputed_layers().items():
-            for each in self._layer(kind):
-                if each.when == "forward":
+            for transfer in self._layer(kind):
+                if transfer.when == "forward":
                     again = Transfer(
-                        each.group, each.collective, f"{each.what}, recomputed", each.nbytes, "backward"
+                        transfer.group,
+                        transfer.collective,
+                        f"{transfer.what}, recomputed",
+                        transfer.nbytes,
+                        "backward",
                     )
                     yield _times(again, count * times)
-        for each in (*self._ends(), *self._pipeline(), *self._shards()):
-            yield _times(each, count)
+        for transfer in (*self._ends(), *self._pipeline(), *self._shards()):
+            yield _times(transfer, count)
         yield from self._step()
 
     def _recomputed_layers(self) -> Counter[LayerKind]:
@@ -90,13 +94,13 @@ class _Rank:
     # -- tensor parallel group ----------------------------------------------------------------
 
     def _tp(self, collective: Collective, what: str, width: float, when: str, size: int = 0) -> Transfer:
-        """``width`` numbers for each token of the microbatch, whole."""
+        """Return a TP collective over ``width`` numbers per token of the full microbatch."""
         ranks = self.layout.tp
         nbytes = self.n * width * (size or self.e) * (ranks - 1) / ranks
         return Transfer("TP", collective, what, nbytes * (2 if collective == "all-reduce" else 1), when)  # type: ignore[arg-type]
 
     def _column(self, what: str, width: float, again: bool = True) -> Iterator[Transfer]:
-        """Input of a linear layer cut by columns; ``again``: gathered once more for the weight's gradient."""
+        """Yield a column-parallel layer's collectives; ``again``: backward gathers the input once more."""
         if not self.sequence:
             yield self._tp("all-reduce", what, width, "backward")
             return
@@ -106,7 +110,7 @@ class _Rank:
         yield self._tp("reduce-scatter", what, width, "backward")
 
     def _row(self, what: str, width: float) -> Iterator[Transfer]:
-        """Output of a linear layer cut by rows."""
+        """Yield a row-parallel layer's collectives."""
         if not self.sequence:
             yield self._tp("all-reduce", what, width, "forward")
             return
@@ -147,19 +151,20 @@ class _Rank:
                 width = model.hidden + (model.query_lora or 0)
                 yield self._tp("all-gather", "indexer's inputs", width, "forward")
             if model.index_loss:
-                chosen = min(model.topk, self.job.sequence)
+                target_keys = min(model.topk, self.job.sequence)
                 dense = not features.kl_loss
-                width = self.job.sequence if dense else chosen
+                width = self.job.sequence if dense else target_keys
                 yield self._tp("all-reduce", "indexer's target", width, "forward", FLOAT)
 
     def _needs_index(self, kind: LayerKind) -> bool:
-        """Short sequences attend to every key; the loss needs the indexer all the same."""
+        """Return whether the indexer runs: for its loss, or to select keys of a sequence longer than topk."""
         return kind.selects and (self.model.index_loss or self.job.sequence > self.model.topk)
 
     # -- experts ------------------------------------------------------------------------------
 
     def _experts(self) -> Iterator[Transfer]:
         model, layout = self.model, self.layout
+        # Each token is sent to topk experts; on average 1 / EP of them are on the same rank.
         rows = self.r * model.router_topk * self.job.imbalance
         share = (layout.ep - 1) / layout.ep
         for when in ("forward", "backward"):
@@ -169,7 +174,7 @@ class _Rank:
         if layout.etp > 1:
             gathered = rows * (layout.etp - 1)
             tokens = gathered * model.hidden
-            # Outputs are summed in the precision of the probabilities.
+            # The router's probabilities are fp32, so outputs weighted by them are reduced in fp32.
             yield Transfer("ETP", "all-gather", "experts' tokens", tokens * self.e, "forward")
             yield Transfer("ETP", "reduce-scatter", "experts' outputs", tokens * FLOAT, "forward")
             yield Transfer("ETP", "all-gather", "experts' outputs", tokens * FLOAT, "backward")
@@ -186,7 +191,7 @@ class _Rank:
             return
         whole = self.job.training.micro * self.job.sequence * (ranks - 1) / ranks
         kernels = self.job.training.kernels and not model.sparse
-        if model.latent and kernels:  # Transformer Engine sends keys and values by head, not latents
+        if model.latent and kernels:  # Transformer Engine sends the expanded keys and values, not latents
             width: float = model.heads / layout.tp * (model.query_dim + model.value_dim)
             again = True
         elif model.latent:
@@ -207,6 +212,7 @@ class _Rank:
         yield Transfer("CP", gather, "keys", whole * width * self.e, "forward")
         if again:
             yield Transfer("CP", gather, "keys", whole * width * self.e, "backward")
+        # Without the KL loss the indexer's keys have no gradient.
         trained = width if model.index_loss else width - model.index_dim * self._needs_index(kind)
         size = self.e if kernels else FLOAT
         reduce: Collective = "reduce-scatter" if model.sparse else "send"
@@ -242,34 +248,34 @@ class _Rank:
                 yield Transfer("PP", "send", "gradients", nbytes, "backward")
 
     def _shards(self) -> Iterator[Transfer]:
-        """Gathers of sharded weights, and sums of their gradients, of one microbatch."""
+        """Yield FSDP's weight gathers and gradient reductions for one microbatch."""
         layout = self.layout
         yield from self._shards_of(False, ("DP", "FSDP"), self.job.shards, layout.replicas)
-        # Experts that are not dealt out travel with everything else.
+        # Without EP, FSDP gathers the experts together with the dense weights.
         groups = ("EDP", "EFSDP") if layout.ep > 1 else ("DP", "FSDP")
         yield from self._shards_of(True, groups, self.job.expert_shards, layout.expert_replicas)
 
     def _shards_of(
         self, experts: bool, groups: tuple[str, str], shards: int, replicas: int
     ) -> Iterator[Transfer]:
-        """Transfers of dense weights or of routed experts.
+        """Yield the transfers of dense weights or of routed experts.
 
         Args:
-            experts: which of the two.
-            groups: of all ranks with the same weights, and of those of them that share a copy.
-            shards: ranks that share a copy.
-            replicas: ranks with the same weights.
+            experts: whether the weights are routed experts.
+            groups: name of the group with the same weights, and of its part that shares a copy.
+            shards: number of ranks that share a copy.
+            replicas: number of ranks with the same weights.
         """
         if shards == 1:
             return
         size, share, copies = self.job.training.grad_number, (shards - 1) / shards, replicas // shards
         group = groups[0] if copies == 1 else groups[1]
-        own = [each for each in self.weights if (each.cut == "expert") == experts]
-        numbers = sum(each.on_rank(self.layout) for each in own)
-        # The embedding's backward reads no weight.
-        again = numbers - sum(each.on_rank(self.layout) for each in own if each.part == "embedding")
+        weights = [weight for weight in self.weights if (weight.cut == "expert") == experts]
+        numbers = sum(weight.on_rank(self.layout) for weight in weights)
+        # The embedding's backward does not read its weight, so it is not gathered again.
+        again = numbers - sum(weight.on_rank(self.layout) for weight in weights if weight.part == "embedding")
         trained = sum(
-            each.on_rank(self.layout) for each in self._trained() if (each.cut == "expert") == experts
+            weight.on_rank(self.layout) for weight in self._trained() if (weight.cut == "expert") == experts
         )
         yield Transfer(group, "all-gather", "weights", numbers * self.e * share, "forward")
         yield Transfer(group, "all-gather", "weights", again * self.e * share, "backward")
@@ -291,14 +297,15 @@ class _Rank:
         groups = (("DP", layout.replicas, False), ("EDP", layout.expert_replicas, True))
         for group, ranks, experts in groups:
             share = (ranks - 1) / ranks
-            # Experts that are not dealt out are reduced with everything else.
-            own = [w for w in trained if (w.cut == "expert" and layout.ep > 1) == experts]
+            # Without EP, experts are reduced in the same buffers as the dense weights.
+            weights = [w for w in trained if (w.cut == "expert" and layout.ep > 1) == experts]
             cut = {True: self.job.expert_shards, False: shards}
-            own = [w for w in own if cut[w.cut == "expert"] == 1]
-            numbers = sum(w.on_rank(layout) for w in own) * share
+            weights = [w for w in weights if cut[w.cut == "expert"] == 1]
+            numbers = sum(w.on_rank(layout) for w in weights) * share
             if training.distributed:
                 yield Transfer(group, "reduce-scatter", "gradients", numbers * size, "end")
-                # Two optimizers, of dense weights and of experts: without overlap each gathers them all.
+                # Without overlap, each of the two distributed optimizers (dense and expert weights) gathers
+                # all weights.
                 gathers = 2 if layout.ep > 1 and not training.overlap_param else 1
                 yield Transfer(group, "all-gather", "weights", gathers * numbers * training.number, "end")
             else:
@@ -314,8 +321,8 @@ def _times(each: Transfer, count: int) -> Transfer:
 
 
 def by_group(transfers: list[Transfer]) -> dict[str, float]:
-    """Bytes by process group."""
-    found: dict[str, float] = {}
-    for each in transfers:
-        found[each.group] = found.get(each.group, 0.0) + each.nbytes
-    return found
+    """Return a dict from process group to bytes."""
+    sums: dict[str, float] = {}
+    for transfer in transfers:
+        sums[transfer.group] = sums.get(transfer.group, 0.0) + transfer.nbytes
+    return sums

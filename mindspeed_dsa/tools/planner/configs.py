@@ -1,4 +1,4 @@
-"""Sizes of a model from its Hugging Face ``config.json``, or by its name."""
+"""Sizes of a model, from its Hugging Face ``config.json`` or by the name of a known model."""
 
 from __future__ import annotations
 
@@ -110,69 +110,69 @@ KNOWN: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
     },
 }
-"""Configurations by the name that ``--config`` takes."""
+"""Dict from a name that ``--config`` accepts to the model's configuration."""
 _ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
 _SAME = {"kimi_k2": "deepseek_v3"}
-"""Types of models under other names."""
+"""Dict from a ``model_type`` to the type with the same architecture."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the configuration that a name or a file has, with the type of its architecture.
+    """Return the configuration for a name or file, with ``model_type`` set to a supported architecture.
 
     Raises:
         SettingsError: the file cannot be read.
     """
-    found = KNOWN.get(str(path).lower())
-    if found is not None:
-        return found
+    configuration = KNOWN.get(str(path).lower())
+    if configuration is not None:
+        return configuration
     try:
-        found, _ = config.read_model(path, _WHO)
+        configuration, _ = config.read_model(path, _WHO)
     except SettingsError as error:
         raise SettingsError(f"{error}; --config knows by name {', '.join(KNOWN)}") from error
-    kind, built = str(found.get("model_type")), found.get("architectures")
+    kind, built = str(configuration.get("model_type")), configuration.get("architectures")
     if kind in config.KINDS:
-        return found
+        return configuration
     of_class = _ARCHITECTURES.get(str(built[0])) if isinstance(built, list) and built else None
-    return {**found, "model_type": _SAME.get(kind) or of_class or found.get("model_type")}
+    return {**configuration, "model_type": _SAME.get(kind) or of_class or configuration.get("model_type")}
 
 
 def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:
-    """Return the flags with which a job trains the model, without those that it gives itself.
+    """Return Megatron's flags for the model, without flags that the job sets itself.
 
     Args:
-        path: name or file, as ``--config`` takes it.
-        given: arguments of the job's own flags.
-        job: planned of both.
-        release: release of Megatron-core.
+        path: name or file, as for ``--config``.
+        given: names of the arguments that the job's own flags set.
+        job: planned job.
+        release: Megatron-core release.
 
     Raises:
-        SettingsError: Megatron cannot compute the model.
+        SettingsError: Megatron does not support the model.
     """
-    # Rows of padding follow from the layout.
+    # The padded vocabulary depends on the tensor parallel size, so Megatron computes it.
     names = {"add_bias_linear": "disable-bias-linear"}
     omitted = {"padded-vocab-size"} | {names.get(name, name.replace("_", "-")) for name in given}
-    found = []
+    lines = []
     for line in hugging_face.flags_of(read(path), release, f"{_WHO}: {path}"):
         name = line.split()[0].removeprefix("--").removeprefix("no-")
         if name == "moe-layer-freq":
             layers = hugging_face.pattern([int(each) for each in job.model.pattern])
             line = shlex.join(["--moe-layer-freq", layers])
-        found += [line] if name not in omitted else []
-    return found
+        lines += [line] if name not in omitted else []
+    return lines
 
 
 def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
-    """Set the flags of the model's sizes that were not given on the command line, in place.
+    """Set the model's sizes in ``options``, except those given on the command line.
 
     Raises:
-        SettingsError: the file cannot be read, or is of another kind of model.
+        SettingsError: the file cannot be read, or is for another kind of model.
     """
     said = config.sizes_of(read(path), f"{_WHO}: {path}")
-    # A pattern takes the place of frequency and offset, and they that of the file's pattern.
+    # A pattern given as a flag overrides the file's frequency and offset, and the other way round.
     overruled = _RULE if _PATTERN in given else {_PATTERN} if given & _RULE else set()
     for name, value in said.items():
         if name not in given | overruled:

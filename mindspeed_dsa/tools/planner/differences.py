@@ -1,4 +1,4 @@
-"""One more flag: what it changes in a plan, and which flags would make a plan fit."""
+"""Effects of one more flag on a plan, and flags that would make a plan fit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mindspeed_dsa.tools.planner.report import memory_rows
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two plans, with minus without.
+    """Difference between the plans with and without a flag.
 
     Attributes:
-        flag: flag, as given.
-        memory: bytes on the rank that needs most, by row.
-        host: bytes there on the host.
-        received: bytes of the rank that receives most, by group.
-        seconds: seconds of a step, by part.
+        flag: flag as given.
+        memory: dict from row of the report to bytes, on the rank with the largest memory.
+        host: host bytes of the same rank.
+        received: dict from process group to bytes, on the rank that receives most.
+        seconds: dict from part to seconds of a step.
     """
 
     flag: str
@@ -35,16 +35,16 @@ class Difference:
 
     @property
     def memory_sum(self) -> float:
-        """Bytes."""
+        """Total difference in bytes."""
         return sum(self.memory.values())
 
     @property
     def seconds_sum(self) -> float:
-        """Return the seconds of a step."""
+        """Total difference in seconds of a step."""
         return sum(self.seconds.values())
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return the difference as a table."""
         rows = [(f"with {self.flag}", "", "")]
         for name, value in (*self.memory.items(), ("memory", self.memory_sum), ("on the host", self.host)):
             if abs(value) > 5e-4 * GIB or name == "memory":
@@ -58,10 +58,10 @@ class Difference:
 
 
 def words_of(flag: str) -> list[str]:
-    """``--flag``, ``--flag value`` or several, as one argument holds them.
+    """Split ``--flag``, ``--flag value`` or several flags in one argument.
 
     Raises:
-        SettingsError: no plan depends on it.
+        SettingsError: plans do not depend on a flag.
     """
     words = shlex.split(flag)
     known = flags.planned()
@@ -75,18 +75,18 @@ def words_of(flag: str) -> list[str]:
 
 
 def differences(chosen: list[str], before: Plan, planned: Callable[[list[str]], Plan]) -> list[Difference]:
-    """One for each flag.
+    """Return the difference for each flag.
 
     Args:
-        chosen: flags, as given.
-        before: without any of them.
-        planned: makes a plan with more words on the job's command line.
+        chosen: flags as given.
+        before: plan without these flags.
+        planned: function that plans the job with more words on its command line.
     """
     return [difference(flag, before, planned(words_of(flag))) for flag in chosen]
 
 
 def difference(flag: str, before: Plan, after: Plan) -> Difference:
-    """With minus without."""
+    """Return the plan ``after`` minus the plan ``before``."""
 
     def subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {name: a.get(name, 0.0) - b.get(name, 0.0) for name in {**b, **a}}
@@ -121,7 +121,7 @@ MEMORY_FLAGS = (
 """Flags that save memory."""
 _SWAPPED = {"--swap-attention auto", "--swap-attention"}
 _EXCLUDED = {
-    # What is recomputed in full leaves the others nothing to do, and training refuses both.
+    # Full recomputation leaves nothing to recompute or swap in part, and training refuses both together.
     FULL: {"--recompute-norm --recompute-activation-function", *_SWAPPED},
     "--recompute-norm --recompute-activation-function": {FULL},
     **{flag: {FULL, *_SWAPPED} for flag in _SWAPPED},
@@ -131,13 +131,13 @@ _VERDICTS = (FITS, TIGHT, TOO_LARGE)
 
 @dataclass(frozen=True)
 class Way:
-    """Flags that save memory in a plan.
+    """Flags that save memory, and their effect.
 
     Attributes:
-        flags: beside those of the plan.
-        memory: bytes that they change on the rank that needs most.
-        seconds: seconds of a step, likewise.
-        verdict: verdict on the plan with them.
+        flags: flags in addition to the job's own.
+        memory: change in bytes on the rank with the largest memory.
+        seconds: change in seconds of a step.
+        verdict: verdict on the plan with the flags.
     """
 
     flags: str
@@ -147,61 +147,66 @@ class Way:
 
 
 def ways(before: Plan, planned: Callable[[list[str]], Plan]) -> list[Way]:
-    """Return what each of :data:`MEMORY_FLAGS` saves, and last several of them that fit together.
+    """Return the effect of each of :data:`MEMORY_FLAGS`, and last a combination of them if that fits better.
 
     Args:
         before: plan that does not fit.
-        planned: makes a plan with more words on the job's command line.
+        planned: function that plans the job with more words on its command line.
     """
 
     def way(chosen: Sequence[str]) -> Way | None:
         words = " ".join(chosen)
         try:
             after = planned(shlex.split(words))
-        except SettingsError:  # they exclude each other, or the job has what excludes them
+        except SettingsError:  # the flags exclude each other or the job's flags
             return None
         saved = after.worst.total - before.worst.total
         return Way(words, saved, after.time.total - before.time.total, after.verdict)
 
-    single = [each for flag in MEMORY_FLAGS if (each := way([flag])) and each.memory < -0.05 * GIB]
-    chosen: list[str] = []
+    # A saving below 0.05 GiB is not worth a row.
+    single = [effect for flag in MEMORY_FLAGS if (effect := way([flag])) and effect.memory < -0.05 * GIB]
+    # Greedy: add flags, cheapest first, and drop an earlier one if the later flag is better without it.
+    combined: list[str] = []
     best: Way | None = None
     for flag in sorted(single, key=lambda each: each.seconds):
         if best and best.verdict == FITS:
             break
-        free = [each for each in chosen if each not in _EXCLUDED.get(flag.flags, ())]
-        without = ([each for each in free if each != other] for other in free)
+        free = [name for name in combined if name not in _EXCLUDED.get(flag.flags, ())]
+        without = ([name for name in free if name != other] for other in free)
         for kept in (free, *without):
             tried = way([*kept, flag.flags])
             if tried and (best is None or tried.memory < best.memory):
-                chosen, best = [*kept, flag.flags], tried
+                combined, best = [*kept, flag.flags], tried
                 break
-    for spare in reversed(chosen[:-1]):
-        fewer = [other for other in chosen if other != spare]
+    # Drop flags that later ones made unnecessary.
+    for spare in reversed(combined[:-1]):
+        fewer = [other for other in combined if other != spare]
         tried = way(fewer)
         if best and tried and tried.verdict == best.verdict == FITS and tried.seconds <= best.seconds:
-            chosen, best = fewer, tried
-    reached = min((_VERDICTS.index(each.verdict) for each in single), default=len(_VERDICTS))
-    if best is None or len(chosen) < 2 or _VERDICTS.index(best.verdict) > reached:
+            combined, best = fewer, tried
+    reached = min((_VERDICTS.index(effect.verdict) for effect in single), default=len(_VERDICTS))
+    if best is None or len(combined) < 2 or _VERDICTS.index(best.verdict) > reached:
         return single
-    quicker = [each for each in single if each.verdict == best.verdict and each.seconds <= best.seconds]
+    quicker = [
+        effect for effect in single if effect.verdict == best.verdict and effect.seconds <= best.seconds
+    ]
     return single if quicker else [*single, best]
 
 
 def text_of_ways(found: list[Way], devices: int) -> str:
-    """For a terminal, with what is left to do where no flags are enough.
+    """Return the table of :func:`ways`, with the advice to search if nothing fits.
 
     Args:
         found: result of :func:`ways`.
-        devices: number of devices of the job.
+        devices: job's number of devices.
     """
     rows = [("what saves memory", "GiB", "step [s]", "then")]
-    together = [each for each in found if each.flags not in MEMORY_FLAGS]
-    for each in found:
-        name = "together, as below" if each in together else each.flags
-        rows.append((name, f"{each.memory / GIB:+.1f}", f"{each.seconds:+.2f}", each.verdict))
+    together = [way for way in found if way.flags not in MEMORY_FLAGS]
+    for way in found:
+        name = "together, as below" if way in together else way.flags
+        rows.append((name, f"{way.memory / GIB:+.1f}", f"{way.seconds:+.2f}", way.verdict))
     lines = aligned(rows) if found else []
-    lines += [line for each in together for line in shown(shlex.split(each.flags))]
-    if not any(each.verdict == FITS for each in found):
+    lines += [line for way in together for line in shown(shlex.split(way.flags))]
+    if not any(way.verdict == FITS for way in found):
         lines.append(f"No flags make this layout fit; plan --search looks for others of {devices} devices.")
     return "\n".join(lines)

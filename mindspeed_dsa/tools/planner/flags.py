@@ -1,4 +1,4 @@
-"""A job's flags as a plan reads them: by the record of Megatron's, with the example job's defaults."""
+"""The planner's parser for a job's flags, built from the record of Megatron-LM's flags."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute-granularity": ("full", "selective"),
     "recompute-method": ("uniform", "block"),
 }
-"""Values that can be planned."""
+"""Dict from flag to the values that the planner supports."""
 NOT_PLANNED = (
     "use-precision-aware-optimizer",
     "main-grads-dtype",
@@ -125,7 +125,7 @@ NOT_PLANNED = (
     "tp-comm-overlap",
     "rampup-batch-size",
 )
-"""Megatron's flags that change memory, bytes or time in ways that plans do not know."""
+"""Megatron's flags with effects on memory, transfers or time that the planner does not model."""
 EXAMPLE: Mapping[str, Any] = {
     "num_layers": 4,
     "hidden_size": 128,
@@ -164,7 +164,7 @@ EXAMPLE: Mapping[str, Any] = {
     "micro_batch_size": 4,
     "global_batch_size": 8,
 }
-"""Defaults of ``examples/pretrain_dsa.py`` where they differ; a test compares them with its table."""
+"""Defaults of ``examples/pretrain_dsa.py`` that differ from Megatron's; a test keeps them in sync."""
 EXAMPLE_SCRIPT = "pretrain_dsa.py"
 
 
@@ -175,12 +175,12 @@ class _Parser(argparse.ArgumentParser):
 
 @cache
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of a job: flags of all recorded releases of Megatron-LM, newest first, and ours."""
+    """Build the parser: flags of all recorded Megatron-LM releases, newest first, and this library's."""
     made = _Parser(prog="python -m mindspeed_dsa plan", add_help=False, allow_abbrev=False)
     for release in reversed(megatron_flags.releases()):
         megatron_flags.add_recorded(made, Version(release))
     settings.add_flags(made, "mindspeed_dsa", _ours())
-    # A question, or the example job, may take back a switch.
+    # Switches that are on in the example job need a --no-... form, to switch them off in plans.
     for name in (*OTHERS, "use-fused-dsa"):
         switch = made._option_string_actions[f"--{name}"]
         if switch.nargs == 0 and f"--no-{name}" not in made._option_string_actions:
@@ -192,13 +192,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def dest_of(name: str) -> str:
-    """Return the argument that a flag, without its dashes, sets."""
+    """Return the argument set by a flag, which is named without dashes."""
     return parser()._option_string_actions[f"--{name}"].dest
 
 
 @cache
 def planned() -> frozenset[str]:
-    """Return the flags that plans depend on: some of Megatron's, and all of this library's."""
+    """Return the flags that the planner reads: some of Megatron's, and all of this library's."""
     every = parser()._option_string_actions
     names = [f"--{name}" for name in (*SIZES, *MAY_BE_ZERO, *OTHERS, *CHOICES)]
     names += settings.all_names(flag for flag in _ours() if not flag.megatron)
@@ -211,9 +211,12 @@ def _ours() -> list[Flag]:
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, set[str], list[str]]:
-    """A job's arguments, the names of those that were given, and the flags that no plan depends on.
+    """Parse a job's command line.
 
-    The first word may be the script: ``pretrain_dsa.py`` has the example job's defaults.
+    The first word may be the script; ``pretrain_dsa.py`` selects the example job's defaults.
+
+    Returns:
+        The arguments, the names of those given on the command line, and flags that the planner does not read.
     """
     words = list(argv)
     script = words.pop(0) if words and not words[0].startswith("-") else ""
@@ -236,7 +239,7 @@ def _mentioned(made: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 def sorted_out(others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide flags that no plan depends on into those that matter all the same, and the rest."""
+    """Split flags unknown to the planner into :data:`NOT_PLANNED`, and the rest with spelling hints."""
     names = list(dict.fromkeys(word.partition("=")[0] for word in others))
     missed = [name for name in names if name[2:] in NOT_PLANNED]
     rest = []
@@ -248,33 +251,33 @@ def sorted_out(others: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
-    """Return flags that nobody has and that resemble one on which a plan depends, each with that one.
+    """Return messages about unknown flags that resemble a flag of the planner.
 
     Args:
-        words: command line of a job.
-        also: options of the command itself.
+        words: job's command line.
+        also: options of the ``plan`` command itself.
     """
     known = [*planned(), *also]
-    found = []
+    messages = []
     for word in dict.fromkeys(words):
         name = word.partition("=")[0]
         if not name.startswith("--") or name in known or megatron_flags.known(name):
             continue
         alike = [each for each in known if _alike(name, each)]
         if near := difflib.get_close_matches(name, alike, n=1, cutoff=0.0):
-            found.append(f"{name} is no flag; did you mean {near[0]}?")
-    return found
+            messages.append(f"{name} is no flag; did you mean {near[0]}?")
+    return messages
 
 
 def _alike(name: str, flag: str) -> bool:
-    """Return whether a name may be a flag with a slip: of as many words, so that they are not two flags."""
+    """Return whether a name may be a misspelt flag: equally many words, and the same or similar letters."""
     if name.count("-") != flag.count("-"):
         return False
     return sorted(name) == sorted(flag) or difflib.SequenceMatcher(None, name, flag).ratio() > 0.88
 
 
 def padded(vocabulary: int, options: argparse.Namespace) -> int:
-    """Rows of the embedding; the example job pads alike in every layout."""
+    """Return the number of padded embedding rows; the example job ignores the tensor parallel size."""
     step: int = options.make_vocab_size_divisible_by
     step *= 1 if options.example else options.tensor_model_parallel_size
     return math.ceil(vocabulary / step) * step

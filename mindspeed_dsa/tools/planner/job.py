@@ -1,4 +1,4 @@
-"""Job that is planned: a model, a layout, how it is trained, and which features are on."""
+"""A planned job: model sizes, parallel layout, training settings and active features."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mindspeed_dsa.megatron.selections import Sharing
 
 
 class LayerKind(NamedTuple):
-    """LayerKind of a layer, as far as plans tell layers apart.
+    """A layer's kind, as far as it changes a plan.
 
     Attributes:
-        experts: its MLP has experts.
-        selects: it has an indexer, which selects keys.
-        serves: layers above attend to the keys that it selects.
+        experts: whether the MLP is a mixture of experts.
+        selects: whether the layer has an indexer, which selects keys.
+        serves: whether the next layers attend to the keys that this layer selects.
     """
 
     experts: bool
@@ -27,27 +27,27 @@ class LayerKind(NamedTuple):
 
 
 EVERY_LAYER = Sharing()
-"""Sharing in models whose layers all select keys for themselves."""
+"""Sharing in models without shared selections: every layer selects its own keys."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a GPT as Megatron builds it; names are Megatron's flags.
+    """Sizes of a GPT model, as in Megatron's flags.
 
     Attributes:
-        vocabulary: rows of the embedding, padded.
-        pattern: for each layer, whether it has experts.
-        gated: SwiGLU: the first matrix of an MLP has two halves.
-        bias: of linear layers.
-        qkv_bias: of the projection to query, key and value.
-        layer_norm: norms are LayerNorm, with a bias, instead of RMSNorm.
-        query_lora: 0: queries are projected without a latent.
-        latent: multi-head latent attention; otherwise ``head_dim`` and ``kv_heads`` hold.
-        sparse: DeepSeek Sparse Attention.
-        sharing: which layers select keys there.
-        mtp: multi-token prediction layers.
-        words: rows of the embedding before padding; 0: padded rows are given, whatever the layout.
-        multiple: tensor parallel ranks times this divide the padded rows.
+        vocabulary: number of padded embedding rows.
+        pattern: flag for each layer, true if it has experts.
+        gated: whether MLPs use SwiGLU, which doubles the width of the first matrix.
+        bias: whether linear layers have a bias.
+        qkv_bias: whether the projection to query, key and value has a bias.
+        layer_norm: whether norms are LayerNorm, with a bias, instead of RMSNorm.
+        query_lora: rank of the query's latent; 0 for a direct projection.
+        latent: whether attention is MLA; otherwise ``head_dim`` and ``kv_heads`` apply.
+        sparse: whether attention is DeepSeek Sparse Attention.
+        sharing: layers that select keys, and layers that reuse them.
+        mtp: number of multi-token prediction layers.
+        words: number of embedding rows before padding; 0 if the padded number is fixed for all layouts.
+        multiple: number that, times the TP size, divides the padded rows.
     """
 
     layers: int
@@ -87,57 +87,58 @@ class Model:
     multiple: int = 1
 
     def padded(self, tp: int) -> Model:
-        """Return the model with the rows of the embedding that so many tensor parallel ranks have."""
+        """Return the model with its embedding padded for ``tp`` tensor parallel ranks."""
         step = self.multiple * tp
         rows = math.ceil(self.words / step) * step or self.vocabulary
         return self if rows == self.vocabulary else replace(self, vocabulary=rows)
 
     @property
     def query_dim(self) -> int:
-        """Return the size of one head's query and key."""
+        """Size of one head's query and key."""
         return self.nope + self.rope if self.latent else self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Return the size of one head's value."""
+        """Size of one head's value."""
         return self.value if self.latent else self.head_dim
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Return the kind of each layer of the decoder."""
+        """Kind of each decoder layer."""
         selects = [self.sharing.computes(layer) for layer in range(1, self.layers + 1)]
         return self._kinds(self.pattern, selects)
 
     @cached_property
     def mtp_kinds(self) -> tuple[LayerKind, ...]:
-        """Return the kind of each layer of multi-token prediction, whose MLP is that of the last layer."""
+        """Kind of each multi-token prediction layer; its MLP has the kind of the last decoder layer."""
         selects = [self.sharing.mtp_computes(layer) for layer in range(1, self.mtp + 1)]
         return self._kinds(self.pattern[-1:] * self.mtp, selects)
 
     def _kinds(self, experts: tuple[bool, ...], selects: list[bool]) -> tuple[LayerKind, ...]:
         if not self.sparse:
             return tuple(LayerKind(each) for each in experts)
+        # A layer's keys are shared if the next layer does not select its own.
         above = (*selects[1:], True)[: len(selects)]
         serves = [own and not other for own, other in zip(selects, above, strict=True)]
         return tuple(map(LayerKind, experts, selects, serves))
 
     @property
     def selecting(self) -> tuple[int, ...]:
-        """Return the numbers, from 1, of the decoder's layers that select keys."""
+        """Numbers, from 1, of the decoder layers that select keys."""
         return tuple(number for number, kind in enumerate(self.kinds, start=1) if kind.selects)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what; names are the field's.
+    """Parallel layout of a job: group sizes, and the split of the layers into pipeline stages.
 
     Attributes:
-        cp_algorithm: ``--cp-comm-type``, for dense attention.
-        group: ``--microbatch-group-size-per-virtual-pipeline-stage``.
-        first: layers of the first pipeline rank, where given; likewise ``last``.
-        embedding_counts: the embedding takes a layer's place in the split; likewise ``loss_counts``.
-        stages: letters of each chunk of ``--pipeline-model-parallel-layout``; empty: there is none.
-        v_shaped: second chunks lie on the ranks in reverse order, as in DualPipeV.
+        cp_algorithm: value of ``--cp-comm-type``, for dense attention.
+        group: value of ``--microbatch-group-size-per-virtual-pipeline-stage``.
+        first: number of layers on the first pipeline rank, or None for an even split; likewise ``last``.
+        embedding_counts: whether the embedding counts as a layer in the split; likewise ``loss_counts``.
+        stages: letters of each chunk in ``--pipeline-model-parallel-layout``; empty without the flag.
+        v_shaped: whether second chunks are on the ranks in reverse order, as in DualPipeV.
     """
 
     tp: int = 1
@@ -159,41 +160,41 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Ranks of the job."""
+        """Number of the job's ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same dense weights: data parallel and context parallel ones."""
+        """Number of ranks with the same dense weights: data and context parallel ranks."""
         return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks with the same routed experts."""
+        """Number of ranks with the same routed experts."""
         return max(1, self.devices // (self.pp * self.ep * self.etp))
 
     @property
     def rows(self) -> int:
-        """Parts that a sequence is cut into where nothing needs all of it."""
+        """Number of parts of a sequence, cut by context and sequence parallelism."""
         return self.cp * (self.tp if self.sequence else 1)
 
     @property
     def end(self) -> int:
-        """Pipeline rank that has output layer and loss, in its last chunk."""
+        """Pipeline rank with the output layer and the loss, in its last chunk."""
         return 0 if self.v_shaped else self.pp - 1
 
     def ends(self, rank: int, chunk: int) -> bool:
-        """Return whether the model ends with a rank's chunk."""
+        """Return whether a rank's chunk is the model's last stage."""
         return rank == self.end and chunk == self.vpp - 1
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return which part of the model a rank's chunk is, in the order that a microbatch takes."""
+        """Return the stage number of a rank's chunk, counted in forward order from 0."""
         if self.v_shaped and chunk:
             return 2 * self.pp - 1 - rank
         return chunk * self.pp + rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank that has a part of the model."""
+        """Return the pipeline rank of a stage."""
         if self.v_shaped:
             return min(stage, 2 * self.pp - 1 - stage)
         return stage % self.pp
@@ -207,19 +208,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Training:
-    """A step, its precisions and what Megatron recomputes.
+    """Batch sizes, precisions, optimizer and Megatron's own recomputation.
 
     Attributes:
-        kernels: norms, activations and attention run in fused kernels, which keep their inputs only.
-        fused_glu: the gated activation keeps its input only.
-        full: layers of each chunk that are recomputed in full; -1: all of them.
-        full_group: such layers that share one kept input.
-        modules: of selective recomputation.
-        flash: attention keeps no probabilities.
-        dropout: of the outputs of attention and MLP, and of the embedding.
-        attention_dropout: of attention's probabilities.
-        grad_half: gradients are of two bytes.
-        schedule: sizes of --step-batch-size-schedule, of which the largest is planned.
+        kernels: whether norms, activation functions and attention use fused kernels, which only keep their
+            inputs.
+        fused_glu: whether the gated activation only keeps its input.
+        full: number of layers per chunk with full recomputation; -1 for all.
+        full_group: number of layers that are recomputed together from one kept input.
+        modules: modules of selective recomputation.
+        flash: whether attention does not keep its probabilities.
+        dropout: whether embedding and outputs of attention and MLP have dropout.
+        attention_dropout: whether attention's probabilities have dropout.
+        grad_half: whether gradients have two bytes.
+        schedule: sizes of ``--step-batch-size-schedule``; the plan is for the largest.
     """
 
     sequence: int
@@ -244,23 +246,23 @@ class Training:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Samples of a step, over all ranks, in the order in which steps have them."""
+        """Global batch sizes, in the order of the steps."""
         return self.schedule or (self.batch,)
 
     @property
     def batch_flag(self) -> str:
-        """Flag that sets them, with its value."""
+        """Flag for the batch sizes, with its value."""
         words = " ".join(map(str, self.batches))
         return f"sizes {words} in {SCHEDULE}" if self.schedule else f"{GLOBAL} {words}"
 
     @property
     def number(self) -> int:
-        """Bytes of an activation's number."""
+        """Bytes of one number of an activation."""
         return 2 if self.bf16 else 4
 
     @property
     def grad_number(self) -> int:
-        """Bytes of a gradient's number in Megatron's buffers."""
+        """Bytes of one number in Megatron's gradient buffers."""
         return 2 if self.grad_half else 4
 
 
@@ -269,9 +271,9 @@ class Sharding:
     """Sharding of dense weights, their gradients and optimizer state (``--use-torch-fsdp2``).
 
     Attributes:
-        ranks: that share one copy; 0: all data and context parallel ranks.
-        prefetch: layers gathered ahead of the one that computes.
-        experts: routed experts as well, over the ranks that have the same ones.
+        ranks: number of ranks that share one copy; 0 for all data and context parallel ranks.
+        prefetch: number of layers gathered ahead of the one that computes.
+        experts: whether routed experts are sharded, too, over the ranks with the same experts.
     """
 
     ranks: int = 0
@@ -281,21 +283,24 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of this library, as far as they change a plan.
+    """Features of this library that change a plan.
 
     Attributes:
-        by_length: sequences no longer than ``topk`` attend by head all the same.
-        virtual: GiB of moments in mapped host memory, per pipeline rank or one for all; inf: all.
-        norm_layers: of a stage; None: all of them. Likewise the other two.
-        swap_auto: only what computation hides is swapped.
-        swap_bytes: of a rank, on the host at one time, at most.
-        swap_shares: of what each pipeline rank may swap, once it is known; empty: all.
-        pairs: forward and backward of two microbatches share a block (``--moe-fb-overlap``).
-        split: weight gradients are computed apart from the backwards, where the schedule has them.
-        waiting: of one chunk and microbatch each, that may wait on a rank; None: as many as its number.
-        chunked_loss: ``auto``, ``forward`` or ``backward``, when the gradient of the output projection is
-            formed where its logits are never whole; empty where they are.
-        ahead: ``in bubbles`` or ``in advance``, of ``--recompute-in-...``.
+        by_length: whether sequences no longer than ``topk`` use attention by head instead of the absorbed
+            form.
+        virtual: GiB of moments in mapped host memory, for each pipeline rank or one for all; inf for all
+            moments.
+        norm_layers: number of layers per rank with recomputed norms; None for all. Likewise ``act_layers``
+            and ``swap_layers``.
+        swap_auto: whether only swaps that computation hides are done.
+        swap_bytes: largest number of swapped bytes on the host at one time, per rank.
+        swap_shares: share of the swappable bytes that each pipeline rank swaps; empty for all.
+        pairs: whether forward and backward of two microbatches overlap (``--moe-fb-overlap``).
+        split: whether weight gradients are computed apart from the backward.
+        waiting: number of deferred weight gradients per rank; None for the rank's number.
+        chunked_loss: time when the output projection's gradient is computed in chunks: ``auto``, ``forward``
+            or ``backward``; empty without chunked loss.
+        ahead: ``in bubbles`` or ``in advance`` for ``--recompute-in-...``, else empty.
     """
 
     fused: bool = False
@@ -336,12 +341,12 @@ class Features:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a plan is made from.
+    """A planned job.
 
     Attributes:
         imbalance: tokens of the fullest rank's experts over the mean.
-        sharding: None: every replica has all dense weights.
-        notes: what the plan leaves out.
+        sharding: FSDP settings; None if every replica has all dense weights.
+        notes: remarks on effects that the plan leaves out.
     """
 
     model: Model
@@ -354,39 +359,39 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """Per step and data parallel rank."""
+        """Number of microbatches per step and data parallel rank."""
         return self.training.batch // (self.training.micro * self.layout.dp)
 
     @property
     def sequence(self) -> int:
-        """Return the rows of a sequence, padding included: as many as ranks divide."""
+        """Length of a sequence, padded to a multiple of its number of parts."""
         parts = self.layout.tp if self.layout.sequence else 1
         return padded_length(self.training.sequence, self.layout.cp, parts)
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the dense weights."""
+        """Number of ranks that share one copy of the dense weights."""
         return 1 if self.sharding is None else self.sharding.ranks or self.layout.replicas
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share one copy of the routed experts: near ones that have the same."""
+        """Number of ranks that share one copy of the routed experts."""
         if self.sharding is None or not self.sharding.experts:
             return 1
         return max(1, self.layout.expert_replicas * self.shards // self.layout.replicas)
 
     @property
     def is_short(self) -> bool:
-        """Return whether fused sparse attention is dense: no query sees more keys than it may select."""
+        """Whether fused sparse attention runs as dense attention: no query sees more than ``topk`` keys."""
         return self.features.attention and self.sequence <= self.model.topk
 
     @property
     def absorbed(self) -> bool:
-        """Return whether sparse attention is in absorbed form."""
+        """Whether sparse attention uses the absorbed form."""
         by_head = self.features.by_length and self.is_short and self.layout.cp == 1
         return self.model.sparse and self.features.absorb and not by_head
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a microbatch on one context parallel rank, padding included."""
+        """Number of a microbatch's tokens on one context parallel rank, with padding."""
         return self.training.micro * self.sequence // self.layout.cp

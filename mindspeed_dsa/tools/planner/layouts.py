@@ -1,4 +1,4 @@
-"""Which layouts there are: what must divide, who holds which layers, and the nearest one that works."""
+"""Checks of parallel layouts, splits of layers over pipeline ranks, and the nearest valid layout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from mindspeed_dsa.tools.planner.job import Job, Layout, Model, Training
 
 
 def least_devices(layout: Layout) -> int:
-    """Return the devices that one replica needs: dense layers and experts share the same ranks."""
+    """Return the number of devices for one replica."""
+    # Dense layers and experts share the same ranks: TP8 PP4 and EP16 ETP1 need lcm(32, 64) = 64.
     return math.lcm(layout.tp * layout.pp * layout.cp, layout.ep * layout.etp * layout.pp)
 
 
 def placed(layout: Layout, devices: int | None) -> Layout:
-    """With as many data parallel ranks as the devices make.
+    """Return the layout with data parallelism over the remaining devices.
 
     Raises:
-        SettingsError: the layout does not divide them.
+        SettingsError: the number of devices is not a multiple of :func:`least_devices`.
     """
     least = least_devices(layout)
     count = least if devices is None else devices
@@ -37,31 +38,31 @@ def placed(layout: Layout, devices: int | None) -> Layout:
 
 
 def _smaller(layout: Layout, devices: int) -> str:
-    """The layout with the least taken away that divides a number of devices."""
+    """Return the largest layout with divisors of the same sizes that divides a number of devices."""
 
     def divisors(number: int) -> list[int]:
         return [size for size in range(1, number + 1) if number % size == 0]
 
-    found = [
+    candidates = [
         replace(layout, tp=tp, pp=pp, cp=cp, ep=ep, etp=min(layout.etp, tp))
         for tp in divisors(layout.tp)
         for pp in divisors(layout.pp)
         for cp in divisors(layout.cp)
         for ep in divisors(layout.ep)
     ]
-    fitting = [each for each in found if devices % least_devices(each) == 0]
+    fitting = [each for each in candidates if devices % least_devices(each) == 0]
     return str(max(fitting, key=lambda each: each.tp * each.pp * each.cp * each.ep))
 
 
 def check(job: Job, any_number: bool = False) -> None:
-    """Refuse what Megatron would refuse later, all problems at once.
+    """Raise an error with all problems that Megatron would find later.
 
     Args:
-        job: planned.
-        any_number: the layout that works may need another number of devices.
+        job: planned job.
+        any_number: whether the suggested layout may need another number of devices.
 
     Raises:
-        SettingsError: with the nearest layout that works.
+        SettingsError: the layout is invalid; names the nearest valid one.
     """
     problems = list(_problems(job))
     if problems:
@@ -70,7 +71,7 @@ def check(job: Job, any_number: bool = False) -> None:
 
 
 def works(job: Job) -> bool:
-    """Return whether nothing is wrong with the layout."""
+    """Return whether the layout is valid."""
     return next(_problems(job), None) is None
 
 
@@ -92,7 +93,7 @@ def _split_flags(layout: Layout) -> tuple[object, ...]:
 
 
 def nearest(job: Job, any_number: bool = False) -> Job | None:
-    """The layout with the smallest changes of sizes that works, on as many devices or on any number."""
+    """Return the job with the nearest valid layout, on the same or on any number of devices."""
     layout, model = job.layout, job.model
     devices = layout.devices
     most = 2 * devices if any_number else devices
@@ -136,23 +137,23 @@ def _near(size: int, devices: int) -> list[int]:
 
 
 def _splits(layout: Layout, model: Model) -> Iterator[Layout]:
-    """The layout itself, and with other splits of the layers."""
+    """Yield the layout, and the layout with other splits of the layers."""
     yield layout
     yield from uneven(layout, model)
 
 
 def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
-    """Yield splits with other numbers of layers on the first and last rank, the most even ones.
+    """Yield the most even splits with another number of layers on the first and last rank.
 
-    Where layers share selections, those whose chunks begin with a computing layer, as layouts too.
+    If layers share selections, every chunk begins with a layer that selects keys.
     """
     if layout.pp < 2:
         return
     plain = replace(layout, first=None, last=None, stages=())
     if model.sharing.is_on:
         plain = replace(plain, embedding_counts=False, loss_counts=False)
-        found = nearest_splits(split_of(plain, model), model.sharing, mtp_layers=model.mtp)
-        for split in reversed([*found]):  # the most even one last
+        splits = nearest_splits(split_of(plain, model), model.sharing, mtp_layers=model.mtp)
+        for split in reversed([*splits]):  # nearest_splits yields the most even split last
             yield replace(plain, first=split.first, last=split.last, stages=split.stages)
         return
     if layout.v_shaped:
@@ -160,14 +161,15 @@ def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
         if model.layers >= 2 * layout.pp:
             yield replace(plain, stages=stages_of(nearly_even(model.layers, 2 * layout.pp, model.mtp)))
         return
-    each = math.ceil(model.layers / (layout.pp * layout.vpp)) * layout.vpp
-    rest = model.layers - each * (layout.pp - 1)
+    # 61 layers on 4 ranks: 16 each and 13 on the last, or 15, 16, 16, 14, or 15 each and 16 on the last.
+    even = math.ceil(model.layers / (layout.pp * layout.vpp)) * layout.vpp
+    rest = model.layers - even * (layout.pp - 1)
     if rest > 0:
         yield replace(plain, last=rest)
-    short = model.layers - each * (layout.pp - 2)
+    short = model.layers - even * (layout.pp - 2)
     if layout.pp > 2 and short > 1:
         yield replace(plain, first=short - short // 2, last=short // 2)
-    fewer = each - layout.vpp
+    fewer = even - layout.vpp
     more = model.layers - fewer * (layout.pp - 1)
     if fewer < more <= 2 * fewer:
         yield replace(plain, last=more)
@@ -175,6 +177,7 @@ def uneven(layout: Layout, model: Model) -> Iterator[Layout]:
 
 def _distance(job: Job, other: Job) -> float:
     pairs = ((getattr(job.layout, n), getattr(other.layout, n)) for n in ("tp", "pp", "vpp", "ep", "etp"))
+    # Doubling or halving one size costs 1; another split of the layers only 0.5, another batch at most 1.
     moved = sum(abs(math.log2(a / b)) for a, b in pairs)
     ends = _split_flags(job.layout) != _split_flags(other.layout)
     batch = abs(math.log2(other.training.batch / max(job.training.batch, 1)))
@@ -182,7 +185,7 @@ def _distance(job: Job, other: Job) -> float:
 
 
 def _problems_of_step(job: Job, batch: int) -> Iterator[str]:
-    """Yield what is wrong with a step of so many samples."""
+    """Yield the problems of a step with a global batch of ``batch`` samples."""
     training, layout = job.training, job.layout
     step = training.micro * layout.dp
     count, rest = divmod(batch, step)
@@ -255,7 +258,7 @@ def _problems(job: Job) -> Iterator[str]:
 
 
 def split_of(layout: Layout, model: Model) -> Split:
-    """Return how the layout deals out the decoder's layers."""
+    """Return the layout's split of the decoder layers."""
     return Split(
         layers=model.layers,
         ranks=layout.pp,
@@ -270,6 +273,6 @@ def split_of(layout: Layout, model: Model) -> Split:
 
 
 def chunks(layout: Layout, model: Model) -> list[list[tuple[int, ...]]]:
-    """By pipeline rank and chunk: numbers of the layers it holds, from 0."""
+    """Return, for each pipeline rank and chunk, the numbers of its layers, from 0."""
     held = split_of(layout, model).by_rank
-    return [[tuple(number - 1 for number in chunk) for chunk in own] for own in held]
+    return [[tuple(number - 1 for number in chunk) for chunk in rank] for rank in held]

@@ -1,4 +1,4 @@
-"""Bytes on a device: weights, gradients, optimizer, activations at the schedule's peak, temporaries."""
+"""Memory of each pipeline rank: weights, gradients, optimizer state, peak activations, temporaries."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from mindspeed_dsa.tools.planner.sizes import Weight
 
 GIB = 2**30
 MASTER, MOMENTS, BOTH_COPIES = 4, 8, 2
-"""Bytes of a parameter in the optimizer, and of the copy that ``--reuse-fp32-param`` saves."""
+"""Bytes per parameter: fp32 master weight, two fp32 moments, bf16 copy saved by ``--reuse-fp32-param``."""
 WAITING = "waiting weight gradients"
 STAGING = 36
-"""Of ``--swap-optimizer``: three buffers of 12 / N bytes a parameter."""
+"""Bytes per parameter in ``--swap-optimizer``'s staging, over its N parts: 3 buffers x (4 + 8) bytes."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one pipeline rank, in bytes unless said otherwise.
+    """Memory of one pipeline rank, in bytes if not stated otherwise.
 
     Attributes:
-        numbers: parameters by part, on the rank.
-        buffers: of modules, which are not parameters.
-        updated: parameters whose optimizer state the rank has, on the device or the host.
-        host_state: of the optimizer, on the host.
-        host: all that features move there.
-        activations: by part, at the schedule's peak.
-        in_flight: open forwards of each chunk then.
-        waiting: backwards of each chunk whose weight gradients wait then.
-        temporary: the largest of each kind, beside activations.
-        step: beside the optimizer, when activations are gone.
-        allocator: assumed.
-        written: of a microbatch, by the layers' forwards, kept or not.
-        swapped: of them, to the host.
-        repeated: of them, by norms and activation functions once more.
+        numbers: dict from part to the number of parameters on the rank.
+        buffers: buffers of modules, which are not parameters.
+        updated: number of parameters whose optimizer state the rank holds, on the device or the host.
+        host_state: optimizer state on the host.
+        host: all bytes that features move to the host.
+        activations: dict from part to bytes at the schedule's peak.
+        in_flight: number of open forwards of each chunk at the peak.
+        waiting: number of deferred weight gradients of each chunk at the peak.
+        temporary: dict from kind to its largest temporary tensors.
+        step: temporary memory of the optimizer step, when activations are freed.
+        allocator: assumed overhead of the allocator.
+        written: bytes that the forwards of one microbatch write, kept or not.
+        swapped: bytes of one microbatch that are swapped to the host.
+        repeated: bytes of one microbatch that recomputed norms and activation functions write again.
     """
 
     rank: int
@@ -64,46 +64,46 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """Return the bytes that stay from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.buffers + self.gradients + self.masters + self.moments
 
     @property
     def kept(self) -> float:
-        """Activations at their peak."""
+        """Activations at the peak."""
         return sum(self.activations.values())
 
     @property
     def beside(self) -> float:
-        """On top of what stays, at the highest."""
+        """Largest bytes in addition to :attr:`state`: in forward and backward, or in the optimizer step."""
         return max(self.kept + sum(self.temporary.values()), self.step)
 
     @property
     def allocated(self) -> float:
-        """At the peak, as tensors need it."""
+        """Bytes of all tensors at the peak."""
         return self.state + self.beside
 
     @property
     def total(self) -> float:
-        """At the peak, with what the allocator is assumed to add."""
+        """Bytes at the peak, with the allocator's overhead."""
         return self.allocated + self.allocator
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which layers of a chunk a feature with ``--...-num-layers`` takes."""
+    """Features that cover one layer, under the limits of ``--...-num-layers``."""
 
     norm: bool
     act: bool
     swap: float
-    """Share of what may be swapped."""
+    """Share of the swappable bytes that is swapped."""
 
 
 def of_job(job: Job, allocator: float) -> list[RankMemory]:
-    """All pipeline ranks.
+    """Return the memory of each pipeline rank.
 
     Args:
-        job: planned.
-        allocator: what it adds to the rest, as a share.
+        job: planned job.
+        allocator: allocator's overhead, as a share of the tensors' bytes.
     """
     weights = _of_weights(
         job.model,
@@ -123,10 +123,11 @@ class _Weights:
     """Numbers of one pipeline rank's weights.
 
     Attributes:
-        by_part: bytes of the rank, by part.
-        all: between steps.
-        dense: likewise, of those that are trained; likewise ``experts``.
-        largest: matrix.
+        by_part: dict from part to numbers on the rank.
+        all: numbers held between steps, in the rank's shards.
+        dense: trained dense numbers held between steps.
+        experts: trained numbers of experts held between steps.
+        largest: numbers of the largest matrix.
     """
 
     by_part: dict[str, float]
@@ -140,23 +141,23 @@ class _Weights:
 def _of_weights(
     model: Model, layout: Layout, whole_proj: bool, shards: tuple[int, int], indexers: bool, grouped: bool
 ) -> list[_Weights]:
-    """Return them for each pipeline rank; searches ask for the same ones under many measures."""
-    found = []
+    """Return the weights of each pipeline rank; cached, as searches repeat it for many measures."""
+    ranks = []
     for weights in sizes.of_ranks(model, layout, whole_proj):
-        trained = [each for each in weights if not indexers or each.part == "indexer"]
-        found.append(
+        trained = [weight for weight in weights if not indexers or weight.part == "indexer"]
+        ranks.append(
             _Weights(
                 sizes.by_part(weights, layout),
                 sum(_held(layout, shards, weights)),
                 *_held(layout, shards, trained),
-                max((_one_matrix(model, layout, grouped, each) for each in weights), default=0.0),
+                max((_one_matrix(model, layout, grouped, weight) for weight in weights), default=0.0),
             )
         )
-    return found
+    return ranks
 
 
 class _Kinds:
-    """Activations that layers keep, computed once for each kind of layer and choice of features."""
+    """Cache of the layers' activations, by kind of layer and active features."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -165,7 +166,7 @@ class _Kinds:
         self.sums: dict[tuple[LayerKind, tuple[str, ...]], float] = {}
 
     def kept(self, kind: LayerKind, which: Chosen) -> dict[str, float]:
-        """Bytes by part of a layer."""
+        """Return a dict from part to the kept bytes of a layer."""
         if (kind, which) not in self.left:
             items = activations.freed(self.all[kind], self.job, which.norm, which.act, which.swap)
             items.append(activations.inputs_of_recomputed(self.job, which.norm, kind.experts))
@@ -175,22 +176,22 @@ class _Kinds:
         return self.left[kind, which]
 
     def whole(self) -> float:
-        """Bytes of the largest kind with nothing freed."""
+        """Return a layer's activations, without recomputation and swapping, for the largest kind."""
         return max(self.written(kind) for kind in self.all)
 
     def written(self, kind: LayerKind, *tags: str) -> float:
-        """Bytes of a layer with nothing freed, or of its items with one of some tags."""
+        """Return a layer's activations without recomputation, optionally only those with one of the tags."""
         if (kind, tags) not in self.sums:
             wanted = [item for item in self.all[kind] if not tags or item.tags & set(tags)]
             self.sums[kind, tags] = sum(item.nbytes for item in wanted)
         return self.sums[kind, tags]
 
     def attention(self, kind: LayerKind) -> float:
-        """Bytes that attention saves in a layer."""
+        """Return the bytes that a layer's attention keeps."""
         return self.written(kind, "attention")
 
     def widest_attention(self) -> float:
-        """Bytes that attention saves in a layer of the kind that saves most."""
+        """Return the largest bytes that a layer's attention keeps, over all kinds."""
         return max(map(self.attention, self.all))
 
 
@@ -203,7 +204,7 @@ def _rank(
     allocator: float,
 ) -> RankMemory:
     layout, training, features = job.layout, job.training, job.features
-    own, dense, experts = weights.all, weights.dense, weights.experts
+    numbers, dense, experts = weights.all, weights.dense, weights.experts
     share = _share(job, dense, experts)
     masters = MASTER * share if training.bf16 else 0.0
     moments = (MOMENTS if training.adam else MOMENTS / 2) * share
@@ -217,6 +218,7 @@ def _rank(
     if features.reuse and training.bf16:
         masters -= BOTH_COPIES * share
     moe_layers = sum(job.model.pattern[number] for chunk in held for number in chunk)
+    # Two fp32 buffers per MoE layer: the experts' bias and the count of tokens per expert.
     buffers = 2 * 4.0 * job.model.experts * moe_layers * job.model.expert_bias
     per_chunk = [_chunk(job, rank, chunk, held, kinds) for chunk in range(layout.vpp)]
     of_forwards = [sum(each.values()) for each in per_chunk]
@@ -232,12 +234,12 @@ def _rank(
         kept["messages"] = messages
     temporary = _temporary(job, rank, weights.largest, kinds)
     staging = STAGING / features.swap_parts * share if features.swap_optimizer else 0.0
-    state = training.number * own + buffers + training.grad_number * (dense + experts) + masters + moments
+    state = training.number * numbers + buffers + training.grad_number * (dense + experts) + masters + moments
     beside = max(sum(kept.values()) + sum(temporary.values()), staging)
     return RankMemory(
         rank=rank,
         numbers=dict(weights.by_part),
-        weights=training.number * own,
+        weights=training.number * numbers,
         buffers=buffers,
         gradients=training.grad_number * (dense + experts),
         masters=masters,
@@ -256,46 +258,48 @@ def _rank(
 
 
 def _held(layout: Layout, shards: tuple[int, int], weights: Iterable[Weight]) -> tuple[float, float]:
-    """Numbers between steps, dense ones and experts', each shared by so many ranks."""
+    """Return the numbers of dense weights and of experts, divided by their number of shards."""
     experts = dense = 0.0
-    for each in weights:
-        if each.cut == "expert":
-            experts += each.on_rank(layout) / shards[1]
+    for weight in weights:
+        if weight.cut == "expert":
+            experts += weight.on_rank(layout) / shards[1]
         else:
-            dense += each.on_rank(layout) / shards[0]
+            dense += weight.on_rank(layout) / shards[0]
     return dense, experts
 
 
 def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds) -> dict[str, float]:
-    """Count what the layers of a rank write, move and compute again, for one microbatch."""
-    found = {"written": 0.0, "swapped": 0.0, "repeated": 0.0}
+    """Return the bytes that a rank's layers write, swap and recompute for one microbatch."""
+    traffic = {"written": 0.0, "swapped": 0.0, "repeated": 0.0}
     choice = chosen_layers(job, rank, held)
     for chunk, layers in enumerate(held):
         for place, number in enumerate(layers):
             kind, which = job.model.kinds[number], choice[chunk, place]
-            found["written"] += kinds.written(kind)
+            traffic["written"] += kinds.written(kind)
             if not _is_full(job, place):
-                found["swapped"] += kinds.attention(kind) * which.swap
+                traffic["swapped"] += kinds.attention(kind) * which.swap
                 tags = ("norm",) * which.norm + ("act",) * which.act
-                found["repeated"] += kinds.written(kind, *tags) if tags else 0.0
-    return found
+                traffic["repeated"] += kinds.written(kind, *tags) if tags else 0.0
+    return traffic
 
 
 def _share(job: Job, dense: float, experts: float) -> float:
-    """Parameters whose optimizer state a rank holds."""
+    """Return the number of parameters whose optimizer state a rank holds."""
     if not job.training.distributed:
         return dense + experts
     return dense / job.layout.replicas + experts / job.layout.expert_replicas
 
 
 def chosen_layers(job: Job, rank: int, held: Sequence[tuple[int, ...]]) -> dict[tuple[int, int], Chosen]:
-    """By chunk and position: layers are taken by position inside their chunk, then by chunk."""
+    """Return a dict from (chunk, position) to the features of the layer there."""
     features, full = job.features, job.training.full
+    # --...-num-layers takes the first layer of every chunk, then the second of every chunk, and so on.
     places = sorted(
         ((chunk, place) for chunk, layers in enumerate(held) for place in range(len(layers))),
         key=lambda each: (each[1], each[0]),
     )
-    partial = [each for each in places if each[1] >= full >= 0]
+    # Fully recomputed layers have nothing left for the features; with full = -1 that is every layer.
+    partial = [position for position in places if position[1] >= full >= 0]
 
     def first(on: bool, count: int | None) -> set[tuple[int, int]]:
         return set(partial if count is None else partial[:count]) if on else set()
@@ -304,7 +308,9 @@ def chosen_layers(job: Job, rank: int, held: Sequence[tuple[int, ...]]) -> dict[
     act = first(features.recompute_act, features.act_layers)
     swap = first(features.swap_attention, features.swap_layers)
     share = features.swap_shares[rank] if features.swap_shares else 1.0
-    return {each: Chosen(each in norm, each in act, share * (each in swap)) for each in places}
+    return {
+        position: Chosen(position in norm, position in act, share * (position in swap)) for position in places
+    }
 
 
 def _is_full(job: Job, place: int) -> bool:
@@ -314,12 +320,12 @@ def _is_full(job: Job, place: int) -> bool:
 def _chunk(
     job: Job, rank: int, chunk: int, held: Sequence[tuple[int, ...]], kinds: _Kinds
 ) -> dict[str, float]:
-    """Bytes by part that a forward of one chunk and microbatch keeps."""
+    """Return a dict from part to the bytes that a forward of one chunk and microbatch keeps."""
     model, layout, training = job.model, job.layout, job.training
     rows = job.tokens / (layout.tp if layout.sequence else 1)
     stream = rows * model.hidden * training.number
     items: list[Kept] = []
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     choice = chosen_layers(job, rank, held)
     for place, number in enumerate(held[chunk]):
         if _is_full(job, place):
@@ -328,7 +334,7 @@ def _chunk(
             items.append(activations.shared_selection(job, model.kinds[number]))
             continue
         for part, nbytes in kinds.kept(model.kinds[number], choice[chunk, place]).items():
-            found[part] = found.get(part, 0.0) + nbytes
+            sums[part] = sums.get(part, 0.0) + nbytes
     is_first = rank == 0 and chunk == 0
     if is_first:
         mask = rows * model.hidden * training.dropout
@@ -338,12 +344,12 @@ def _chunk(
     if layout.ends(rank, chunk):
         items += _end(job)
     for part, nbytes in activations.by_part(items).items():
-        found[part] = found.get(part, 0.0) + nbytes
-    return found
+        sums[part] = sums.get(part, 0.0) + nbytes
+    return sums
 
 
 def _messages(job: Job, rank: int) -> float:
-    """Between pipeline ranks: an output that is being sent, and the next input, received ahead."""
+    """Return the bytes of messages between pipeline ranks: an output being sent and the next input."""
     layout = job.layout
     rows = job.tokens / (layout.tp if layout.sequence else 1)
     count = (rank > 0 or layout.vpp > 1) + (rank < layout.pp - 1 or layout.vpp > 1)
@@ -351,89 +357,91 @@ def _messages(job: Job, rank: int) -> float:
 
 
 def _copies_its_input(job: Job, full: bool) -> bool:
-    """Return whether the received activations stay beside what the first norm keeps of them."""
+    """Return whether the received activations stay in memory in addition to the first norm's kept tensors."""
     recomputed = job.features.recompute_norm or "layernorm" in job.training.modules
     return job.training.bf16 and not (job.training.kernels or full or recomputed)
 
 
 def _end(job: Job) -> list[Kept]:
-    """Last norm, output and loss, and multi-token prediction layers."""
+    """Return the activations of final norm, output layer, loss and multi-token prediction."""
     model, layout, training = job.model, job.layout, job.training
     rows = job.tokens / (layout.tp if layout.sequence else 1)
     stream = rows * model.hidden * training.number
     loss = activations.of_loss(job)
-    found = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + loss)]
+    items = [*activations.norm_items(job, model.hidden, rows), Kept("output", stream + loss)]
     for kind in model.mtp_kinds:
         inner = Layer(job, kind).items()
         inner += activations.norm_items(job, 3 * model.hidden, rows)
         inner += [Kept("MTP", 2 * stream), Kept("MTP", stream + loss), Kept("MTP", job.tokens * 8.0)]
-        found += [Kept("MTP", each.nbytes) for each in inner]
-    return found
+        items += [Kept("MTP", each.nbytes) for each in inner]
+    return items
 
 
 def _host_activations(
     job: Job, rank: int, held: Sequence[tuple[int, ...]], flights: Iterable[int], kinds: _Kinds
 ) -> float:
-    """Saved tensors of attention on the host, of all microbatches in flight."""
-    found = 0.0
+    """Return the host bytes of attention's saved tensors, for all microbatches in flight."""
+    nbytes = 0.0
     choice = chosen_layers(job, rank, held)
     for chunk, count in enumerate(flights):
-        found += count * sum(
+        nbytes += count * sum(
             kinds.attention(job.model.kinds[number]) * choice[chunk, place].swap
             for place, number in enumerate(held[chunk])
         )
-    return found
+    return nbytes
 
 
 def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, float]:
-    """Beside activations: what the widest operation of a forward or backward holds for a moment."""
+    """Return a dict from kind to the largest temporary tensors of a forward or backward."""
     model, layout, training = job.model, job.layout, job.training
     number, tokens = training.number, job.tokens
     rows = tokens / (layout.tp if layout.sequence else 1)
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     widest = model.ffn / layout.tp * tokens
     if model.experts:
         received = rows * model.router_topk * layout.etp * job.imbalance
         widest = max(widest, received * model.expert_ffn / layout.etp)
-        found["dispatched tokens"] = 2 * received * model.hidden * number
-    found["gradients of an MLP"] = (3 if model.gated else 2) * widest * number
+        sizes["dispatched tokens"] = 2 * received * model.hidden * number
+    sizes["gradients of an MLP"] = (3 if model.gated else 2) * widest * number
     if rank == layout.end:
-        found["logits"] = activations.logits_at_once(job)
-    found["gradient of a weight"] = largest * number
+        sizes["logits"] = activations.logits_at_once(job)
+    sizes["gradient of a weight"] = largest * number
     if job.sharding and job.shards > 1:
         unit = max(_units(job, rank))
         directions = 2 if job.features.pairs else 1
-        found["gathered layers"] = directions * (1 + job.sharding.prefetch) * unit * number
-        found["gradients of a layer"] = unit * (number + training.grad_number)
+        sizes["gathered layers"] = directions * (1 + job.sharding.prefetch) * unit * number
+        sizes["gradients of a layer"] = unit * (number + training.grad_number)
     if training.full:
         group = training.full_group if training.full < 0 else 1
-        found["recomputed layer"] = kinds.whole() * group
+        sizes["recomputed layer"] = kinds.whole() * group
     if job.features.swap_attention:
-        found["attention of two layers"] = 2 * kinds.widest_attention()
+        sizes["attention of two layers"] = 2 * kinds.widest_attention()
     if model.sparse and not (job.features.indexer and job.features.attention):
+        # Two fp32 matrices [tokens, sequence] per head: as stock DSA computes them.
         heads = max(model.index_heads, math.ceil(model.heads / layout.tp))
-        found["matrices of stock DSA"] = 2.0 * 4 * tokens * job.sequence * heads
-    return found
+        sizes["matrices of stock DSA"] = 2.0 * 4 * tokens * job.sequence * heads
+    return sizes
 
 
 def _units(job: Job, rank: int) -> list[float]:
-    """Numbers that are gathered together: of layers, embedding and output layer."""
+    """Return the numbers in each FSDP unit: a layer, the embedding or the output layer."""
     model, layout = job.model, job.layout
     whole = () if job.expert_shards > 1 else ("expert",)
-    found = [
+    units = [
         sum(each.on_rank(layout) for each in sizes.layer(model, kind) if each.cut not in whole)
         for kind in set(model.kinds)
     ]
     if rank in (0, layout.end):
-        found.append(model.vocabulary * model.hidden / layout.tp)
-    return found
+        units.append(model.vocabulary * model.hidden / layout.tp)
+    return units
 
 
 def _one_matrix(model: Model, layout: Layout, grouped: bool, weight: Weight) -> float:
-    """Numbers of the largest matrix in a row: experts of a rank are one where they are grouped."""
+    """Return the numbers of a weight's largest matrix; a rank's grouped experts form one matrix."""
     numbers = weight.on_rank(layout)
     if weight.cut != "expert":
         return numbers
+    # The first matrix of a gated MLP has two thirds of its numbers, 1 / 1.5.
     matrices = 1.5 if model.gated else 2.0
     local = 1.0 if grouped else model.experts / layout.ep
     return numbers / matrices / local

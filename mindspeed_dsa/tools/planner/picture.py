@@ -1,4 +1,4 @@
-"""A plan as a picture: memory of each pipeline rank by part, and the time of a step by part."""
+"""Picture of a plan: memory of each pipeline rank and time of a step, by part."""
 
 from __future__ import annotations
 
@@ -52,37 +52,38 @@ _PARTS = (
     "EFSDP transfers",
     "embedding transfers",
 )
-"""Parts of memory and time; a part's place decides its colour, in every picture."""
+"""Parts of memory and time; the index decides a part's colour, so that all pictures agree."""
 _HUES = 11 / 37
-"""Step between the hues of neighbours."""
+"""Difference in hue between neighbours in :data:`_PARTS`."""
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 
 
 def colour(part: str) -> tuple[float, float, float]:
-    """Return the colour of a part: activations and time of one part have the same.
+    """Return the colour of a part; a part's activations and its time have the same colour.
 
     Args:
         part: row of memory, or part of a step.
 
     Returns:
-        red, green and blue, from 0 to 1.
+        Red, green and blue, from 0 to 1.
     """
     name = part.removeprefix(_ACTIVATIONS)
     place = _PARTS.index(name) if name in _PARTS else len(_PARTS)
-    # Parts of one shade whose hues are close are 27 places apart: state, and transfers, never in one stack.
+    # Three shades, and hues that repeat after 37 parts: two parts of one shade have close hues only if they
+    # are 27 indices apart, such as weights and transfers, which are never in one stack.
     lightness, saturation = ((0.45, 0.65), (0.68, 0.6), (0.3, 0.5))[place % 3]
     return colorsys.hls_to_rgb((0.58 + place * _HUES) % 1.0, lightness, saturation)
 
 
 def draw(path: Path, plan: Plan) -> bool:
-    """Stacked bars with the device's limit, and one bar of a step.
+    """Draw stacked bars of memory with the device's limit, and one bar of a step's time.
 
     Args:
         path: PNG file.
-        plan: made.
+        plan: plan to draw.
 
     Returns:
-        False where matplotlib is not installed.
+        False if matplotlib is not installed.
     """
     try:
         pyplot = pyplot_for_files()
@@ -127,6 +128,6 @@ def _stack(axes: Any, names: Sequence[str], rows: Mapping[str, Sequence[float]])
 
 
 def _legend(axes: Any, lines: Sequence[Any]) -> None:
-    """Add a legend in the order of the stack: its top above, limits first."""
+    """Add a legend: limits first, then parts from the top of the stack to its bottom."""
     bars = list(axes.containers)[::-1]
     axes.legend(handles=[*lines, *bars], fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

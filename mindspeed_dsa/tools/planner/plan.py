@@ -1,4 +1,4 @@
-"""A plan: memory, communication, work and time of one job on one kind of device."""
+"""A plan: memory, communication, FLOPs and step time of one job on one kind of device."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from mindspeed_dsa.tools.planner.memory import GIB, RankMemory
 from mindspeed_dsa.tools.planner.timing import Device, Estimate, StepTime, hidden_swaps
 
 ALLOCATOR = 0.05
-"""Share that the allocator is assumed to add: blocks that nothing fits into."""
+"""Assumed share of memory that the allocator loses to fragmentation."""
 FITS, TIGHT, TOO_LARGE = "fits", "tight", "does NOT fit"
-"""Verdicts: with the allocator's share and the reserve; as tensors need it alone; not even that."""
+"""Verdicts: memory suffices with the allocator's share and the reserve; for tensors only; not at all."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is printed.
+    """A finished plan.
 
     Attributes:
         ranks: memory of each pipeline rank.
-        transfers: of each pipeline rank.
-        flops: of the model, by part, forward and backward of one sequence.
-        least: devices that one replica needs.
-        fitting: of the same layout with more replicas, the fewest devices whose memory suffices; None: no
-            number does.
+        transfers: transfers of each pipeline rank.
+        flops: dict from part to the model's FLOPs for forward and backward of one sequence.
+        least: number of devices for one replica.
+        fitting: smallest number of devices that fits the layout with more replicas; None if no number does.
     """
 
     job: Job
@@ -43,38 +42,38 @@ class Plan:
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that needs most."""
+        """Memory of the pipeline rank that needs most."""
         return max(self.ranks, key=lambda each: each.total)
 
     @property
     def verdict(self) -> str:
-        """Return :data:`FITS`, :data:`TIGHT` or :data:`TOO_LARGE`."""
+        """One of :data:`FITS`, :data:`TIGHT` and :data:`TOO_LARGE`, for the devices and a node's host."""
         if self.node_host > self.device.host_memory * GIB:
             return TOO_LARGE
         return verdict(self.worst, self.device)
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank fits, and something is left."""
+        """Whether the verdict is :data:`FITS`."""
         return self.verdict == FITS
 
     @property
     def node_host(self) -> float:
-        """Return the bytes that features move to the host of a node whose ranks move most."""
+        """Bytes that features move to one host, for the node that needs most."""
         return on_node(self.ranks, self.job, self.device)
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the rate of the whole job."""
+        """Estimated tokens per second of the whole job."""
         return self.job.training.batch * self.job.training.sequence / self.time.total
 
     def utilisation(self, tokens_per_second: float | None = None) -> float:
-        """Model FLOPs over the devices', at a rate of tokens, or at the estimated one."""
+        """Return the model FLOPs utilisation at a given or at the estimated rate of tokens."""
         rate = self.tokens_per_second if tokens_per_second is None else tokens_per_second
         return work.utilisation(self.job, rate, self.device.tflops)
 
     def record(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return the plan for a JSON file."""
         return {
             "layout": {**asdict(self.job.layout), "devices": self.job.layout.devices},
             "model": {
@@ -90,15 +89,15 @@ class Plan:
             "fitting_devices": self.fitting,
             "memory": [
                 {
-                    **asdict(each),
-                    "state": each.state,
-                    "kept": each.kept,
-                    "allocated": each.allocated,
-                    "total": each.total,
+                    **asdict(item),
+                    "state": item.state,
+                    "kept": item.kept,
+                    "allocated": item.allocated,
+                    "total": item.total,
                 }
-                for each in self.ranks
+                for item in self.ranks
             ],
-            "transfers": [[asdict(each) for each in own] for own in self.transfers],
+            "transfers": [[asdict(item) for item in rank_transfers] for rank_transfers in self.transfers],
             "model_flops": self.flops,
             "step": {
                 "seconds": self.time.total,
@@ -113,15 +112,15 @@ class Plan:
 
 
 def budget(device: Device) -> float:
-    """Return the bytes that a plan may fill: without the reserve."""
+    """Return the bytes of a device without the reserve."""
     return (device.memory - device.reserve) * GIB
 
 
 def verdict(worst: RankMemory, device: Device) -> str:
-    """Return the verdict on a device's memory.
+    """Return the verdict on a rank's memory.
 
     Args:
-        worst: rank that needs most.
+        worst: memory of the rank that needs most.
         device: device that it runs on.
     """
     if worst.total <= budget(device):
@@ -130,7 +129,7 @@ def verdict(worst: RankMemory, device: Device) -> str:
 
 
 def on_node(ranks: Sequence[RankMemory], job: Job, device: Device) -> float:
-    """Return the bytes on one host, whose devices have the same pipeline rank."""
+    """Return the bytes on one host, if all of its devices have the pipeline rank that needs most."""
     return max(each.host for each in ranks) * min(device.host_devices, job.layout.devices)
 
 
@@ -138,20 +137,26 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
     """Plan one job.
 
     Args:
-        job: checked.
+        job: checked job.
         device: device that it runs on.
-        allocator: share that the allocator is assumed to add.
-        quick: for searches: the schedule from its slowest stage instead of event by event, and no count of
-            fitting devices.
+        allocator: assumed share of memory that the allocator adds.
+        quick: whether to estimate the schedule from its slowest stage instead of event by event, and to skip
+            the count of fitting devices; used by searches.
     """
     ranks = memory.of_job(job, allocator)
     if job.features.swap_auto:
         job = with_shares(job, hidden_swaps(job, device, ranks))
         ranks = memory.of_job(job, allocator)
-        if too_large := {each.rank for each in ranks if each.total > budget(device)}:
-            # What stays has no room there, so the job goes on swapping everything.
+        if too_large := {
+            memory_of_rank.rank for memory_of_rank in ranks if memory_of_rank.total > budget(device)
+        }:
+            # Swapping only the hidden share leaves too much on these ranks: like the job, swap everything
+            # there.
             shares = job.features.swap_shares
-            job = with_shares(job, [1.0 if rank in too_large else each for rank, each in enumerate(shares)])
+            job = with_shares(
+                job,
+                [1.0 if rank in too_large else memory_of_rank for rank, memory_of_rank in enumerate(shares)],
+            )
             ranks = memory.of_job(job, allocator)
     transfers = communication.of_job(job)
     return Plan(
@@ -167,21 +172,23 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
 
 
 def with_shares(job: Job, shares: Sequence[float]) -> Job:
-    """Return a job of whose attention each pipeline rank swaps such a share."""
+    """Return the job with the share of attention that each pipeline rank swaps."""
     return replace(job, features=replace(job.features, swap_shares=tuple(shares)))
 
 
 def _fitting(job: Job, device: Device, allocator: float) -> int | None:
-    """Only the optimizer's shards shrink with more replicas, so the answer is found by doubling."""
+    """Return the smallest fitting number of devices for the layout, found by doubling the replicas."""
     least = layouts.least_devices(job.layout)
     replicas = least // (job.layout.tp * job.layout.pp * job.layout.cp)
     for power in range(11):
         layout = replace(job.layout, dp=replicas * 2**power)
+        # The global batch must be a multiple of micro-batch size x replicas.
         step = job.training.micro * layout.dp
         batch = math.ceil(job.training.batch / step) * step
         other = replace(job, layout=layout, training=replace(job.training, batch=batch))
         if max(each.total for each in memory.of_job(other, allocator)) <= budget(device):
             return layout.devices
+        # Without a distributed optimizer, more replicas do not save memory.
         if not job.training.distributed:
             return None
     return None

@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Text report of a plan."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SHOWN = 6
 _WIDTH = 110
 _ZERO = "0.00"
 _FEW_MORE = 8
-"""Times the devices of a job up to which more replicas of its layout are advice."""
+"""Largest factor of devices for which the report suggests more replicas."""
 
 
 def text(plan: Plan, tokens_per_second: float | None = None) -> str:
-    """Everything, for a terminal.
+    """Return the report for a terminal.
 
     Args:
-        plan: made.
-        tokens_per_second: of the whole job, measured elsewhere; its utilisation is printed beside.
+        plan: finished plan.
+        tokens_per_second: measured rate of the whole job; if given, its utilisation is printed, too.
     """
     parts = [
         _head(plan),
@@ -64,13 +64,13 @@ def _head(plan: Plan) -> str:
 
 
 def too_much(plan: Plan) -> str:
-    """Say what does not fit: the device, or the host of a node."""
+    """Return the excess of the device's memory, or a sentence that the node's host is too small."""
     excess = plan.worst.total / GIB - (plan.device.memory - plan.device.reserve)
     return f"{excess:.1f} too much" if excess > 0 else "the device has room, a node's host has not"
 
 
 def _fitting(plan: Plan) -> str:
-    """Say from how many devices on the layout fits, where that is no other order of size."""
+    """Return the number of devices for which the layout fits, if it is at most 8 times the job's."""
     devices = plan.job.layout.devices
     if plan.fits or plan.fitting is None or plan.fitting > _FEW_MORE * devices:
         return ""
@@ -78,7 +78,7 @@ def _fitting(plan: Plan) -> str:
 
 
 def _on_hosts(plan: Plan) -> list[str]:
-    """Say what a node's host holds."""
+    """Return the line about host memory, if a feature uses it."""
     if not plan.node_host:
         return []
     ranks, limit = min(plan.device.host_devices, plan.job.layout.devices), plan.device.host_memory
@@ -89,7 +89,7 @@ def _on_hosts(plan: Plan) -> list[str]:
 
 
 def _padded(job: Job) -> list[str]:
-    """Say what padding costs, where ranks do not divide a sequence."""
+    """Return the line about padded sequences, if the length is no multiple of the number of parts."""
     tokens, rows = job.training.sequence, job.sequence - job.training.sequence
     if not rows:
         return []
@@ -101,7 +101,7 @@ def _padded(job: Job) -> list[str]:
 
 
 def _selecting(job: Job) -> list[str]:
-    """Say which layers have an indexer, where not all of them do."""
+    """Return the line about layers with an indexer, if layers share selections."""
     sharing = job.model.sharing
     if not (job.model.sparse and sharing.is_on):
         return []
@@ -113,21 +113,24 @@ def _devices(count: int) -> str:
 
 
 def shown(columns: Sequence[tuple[str, ...]], needs: Sequence[float]) -> list[tuple[str, list[int]]]:
-    """Return columns that differ, with the ranks of each; of many the first, the last and the largest.
+    """Group ranks with equal columns; of more than six groups, keep the first, the last and the largest.
 
     Args:
         columns: cells of each rank.
         needs: bytes of each rank.
+
+    Returns:
+        Title and ranks of each column.
     """
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, column in enumerate(columns):
         ranks.setdefault(column, []).append(rank)
-    found = list(ranks.values())
-    if len(found) > _SHOWN:
-        largest = sorted(found, key=lambda own: -needs[own[0]])
-        wanted = [found[0], found[-1], *(own for own in largest if own not in (found[0], found[-1]))]
-        found = sorted(wanted[:_SHOWN])
-    return [(_named(own), own) for own in found]
+    groups = list(ranks.values())
+    if len(groups) > _SHOWN:
+        largest = sorted(groups, key=lambda own: -needs[own[0]])
+        wanted = [groups[0], groups[-1], *(own for own in largest if own not in (groups[0], groups[-1]))]
+        groups = sorted(wanted[:_SHOWN])
+    return [(_named(own), own) for own in groups]
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -143,40 +146,41 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Memory, a column for the ranks that have the same."""
+    """Return the table of memory, with one column for ranks with the same values."""
     kept = {name: [value / GIB for value in values] for name, values in memory_rows(plan).items()}
-    kept["sum"] = [each.total / GIB for each in plan.ranks]
+    kept["sum"] = [rank.total / GIB for rank in plan.ranks]
     cells = {name: [f"{value:.2f}" for value in values] for name, values in kept.items()}
-    if any(each.host for each in plan.ranks):
-        cells["on the host"] = [f"{each.host / GIB:.2f}" for each in plan.ranks]
-    cells["parameters, millions"] = [f"{sum(each.numbers.values()) / 1e6:,.2f}" for each in plan.ranks]
-    cells["microbatches in flight"] = ["+".join(map(str, each.in_flight)) for each in plan.ranks]
+    if any(rank.host for rank in plan.ranks):
+        cells["on the host"] = [f"{rank.host / GIB:.2f}" for rank in plan.ranks]
+    cells["parameters, millions"] = [f"{sum(rank.numbers.values()) / 1e6:,.2f}" for rank in plan.ranks]
+    cells["microbatches in flight"] = ["+".join(map(str, rank.in_flight)) for rank in plan.ranks]
     if plan.job.features.split:
-        cells["weight gradients waiting"] = ["+".join(map(str, each.waiting)) for each in plan.ranks]
+        cells["weight gradients waiting"] = ["+".join(map(str, rank.waiting)) for rank in plan.ranks]
     columns = list(zip(*cells.values(), strict=True))
-    chosen = shown(columns, [each.total for each in plan.ranks])
-    rows = [("memory, GiB", *(name for name, _ in chosen))]
-    for name, own in cells.items():
-        said = [own[ranks[0]] for _, ranks in chosen]
+    columns_shown = shown(columns, [rank.total for rank in plan.ranks])
+    rows = [("memory, GiB", *(name for name, _ in columns_shown))]
+    for name, row_cells in cells.items():
+        said = [row_cells[ranks[0]] for _, ranks in columns_shown]
         if any(cell != _ZERO for cell in said):
             rows.append((name, *("-" if cell == _ZERO else cell for cell in said)))
-    left = len(plan.ranks) - sum(len(ranks) for _, ranks in chosen)
+    left = len(plan.ranks) - sum(len(ranks) for _, ranks in columns_shown)
     omitted = [f"{left} other ranks need less than the largest of these"] if left else []
     return "\n".join([*aligned(rows), *omitted])
 
 
 def memory_rows(plan: Plan) -> dict[str, list[float]]:
-    """Bytes by row, for each rank of the plan."""
+    """Return a dict from row of the report to the bytes of each rank."""
     rows: dict[str, list[float]] = {
-        "weights": [each.weights + each.buffers for each in plan.ranks],
-        "gradients": [each.gradients for each in plan.ranks],
-        "master weights": [each.masters for each in plan.ranks],
-        "moments": [each.moments for each in plan.ranks],
+        "weights": [rank.weights + rank.buffers for rank in plan.ranks],
+        "gradients": [rank.gradients for rank in plan.ranks],
+        "master weights": [rank.masters for rank in plan.ranks],
+        "moments": [rank.moments for rank in plan.ranks],
     }
-    for part in _union([each.activations for each in plan.ranks]):
-        rows[f"activations: {part}"] = [each.activations.get(part, 0.0) for each in plan.ranks]
-    rows["temporary"] = [each.beside - each.kept if each.beside > each.kept else 0.0 for each in plan.ranks]
-    rows["allocator"] = [each.allocator for each in plan.ranks]
+    for part in _union([rank.activations for rank in plan.ranks]):
+        rows[f"activations: {part}"] = [rank.activations.get(part, 0.0) for rank in plan.ranks]
+    # If the optimizer step is the peak, activations are freed then, and only the rest counts.
+    rows["temporary"] = [rank.beside - rank.kept if rank.beside > rank.kept else 0.0 for rank in plan.ranks]
+    rows["allocator"] = [rank.allocator for rank in plan.ranks]
     return rows
 
 
@@ -203,8 +207,8 @@ def _work(plan: Plan, tokens_per_second: float | None) -> str:
     per_token = {part: flops / plan.job.training.sequence for part, flops in plan.flops.items()}
     rows: list[tuple[str, ...]] = [("model", "parameters, millions", "GFLOP of a token")]
     for part in dict.fromkeys([*numbers, *per_token]):
-        own = (numbers.get(part, 0.0) / 1e6, per_token.get(part, 0.0) / 1e9)
-        rows.append((part, *map(_number, own)))
+        figures = (numbers.get(part, 0.0) / 1e6, per_token.get(part, 0.0) / 1e9)
+        rows.append((part, *map(_number, figures)))
     sums = (sum(numbers.values()) / 1e6, sum(per_token.values()) / 1e9)
     rows.append(("sum", *map(_number, sums)))
     step = [("time of a step", "ms", "share")]
@@ -232,7 +236,7 @@ def _number(value: float) -> str:
 
 
 def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
-    """Two tables, one beside the other."""
+    """Return the lines of two tables side by side."""
     width = max(map(len, left)) + 6
     return [f"{a.ljust(width)}{b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
 
@@ -255,5 +259,5 @@ def _assumptions(plan: Plan) -> str:
 
 
 def notes(said: Iterable[str]) -> list[str]:
-    """Lines of notes, no wider than the rest."""
+    """Return the notes, wrapped to the report's width."""
     return [line for each in said for line in textwrap.wrap(f"note: {each}", _WIDTH, subsequent_indent="  ")]

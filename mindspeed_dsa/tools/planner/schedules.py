@@ -1,4 +1,4 @@
-"""A job's pipeline schedule, and what a rank holds of it at its peak: open forwards and waiting gradients."""
+"""A job's pipeline schedule, and a rank's open forwards and deferred weight gradients at its peak."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mindspeed_dsa.tools.planner.job import Job
 
 
 def warmups(ranks: int, rank: int, chunks: int, microbatches: int, group: int, pairs: bool) -> int:
-    """Forwards of a rank before its first backward."""
+    """Return the number of forwards before a rank's first backward."""
     if ranks == 1:
         return int(pairs)
+    # As in Megatron. PP 4, 2 chunks, groups of 4: rank 0 runs 3 x 2 + 1 x 4 = 10 forwards.
     count = (ranks - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * group
     return min(count + (pairs and chunks > 1), microbatches * chunks)
 
 
 def table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
-    """``(chunk, microbatch)`` of a rank's forwards; backwards follow it from the last chunk to the first."""
+    """Return ``(chunk, microbatch)`` of a rank's forwards; its backwards have the chunks in reverse order."""
     return [
         (chunk, microbatch)
         for start in range(0, microbatches, group)
@@ -30,11 +31,11 @@ def table(chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
 
 
 def schedule(job: Job, most: int | None = None) -> Schedule:
-    """1F1B, interleaved 1F1B or DualPipeV of a step, with weight gradients where the job leaves them to.
+    """Return the 1F1B, interleaved 1F1B or DualPipeV schedule, with deferred weight gradients if they are on.
 
     Args:
-        job: planned.
-        most: microbatches, where fewer say enough.
+        job: planned job.
+        most: largest number of microbatches, for callers that do not need the whole step.
     """
     layout, features = job.layout, job.features
     microbatches = min(job.microbatches, most or job.microbatches)
@@ -54,7 +55,7 @@ def _in_v(ranks: int, microbatches: int, pairs: bool, split: bool) -> Schedule:
 def _plain(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool) -> Schedule:
     forwards = table(chunks, microbatches, group)
     backwards = [(chunks - 1 - chunk, microbatch) for chunk, microbatch in forwards]
-    found = []
+    ranks_events = []
     for rank in range(ranks):
         ahead = warmups(ranks, rank, chunks, microbatches, group, pairs)
         paired = pairs and (chunks > 1 or ranks == 1)
@@ -64,9 +65,9 @@ def _plain(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool) 
             if ahead + index < len(forwards):
                 events.append(Event(Kind.FORWARD, *forwards[ahead + index], pair))
             events.append(Event(Kind.BACKWARD, *backward, pair))
-        found.append(tuple(events))
+        ranks_events.append(tuple(events))
     name = "interleaved 1F1B" if chunks > 1 else "1F1B"
-    return Schedule(name, tuple(found), chunks, microbatches)
+    return Schedule(name, tuple(ranks_events), chunks, microbatches)
 
 
 @lru_cache(maxsize=64)
@@ -75,12 +76,12 @@ def _split(ranks: int, chunks: int, microbatches: int, group: int, pairs: bool, 
 
 
 class Peak(NamedTuple):
-    """Holdings of a rank at the end of a forward or backward when they weigh most.
+    """Tensors that a rank holds at the event with the largest memory.
 
     Attributes:
-        open: forwards whose backward is to come, by chunk.
-        waiting: backwards whose weight gradients are to come, by chunk.
-        nbytes: of both.
+        open: number of forwards without a backward yet, by chunk.
+        waiting: number of backwards with deferred weight gradients, by chunk.
+        nbytes: bytes of both.
     """
 
     open: tuple[int, ...]
@@ -89,13 +90,13 @@ class Peak(NamedTuple):
 
 
 def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) -> Peak:
-    """Follow a rank's events.
+    """Return the peak over a rank's events.
 
     Args:
-        job: planned.
-        rank: of the pipeline.
+        job: planned job.
+        rank: pipeline rank.
         kept: bytes of one open forward, by chunk.
-        operands: bytes that the weight gradients of one backward wait with, by chunk.
+        operands: bytes of the tensors that the weight gradients of one backward need, by chunk.
     """
     events = schedule(job, _enough(job)).ranks[rank]
     later = {(each.chunk, each.microbatch) for each in events if each.kind is Kind.WEIGHT}
@@ -105,17 +106,18 @@ def peak(job: Job, rank: int, kept: Sequence[float], operands: Sequence[float]) 
     for event in events:
         chunk, backward = event.chunk, event.kind is Kind.BACKWARD
         open_now[chunk] += (event.kind is Kind.FORWARD) - backward
-        # A whole one, in pairs of a V, leaves nothing; of a split one all is there when it ends.
+        # Only a split backward leaves tensors for its weight gradients; DualPipeV's paired backwards are not
+        # split.
         left = backward and (chunk, event.microbatch) in later
         waiting[chunk] += left - (event.kind is Kind.WEIGHT)
-        now = sum(open_now[each] * kept[each] + waiting[each] * operands[each] for each in chunks)
+        now = sum(open_now[index] * kept[index] + waiting[index] * operands[index] for index in chunks)
         if now > best.nbytes:
             best = Peak(tuple(open_now), tuple(waiting), now)
     return best
 
 
 def _enough(job: Job) -> int:
-    """Return microbatches past which no rank holds more, as the order repeats itself."""
+    """Return a number of microbatches that is enough for the peak: later events only repeat the pattern."""
     layout, features = job.layout, job.features
     later = layout.pp if features.split else 0
     if layout.v_shaped:

@@ -1,4 +1,4 @@
-"""Layouts for a number of devices, the fastest that fit first, each with the flags that make it."""
+"""Search for the fastest layouts that fit on a number of devices."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MEASURES = (
     "and swap attention",
     "full recompute",
 )
-"""What is tried, in this order, until a layout fits; and each of them with the optimizer on the host."""
+"""Memory measures, tried in this order until a layout fits; then again with the optimizer on the host."""
 FULL = len(MEASURES) - 1
 _REFINED = 10
 MICRO = (1, 2, 4)
 LEAST_ROWS = 1024
-"""Rows of a sequence on a rank, below which matrix products are too thin to be worth a look."""
+"""Fewest tokens of a sequence per rank; with fewer, matrix products are too small to be efficient."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One layout of a search.
+    """One layout found by a search.
 
     Attributes:
-        plan: its.
-        measures: what it took to fit.
+        plan: plan of the layout.
+        measures: memory measures that it needs to fit.
     """
 
     plan: Plan
@@ -47,30 +47,30 @@ def search(
     allocator: float = ALLOCATOR,
     micro: Sequence[int] = MICRO,
 ) -> list[Found]:
-    """The best layouts by estimated step time.
+    """Return the layouts with the shortest estimated step time.
 
     Args:
-        job: its layout's number of devices is kept; its batch, its model and its features too.
-        device: the limit, and the rates.
-        best: how many.
-        allocator: share that it is assumed to add.
-        micro: sizes of micro-batches that are tried.
+        job: job whose model, batch, features and number of devices are kept.
+        device: device with its memory and rates.
+        best: number of layouts to return.
+        allocator: assumed share of memory that the allocator adds.
+        micro: micro-batch sizes to try.
 
     Returns:
-        layouts that fit; tight ones where none does.
+        Layouts that fit, or tight ones if none fits.
 
     Raises:
-        SettingsError: nothing fits, with what comes closest.
+        SettingsError: no layout fits; names the layout that needs least memory.
     """
     fitting: list[Found] = []
     closest: tuple[float, Job] | None = None
     for candidate in candidates(job, device, micro):
-        found = _fitted(candidate, device, allocator)
-        if isinstance(found, float):
-            if closest is None or found < closest[0]:
-                closest = (found, candidate)
+        fitted = _fitted(candidate, device, allocator)
+        if isinstance(fitted, float):
+            if closest is None or fitted < closest[0]:
+                closest = (fitted, candidate)
             continue
-        fitting.append(found)
+        fitting.append(fitted)
     if not fitting:
         said = ""
         if closest is not None:
@@ -80,18 +80,19 @@ def search(
             f"{said}. Use more devices, or a smaller --global-batch-size or --seq-length"
             f"{f'; {pipelines}' if (pipelines := limits(job)) else ''}"
         )
-    if any(each.plan.fits for each in fitting):
-        fitting = [each for each in fitting if each.plan.fits]
+    if any(layout_found.plan.fits for layout_found in fitting):
+        fitting = [layout_found for layout_found in fitting if layout_found.plan.fits]
     fitting.sort(key=lambda each: each.plan.time.total)
+    # Quick plans rank the candidates; only the best ones are simulated event by event.
     refined = [
-        Found(plan.make(each.plan.job, device, allocator), each.measures)
-        for each in fitting[: max(best, _REFINED)]
+        Found(plan.make(layout_found.plan.job, device, allocator), layout_found.measures)
+        for layout_found in fitting[: max(best, _REFINED)]
     ]
     return sorted(refined, key=lambda each: each.plan.time.total)[:best]
 
 
 def limits(job: Job) -> str:
-    """Say which pipelines a search leaves out because layers share selections; empty if none."""
+    """Return a note on pipelines that shared selections exclude; empty if none are excluded."""
     model = job.model
     if not (model.sparse and model.sharing.is_on):
         return ""
@@ -103,9 +104,9 @@ def limits(job: Job) -> str:
 
 
 def candidates(job: Job, device: Device, micro: Sequence[int] = MICRO) -> Iterator[Job]:
-    """Layouts that divide everything; of those with the same sizes, the most even split of layers.
+    """Yield jobs with valid layouts; for each choice of sizes, the most even split of layers.
 
-    Where layers share selections, each chunk of a split begins with one that selects.
+    If layers share selections, each chunk of a split begins with a layer that selects keys.
     """
     devices, model = job.layout.devices, job.model
     powers = [2**n for n in range(12)]
@@ -118,9 +119,9 @@ def candidates(job: Job, device: Device, micro: Sequence[int] = MICRO) -> Iterat
                 for ep in powers if model.experts else (1,):
                     for vpp in (2,) if job.layout.v_shaped else (1, 2):
                         for samples in micro:
-                            found = _candidate(job, (tp, pp, cp, ep, vpp), samples)
-                            if found is not None:
-                                yield found
+                            candidate = _candidate(job, (tp, pp, cp, ep, vpp), samples)
+                            if candidate is not None:
+                                yield candidate
 
 
 def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> Job | None:
@@ -151,8 +152,9 @@ def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> J
 
 
 def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
-    """With the cheapest measures that make it fit, or the bytes it needs with all of them."""
+    """Return the plan with the cheapest measures that fit, or the bytes needed with all measures."""
     tried = [(host, measure) for host in (False, True) for measure in range(len(MEASURES))]
+    # If even all measures together are not enough, none of them needs a try.
     least = _worst(memory.of_job(_with(job, *tried[-1]), allocator))
     if plan.verdict(least, device) == TOO_LARGE:
         return least.total
@@ -167,10 +169,10 @@ def _fitted(job: Job, device: Device, allocator: float) -> Found | float:
             continue
         words = [MEASURES[measure]] if measure else []
         words += ["optimizer on the host"] if host and not job.features.swap_optimizer else []
-        found = Found(plan.make(other, device, allocator, quick=True), "; ".join(words))
+        fitted = Found(plan.make(other, device, allocator, quick=True), "; ".join(words))
         if verdict == FITS:
-            return found
-        tight = found
+            return fitted
+        tight = fitted
     return tight or least.total
 
 
@@ -183,15 +185,17 @@ def _with(job: Job, host: bool, measure: int) -> Job:
 
 
 def _features(job: Job, measure: int, host: bool) -> Features:
-    own = job.features
+    features = job.features
     if 1 <= measure <= 2:
-        own = replace(own, recompute_norm=True, recompute_act=True)
-        own = replace(own, swap_attention=own.swap_attention or measure == 2)
+        features = replace(features, recompute_norm=True, recompute_act=True)
+        features = replace(features, swap_attention=features.swap_attention or measure == 2)
     elif measure == FULL:
-        own = replace(own, recompute_norm=False, recompute_act=False, swap_attention=False, swap_auto=False)
+        features = replace(
+            features, recompute_norm=False, recompute_act=False, swap_attention=False, swap_auto=False
+        )
     if host:
-        own = replace(own, swap_optimizer=True, reuse=False, virtual=())
-    return own
+        features = replace(features, swap_optimizer=True, reuse=False, virtual=())
+    return features
 
 
 def _training(job: Job, measure: int) -> Training:
@@ -199,16 +203,16 @@ def _training(job: Job, measure: int) -> Training:
 
 
 def text(found: list[Found], given: Sequence[str]) -> str:
-    """For a terminal.
+    """Return the table of layouts, each with its command line.
 
     Args:
         found: result of :func:`search`.
-        given: command line of the job that was searched for, script first if there is one.
+        given: command line of the original job, script first if there is one.
     """
     rows = [("layout", "micro", "step [s]", "tokens/s", "MFU", "GiB", "host GiB", "limited by")]
-    for each in found:
-        own = each.plan
-        layout = own.job.layout
+    for item in found:
+        planned = item.plan
+        layout = planned.job.layout
         ends = "".join(
             f" {name} {count}" for name, count in (("first", layout.first), ("last", layout.last)) if count
         )
@@ -217,13 +221,13 @@ def text(found: list[Found], given: Sequence[str]) -> str:
         rows.append(
             (
                 f"{layout}{ends}",
-                str(own.job.training.micro),
-                f"{own.time.total:.2f}",
-                f"{own.tokens_per_second:,.0f}",
-                f"{own.utilisation():.1%}",
-                f"{own.worst.total / GIB:.1f}",
-                f"{max(each.host for each in own.ranks) / GIB:.1f}",
-                own.time.limit,
+                str(planned.job.training.micro),
+                f"{planned.time.total:.2f}",
+                f"{planned.tokens_per_second:,.0f}",
+                f"{planned.utilisation():.1%}",
+                f"{planned.worst.total / GIB:.1f}",
+                f"{max(item.host for item in planned.ranks) / GIB:.1f}",
+                planned.time.limit,
             )
         )
     head, *lines = aligned(rows)
@@ -236,7 +240,7 @@ def text(found: list[Found], given: Sequence[str]) -> str:
         f"{device.host_memory:g} GiB of the host of {ranks} rank{'s' * (ranks > 1)}, assumed",
     ]
     shown = ["; ".join(shown), head]
-    for line, each in zip(lines, found, strict=True):
-        shown += [line, *command_lines.shown(command_lines.words_for(given, each.plan.job))]
-    said = dict.fromkeys([*found[0].plan.job.notes, *(limits(each.plan.job) for each in found)])
+    for line, item in zip(lines, found, strict=True):
+        shown += [line, *command_lines.shown(command_lines.words_for(given, item.plan.job))]
+    said = dict.fromkeys([*found[0].plan.job.notes, *(limits(item.plan.job) for item in found)])
     return "\n".join([*shown, *report.notes(filter(None, said))])

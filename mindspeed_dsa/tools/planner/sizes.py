@@ -1,4 +1,4 @@
-"""Parameters of a model, by part and by how they are cut."""
+"""Numbers of parameters of a model, by part and by parallel cut."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """Numbers of one weight, or of several that are cut alike.
+    """Size of one weight, or of several with the same cut.
 
     Attributes:
         part: one of :data:`PARTS`.
-        numbers: in the whole model.
-        cut: over tensor parallel ranks, over experts' ranks, or not.
-        summed: copies see parts of a sequence under sequence parallelism, so their gradients are summed.
-        averaged: copies compute the same gradient; it is averaged all the same.
+        numbers: number of parameters in the whole model.
+        cut: cut over tensor parallel ranks, over expert parallel ranks, or none.
+        summed: whether gradients of copies are summed, as under sequence parallelism each copy sees only a
+            part.
+        averaged: whether gradients of copies are averaged, although all copies compute the same.
     """
 
     part: str
@@ -44,138 +45,140 @@ class Weight:
     averaged: bool = False
 
     def on_rank(self, layout: Layout) -> float:
-        """Numbers on one rank that holds its share."""
+        """Return the number of parameters in one rank's share."""
         if self.cut == "expert":
             return self.numbers / (layout.ep * layout.etp)
         return self.numbers / layout.tp if self.cut == "tensor" else float(self.numbers)
 
 
 def whole(part: str, numbers: int) -> Weight:
-    """A weight of which each tensor parallel rank has a copy that sees its part of a sequence."""
+    """Return a weight that every tensor parallel rank has a copy of, with gradients to be summed."""
     return Weight(part, numbers, "whole", summed=True)
 
 
 def norm(model: Model, width: int) -> Weight:
-    """RMSNorm's scale, LayerNorm's scale and bias."""
+    """Return a norm's weights: RMSNorm's scale, or LayerNorm's scale and bias."""
     return whole("norms", width * (2 if model.layer_norm else 1))
 
 
 def attention(model: Model, selects: bool, sp_tp_sp: bool = False) -> list[Weight]:
-    """List the weights of one layer's attention, its norms and the indexer of one that selects included."""
+    """Return the weights of one layer's attention with its norms and, if it selects keys, its indexer."""
     h, heads = model.hidden, model.heads
-    found = [norm(model, h)]
+    weights = [norm(model, h)]
     if not model.latent:
         groups = 2 * model.kv_heads * model.head_dim
-        found.append(Weight("attention", h * (heads * model.head_dim + groups)))
-        found.append(Weight("attention", heads * model.head_dim * h))
+        weights.append(Weight("attention", h * (heads * model.head_dim + groups)))
+        weights.append(Weight("attention", heads * model.head_dim * h))
         if model.bias or model.qkv_bias:
-            found.append(Weight("attention", heads * model.head_dim + groups))
+            weights.append(Weight("attention", heads * model.head_dim + groups))
         if model.bias:
-            found.append(whole("attention", h))
+            weights.append(whole("attention", h))
         if model.qk_norm:
-            found.append(norm(model, 2 * model.head_dim))
-        return found
+            weights.append(norm(model, 2 * model.head_dim))
+        return weights
     if model.query_lora:
-        found += [
+        weights += [
             whole("attention", h * model.query_lora),
             Weight("attention", model.query_lora * heads * model.query_dim),
         ]
-        found += [norm(model, model.query_lora)] if model.qk_norm else []
+        weights += [norm(model, model.query_lora)] if model.qk_norm else []
     else:
-        found.append(Weight("attention", h * heads * model.query_dim))
-    found += [
+        weights.append(Weight("attention", h * heads * model.query_dim))
+    weights += [
         whole("attention", h * (model.kv_lora + model.rope)),
         Weight("attention", model.kv_lora * heads * (model.nope + model.value)),
     ]
-    found += [norm(model, model.kv_lora)] if model.qk_norm else []
+    weights += [norm(model, model.kv_lora)] if model.qk_norm else []
     proj = heads * model.value * h
-    found.append(whole("attention", proj) if sp_tp_sp else Weight("attention", proj))
+    weights.append(whole("attention", proj) if sp_tp_sp else Weight("attention", proj))
     if model.bias:  # latent projections have none
-        found.append(whole("attention", h))
+        weights.append(whole("attention", h))
     if selects:
-        found.append(Weight("indexer", index_numbers(model), "whole", averaged=True))
-    return found
+        weights.append(Weight("indexer", index_numbers(model), "whole", averaged=True))
+    return weights
 
 
 def index_numbers(model: Model) -> int:
-    """Count the parameters of an indexer: projections of query, key and weights, and the key's norm."""
+    """Return the number of an indexer's parameters: projections of query, key and weights, and key norm."""
     query = (model.query_lora or model.hidden) * model.index_heads * model.index_dim
     return query + model.hidden * (model.index_dim + model.index_heads) + 2 * model.index_dim
 
 
 def mlp(model: Model, experts: bool) -> list[Weight]:
-    """List the weights of one layer's MLP, its norm included."""
+    """Return the weights of one layer's MLP with its norm."""
     h, matrices = model.hidden, 3 if model.gated else 2
-    found = [norm(model, h)]
+    weights = [norm(model, h)]
     if not experts:
-        found.append(Weight("dense MLP", matrices * h * model.ffn))
+        weights.append(Weight("dense MLP", matrices * h * model.ffn))
         if model.bias:
-            found += [Weight("dense MLP", (matrices - 1) * model.ffn), whole("dense MLP", h)]
-        return found
-    found.append(whole("router", model.experts * (h + model.bias)))
+            weights += [Weight("dense MLP", (matrices - 1) * model.ffn), whole("dense MLP", h)]
+        return weights
+    weights.append(whole("router", model.experts * (h + model.bias)))
     of_expert = matrices * h * model.expert_ffn
     if model.bias:
         of_expert += (matrices - 1) * model.expert_ffn + h
-    found.append(Weight("routed experts", model.experts * of_expert, "expert"))
+    weights.append(Weight("routed experts", model.experts * of_expert, "expert"))
     if model.shared_ffn:
-        found.append(Weight("shared experts", matrices * h * model.shared_ffn))
-    return found
+        weights.append(Weight("shared experts", matrices * h * model.shared_ffn))
+    return weights
 
 
 @lru_cache(maxsize=64)
 def layer(model: Model, kind: LayerKind, sp_tp_sp: bool = False) -> tuple[Weight, ...]:
-    """All weights of one transformer layer."""
+    """Return all weights of one transformer layer."""
     return (*attention(model, kind.selects, sp_tp_sp), *mlp(model, kind.experts))
 
 
 def embedding(model: Model, part: str = "embedding") -> list[Weight]:
-    """List the embedding's weights, of words, and of positions where they are learned."""
-    found = [Weight(part, model.vocabulary * model.hidden)]
+    """Return the weights of the word embedding and of learned positions."""
+    weights = [Weight(part, model.vocabulary * model.hidden)]
     if model.learned_positions:
-        found.append(Weight(part, model.learned_positions * model.hidden, "whole"))
-    return found
+        weights.append(Weight(part, model.learned_positions * model.hidden, "whole"))
+    return weights
 
 
 def mtp_layer(model: Model, kind: LayerKind, sp_tp_sp: bool = False) -> list[Weight]:
-    """A multi-token prediction layer: norms of both inputs, their projection, a layer, a norm."""
-    own = [norm(model, 3 * model.hidden), Weight("MTP", 2 * model.hidden * model.hidden)]
+    """Return the weights of an MTP layer: norms of both inputs, projection, transformer layer, final norm."""
+    # Three norms of width hidden, and the projection from the two concatenated inputs to hidden.
+    outer = [norm(model, 3 * model.hidden), Weight("MTP", 2 * model.hidden * model.hidden)]
     inner = [
         Weight("MTP", each.numbers, each.cut, each.summed, each.averaged)
         for each in layer(model, kind, sp_tp_sp)
     ]
-    return [Weight("MTP", own[0].numbers, "whole", summed=True), own[1], *inner]
+    return [Weight("MTP", outer[0].numbers, "whole", summed=True), outer[1], *inner]
 
 
 def model_weights(model: Model) -> list[Weight]:
-    """List the weights of the whole model, each once."""
-    found = embedding(model)
+    """Return the weights of the whole model, each once."""
+    weights = embedding(model)
     for kind in model.kinds:
-        found += layer(model, kind)
-    found.append(norm(model, model.hidden))
-    found += [] if model.tied else [Weight("output", model.vocabulary * model.hidden)]
+        weights += layer(model, kind)
+    weights.append(norm(model, model.hidden))
+    weights += [] if model.tied else [Weight("output", model.vocabulary * model.hidden)]
     for kind in model.mtp_kinds:
-        found += mtp_layer(model, kind)
-    return found
+        weights += mtp_layer(model, kind)
+    return weights
 
 
 def rank_weights(job: Job) -> list[list[Weight]]:
-    """By pipeline rank."""
+    """Return the weights of each pipeline rank."""
     return of_ranks(job.model, job.layout, job.features.sp_tp_sp)
 
 
 @lru_cache(maxsize=16)
 def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight]]:
-    """Return the weights by pipeline rank; with ``whole_proj`` as ``--mla-sp-tp-sp`` cuts them."""
+    """Return the weights of each pipeline rank; ``whole_proj``: TP ranks do not cut output projections."""
     held = layouts.chunks(layout, model)
-    found: list[list[Weight]] = []
-    for rank, own in enumerate(held):
+    ranks: list[list[Weight]] = []
+    for rank, rank_chunks in enumerate(held):
         weights: list[Weight] = []
         last = rank == layout.end
         if rank == 0:
             weights += embedding(model)
+        # The last stage has its own copy of the embedding, for tied outputs and for MTP's inputs.
         if last and layout.pp > 1 and (model.mtp or model.tied):
             weights += embedding(model, "embedding" if model.mtp else "output")
-        for chunk in own:
+        for chunk in rank_chunks:
             for number in chunk:
                 weights += layer(model, model.kinds[number], whole_proj)
         if last:
@@ -184,14 +187,14 @@ def of_ranks(model: Model, layout: Layout, whole_proj: bool) -> list[list[Weight
                 weights.append(Weight("output", model.vocabulary * model.hidden))
             for kind in model.mtp_kinds:
                 weights += mtp_layer(model, kind, whole_proj)
-        found.append(weights)
-    return found
+        ranks.append(weights)
+    return ranks
 
 
 def by_part(weights: Iterable[Weight], layout: Layout | None = None) -> dict[str, float]:
-    """Numbers by part, of the whole or on one rank."""
-    found: dict[str, float] = {}
-    for each in weights:
-        numbers = each.numbers if layout is None else each.on_rank(layout)
-        found[each.part] = found.get(each.part, 0.0) + numbers
-    return {part: found[part] for part in PARTS if part in found}
+    """Return a dict from part to parameters, of the whole model or on one rank."""
+    sums: dict[str, float] = {}
+    for weight in weights:
+        numbers = weight.numbers if layout is None else weight.on_rank(layout)
+        sums[weight.part] = sums.get(weight.part, 0.0) + numbers
+    return {part: sums[part] for part in PARTS if part in sums}

@@ -1,4 +1,4 @@
-"""Time of a step from work, bytes and a device's rates: an estimate, and which of its parts are assumed."""
+"""Estimate of a step's time from FLOPs, bytes and a device's rates."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from mindspeed_dsa.tools.planner.memory import RankMemory
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device; rates are per second and direction.
+    """Rates and memory of one rank's device; rates are per second and direction.
 
     Attributes:
-        name: of :data:`DEVICES`.
-        memory: GiB, as the device reports them.
-        tflops: bf16 matrix products, without sparsity.
-        hbm: GB of memory traffic.
-        node: devices with the fast link between them.
-        link: GB on it.
-        network: GB between nodes, per device.
-        host: GB between device and host.
-        host_memory: GiB of a node's host, assumed.
-        host_devices: devices that share it.
-        matmul: share of ``tflops`` that large products reach; likewise the next two.
-        attention: of attention.
-        sparse: of attention and indexer on gathered keys.
-        reserve: GiB that context and collectives take.
+        name: name in :data:`DEVICES`.
+        memory: GiB, as reported by the device.
+        tflops: TFLOP/s of dense bf16 matrix products.
+        hbm: GB/s of device memory.
+        node: number of devices connected by the fast link.
+        link: GB/s of the fast link.
+        network: GB/s between nodes, per device.
+        host: GB/s between device and host.
+        host_memory: assumed GiB of a node's host.
+        host_devices: number of devices that share the host.
+        matmul: share of ``tflops`` that large matrix products reach.
+        attention: share of ``tflops`` that attention reaches.
+        sparse: share of ``tflops`` that attention and indexer reach on gathered keys.
+        reserve: GiB for the device context and collectives.
     """
 
     name: str
@@ -62,20 +62,20 @@ DEVICES = {
         Device("h200", 139.8, 989, 4800, 8, 450, 50, 50, 2048),
         Device("b200", 178.4, 2250, 8000, 8, 900, 50, 50, 2048),
         Device("910b", 61.0, 376, 1600, 8, 196, 25, 25, 1024),
-        # One of the two dies of a 128 GB card; a supernode links 384 cards, of which a host has 8.
+        # One of the two dies of a 128 GB card. A supernode links 384 cards = 768 dies; a host has 8 cards.
         Device("a3", 61.0, 376, 1600, 768, 196, 25, 50, 2048, 16),
-        # Its memory is the host's, and no context takes any of it.
+        # The CPU shares the host's memory, and no device context takes a part of it.
         Device("cpu", 64, 0.2, 20, 1, 1, 1, 10, 64, 1, reserve=0.0),
     )
 }
-"""By the name that ``--device`` takes."""
+"""Dict from the name for ``--device`` to the device."""
 
 
 def device(name: str, **other: float | None) -> Device:
-    """A device of the table, with other figures where given.
+    """Return a device of the table, with figures replaced by given ones.
 
     Raises:
-        SettingsError: it is not in the table.
+        SettingsError: the name is not in the table, or a figure is not positive.
     """
     found = DEVICES.get(name.lower())
     if found is None:
@@ -85,33 +85,33 @@ def device(name: str, **other: float | None) -> Device:
             f"mindspeed_dsa plan: there is no device {name!r}{meant} The table has {', '.join(DEVICES)}; for "
             "another one name the closest, and --device-memory, --device-tflops and the links beside it"
         )
-    given = {key: value for key, value in other.items() if value is not None}
-    for key, value in given.items():
+    figures = {key: value for key, value in other.items() if value is not None}
+    for key, value in figures.items():
         if key != "reserve" and not 0 < value < math.inf:
             raise SettingsError(f"mindspeed_dsa plan: --device-{key} {value:g}: give a number above 0")
-    return replace(found, **given)  # type: ignore[arg-type]
+    return replace(found, **figures)  # type: ignore[arg-type]
 
 
 CHUNKED = 0.75
-"""Of a linear layer's transfer in four chunks, ``--use-ascend-coc`` hides at most three."""
+"""Share of a linear layer's transfer hidden by ``--use-ascend-coc``: at most three of its four chunks."""
 HALVES = 0.5
-"""Of dispatch and combine, ``--moe-batch-overlap`` hides those of one half."""
+"""Share of dispatch and combine hidden by ``--moe-batch-overlap``: one half of the batch's."""
 PASSES = 3
-"""Times that memory-bound operations move what a forward keeps: written once, read twice."""
+"""Passes of memory-bound operations over the kept activations: one write and two reads."""
 STEP_PASSES = {True: 32, False: 28}
-"""Bytes of a parameter that Adam moves, with bf16 weights beside float32 ones and without."""
+"""Bytes per parameter that Adam reads and writes, with bf16 weights and fp32 masters, and with fp32 only."""
 SIMULATED = 3000
-"""Most events of all ranks for which the schedule is simulated; beyond it steady microbatches are added."""
+"""Largest number of simulated events. Further microbatches are added at the steady rate."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline rank and chunk, seconds of one microbatch.
+    """Seconds of one microbatch in one chunk of a pipeline rank.
 
     Attributes:
-        forward: computation and transfers in the open.
-        backward: likewise, with what is recomputed.
-        weights: of the backward, of weight gradients that a split one leaves for later.
+        forward: computation and exposed transfers.
+        backward: computation, recomputation and exposed transfers.
+        weights: part of the backward for weight gradients that may be deferred.
     """
 
     forward: float
@@ -124,10 +124,11 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        total: of the slowest rank.
-        parts: of that rank, adding up to it: computation by part, transfers in the open by group, waiting.
-        hidden: transfers behind computation.
-        limit: the part that takes longest.
+        total: seconds of the slowest rank.
+        parts: dict from part of that rank to seconds, with the sum ``total``: computation, exposed transfers
+            by group, waiting.
+        hidden: dict from group to seconds of transfers hidden by computation.
+        limit: part that takes longest.
     """
 
     total: float
@@ -136,12 +137,12 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The part that takes longest."""
+        """Part that takes longest."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
 def strides(job: Job) -> dict[str, tuple[int, int]]:
-    """By group: ranks, and the distance of neighbours, in Megatron's order tp-cp-ep-dp-pp."""
+    """Return a dict from group to its size and stride between neighbours, in the order tp-cp-ep-dp-pp."""
     layout = job.layout
     inner = layout.tp * layout.cp
     return {
@@ -159,31 +160,34 @@ def strides(job: Job) -> dict[str, tuple[int, int]]:
 
 
 def seconds(job: Job, device: Device, transfer: Transfer) -> float:
-    """Return the time of a transfer alone on its links."""
+    """Return the time of a transfer that has its links to itself."""
     ranks, stride = strides(job)[transfer.group]
+    # TP 8 with stride 1 is inside a node of 8; DP with stride 8 has only one rank per node.
     inside = max(1, min(ranks, device.node // stride)) if stride < device.node else 1
     if inside >= ranks:
         return transfer.nbytes / (device.link * 1e9)
     if transfer.collective == "all-to-all" and ranks > 1:
+        # An all-to-all uses both links at once: EP 16 on nodes of 8 sends 8 / 15 of its bytes over the
+        # network.
         outside = (ranks - inside) / (ranks - 1)
         return transfer.nbytes * max(outside / device.network, (1 - outside) / device.link) / 1e9
     return transfer.nbytes / (device.network * 1e9)
 
 
 def compute(job: Job, device: Device, rank: int, chunk: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds by part of a microbatch's forward and backward, nothing recomputed."""
+    """Return dicts from part to seconds of a microbatch's forward and backward, without recomputation."""
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
-    for each in work.chunk(job, rank, chunk):
-        rate = device.tflops * 1e12 * getattr(device, each.kind)
-        moving = each.moved / (device.hbm * 1e9)
-        forward[each.part] = forward.get(each.part, 0.0) + max(each.forward / rate, moving)
-        backward[each.part] = backward.get(each.part, 0.0) + max(each.backward / rate, 2 * moving)
+    for item in work.chunk(job, rank, chunk):
+        rate = device.tflops * 1e12 * getattr(device, item.kind)
+        moving = item.moved / (device.hbm * 1e9)
+        forward[item.part] = forward.get(item.part, 0.0) + max(item.forward / rate, moving)
+        backward[item.part] = backward.get(item.part, 0.0) + max(item.backward / rate, 2 * moving)
     return forward, backward
 
 
 def weight_gradients(job: Job, device: Device, rank: int, chunk: int) -> float:
-    """Seconds of a microbatch's weight gradients that a split backward leaves for later."""
+    """Return the seconds of a microbatch's weight gradients that a split backward defers."""
     weights = sum(each.weights for each in work.chunk(job, rank, chunk))
     return weights / (device.tflops * 1e12 * device.matmul)
 
@@ -191,33 +195,36 @@ def weight_gradients(job: Job, device: Device, rank: int, chunk: int) -> float:
 def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tuple[float, ...]:
     """Return, for each pipeline rank, the share of attention that ``--swap-attention auto`` moves.
 
-    As much as goes and comes back while the rank computes, and no more than ``--swap-attention-bytes`` allow
-    of all microbatches in flight.
+    The copies must be hidden by the rank's computation, and fit into ``--swap-attention-bytes`` for all
+    microbatches in flight.
 
     Args:
-        job: planned.
-        device: its rates.
-        memory: of all pipeline ranks, with all of it swapped.
+        job: planned job.
+        device: device with its rates.
+        memory: memory of all pipeline ranks, with everything swapped.
     """
     shares = []
-    for each in memory:
-        chunks = [compute(job, device, each.rank, chunk) for chunk in range(job.layout.vpp)]
-        # A forward hides the copies to the host, a backward those back.
+    for entry in memory:
+        chunks = [compute(job, device, entry.rank, chunk) for chunk in range(job.layout.vpp)]
+        # Copies to the host overlap with the forward, copies back with the backward: the shorter one decides.
         seconds = min(sum(sum(both[way].values()) for both in chunks) for way in (0, 1))
-        moved, on_host = MARGIN * each.swapped / (device.host * 1e9), each.host - each.host_state
+        moved, on_host = (
+            MARGIN * entry.swapped / (device.host * 1e9),
+            entry.host - entry.host_state,
+        )
         within = job.features.swap_bytes / on_host if on_host else 1.0
         shares.append(min(1.0, seconds / moved if moved else 1.0, within))
     return tuple(shares)
 
 
 class Estimate:
-    """Estimate for one job on one kind of device.
+    """Time estimate for one job on one kind of device.
 
     Args:
-        job: planned.
-        device: its rates.
-        memory: of all pipeline ranks.
-        transfers: likewise.
+        job: planned job.
+        device: device with its rates.
+        memory: memory of all pipeline ranks.
+        transfers: transfers of all pipeline ranks.
     """
 
     def __init__(
@@ -231,12 +238,12 @@ class Estimate:
         self.hidden: dict[str, float] = {}
 
     def step(self, simulated: bool = True) -> StepTime:
-        """The step, its schedule simulated or from the slowest stage."""
+        """Return the step's time, from a simulated schedule or from the slowest stage."""
         layout = self.job.layout
         ranks = [self._rank(rank) for rank in range(layout.pp)]
         busiest = max(ranks, key=lambda each: sum(each[1].values()) + each[3])
-        stages = [each[0] for each in ranks]
-        ends = max(each[3] for each in ranks)
+        stages = [result[0] for result in ranks]
+        ends = max(result[3] for result in ranks)
         running = self._pipeline(stages, simulated)
         parts = dict(busiest[1])
         waiting = running - sum(parts.values())
@@ -251,7 +258,7 @@ class Estimate:
         return StepTime(total, {k: v for k, v in parts.items() if v > 0}, dict(self.hidden))
 
     def _rank(self, rank: int) -> tuple[list[Stage], dict[str, float], dict[str, float], float]:
-        """Stages of a rank, its seconds by part in the schedule and at the end, and the sum of the latter."""
+        """Return stages, seconds by part in the schedule and at the step's end, and the end's total."""
         job, layout = self.job, self.job.layout
         count = job.microbatches
         transfers = self.transfers[rank]
@@ -289,23 +296,24 @@ class Estimate:
         return stages, parts, at_end, sum(at_end.values())
 
     def _recompute_share(self, rank: int) -> float:
-        """Return the share of a forward that its backward computes again, outside of bubbles."""
+        """Return the share of a forward that its backward recomputes."""
         training, layout = self.job.training, self.job.layout
         if training.full < 0:
             return 1.0
         if training.full:
             per_chunk = max(1, self.job.model.layers // (layout.pp * layout.vpp))
             return min(1.0, training.full / per_chunk)
+        # Rough shares of a layer's forward.
         shares = {"core_attn": 0.2, "mla_up_proj": 0.05, "mlp": 0.3, "moe": 0.5, "shared_experts": 0.05}
         return min(1.0, sum(shares.get(name, 0.0) for name in training.modules))
 
     def _memory_bound(self, rank: int) -> float:
-        """Seconds of norms, activation functions and copies of a microbatch, whatever is kept of them."""
+        """Return a microbatch's seconds of memory-bound operations: norms, activation functions, copies."""
         memory = self.memory[rank]
         return (PASSES * memory.written + memory.repeated) / (self.device.hbm * 1e9)
 
     def _swap(self, rank: int, computed: float) -> float:
-        """Seconds in which a microbatch's attention is still on its way to the host or back."""
+        """Return the seconds of a microbatch's swaps that computation does not hide."""
         return max(0.0, 2 * self.memory[rank].swapped / (self.device.host * 1e9) - computed)
 
     def _open(
@@ -316,9 +324,9 @@ class Estimate:
         parts_of: Sequence[tuple[dict[str, float], dict[str, float]]],
         parts: dict[str, float],
     ) -> float:
-        """Seconds of a rank's transfers that nothing hides, in all microbatches."""
+        """Return the seconds of a rank's exposed transfers in all microbatches, and add them to ``parts``."""
         features, count = self.job.features, self.job.microbatches
-        found = 0.0
+        exposed = 0.0
         index = 0 if when == "forward" else 1
         by_part: dict[str, float] = {}
         for chunk in parts_of:
@@ -341,7 +349,9 @@ class Estimate:
             elif group == "TP" and features.coc:
                 behind = CHUNKED * min(alone, count * computed)
             elif group in ("DP", "FSDP", "EDP", "EFSDP"):
-                behind = ahead  # of weights that travel beside the computation, the later on the same links
+                # Prefetched weights overlap with computation; the groups share the links, one after the
+                # other.
+                behind = ahead
                 ahead = max(0.0, ahead - alone)
             elif group == "CP":
                 behind = by_part.get("projections", 0.0) * (1.0 if self.job.model.sparse else 0.0)
@@ -349,53 +359,59 @@ class Estimate:
             hidden = min(alone, behind)
             self.hidden[group] = self.hidden.get(group, 0.0) + hidden
             parts[f"{group} transfers"] = parts.get(f"{group} transfers", 0.0) + alone - hidden
-            found += alone - hidden
-        return found
+            exposed += alone - hidden
+        return exposed
 
     def _end(self, transfers: Sequence[Transfer], rank: int, sums: dict[str, float]) -> dict[str, float]:
         job, training = self.job, self.job.training
-        found: dict[str, float] = {}
-        for each in transfers:
-            if each.when != "end":
+        sums_at_end: dict[str, float] = {}
+        for transfer in transfers:
+            if transfer.when != "end":
                 continue
-            alone = seconds(job, self.device, each)
+            alone = seconds(job, self.device, transfer)
             behind = 0.0
-            if each.collective in ("reduce-scatter", "all-reduce") and training.overlap_grad:
+            if transfer.collective in ("reduce-scatter", "all-reduce") and training.overlap_grad:
                 behind = sums["backward"]
-            if each.collective == "all-gather" and training.overlap_param:
+            if transfer.collective == "all-gather" and training.overlap_param:
                 behind = sums["forward"]
-            hidden = min(alone, behind) if each.group in ("DP", "EDP") else 0.0
-            self.hidden[each.group] = self.hidden.get(each.group, 0.0) + hidden
-            name = f"{each.group} transfers"
-            found[name] = found.get(name, 0.0) + alone - hidden
+            hidden = min(alone, behind) if transfer.group in ("DP", "EDP") else 0.0
+            self.hidden[transfer.group] = self.hidden.get(transfer.group, 0.0) + hidden
+            name = f"{transfer.group} transfers"
+            sums_at_end[name] = sums_at_end.get(name, 0.0) + alone - hidden
         memory = self.memory[rank]
         moved = memory.updated * STEP_PASSES[training.bf16] / (self.device.hbm * 1e9)
-        found["optimizer"] = moved
+        sums_at_end["optimizer"] = moved
         if job.features.swap_optimizer:
             over_bus = 2 * memory.host_state / (self.device.host * 1e9) if training.bf16 else 0.0
-            found["optimizer"] = max(moved, over_bus)
+            sums_at_end["optimizer"] = max(moved, over_bus)
         elif job.features.virtual:
-            found["optimizer"] = max(moved, 2 * memory.host_state / (self.device.host * 1e9))
-        return found
+            sums_at_end["optimizer"] = max(moved, 2 * memory.host_state / (self.device.host * 1e9))
+        return sums_at_end
 
     def _pipeline(self, stages: Sequence[Sequence[Stage]], simulated: bool) -> float:
-        """Seconds of all microbatches."""
+        """Return the seconds of the pipeline for all microbatches."""
         job, layout = self.job, self.job.layout
         count = job.microbatches
-        each = max(sum(stage.forward + stage.backward for stage in own) for own in stages)
-        fill = sum(stage.forward + stage.backward for own in stages for stage in own)
+        slowest = max(sum(stage.forward + stage.backward for stage in rank_stages) for rank_stages in stages)
+        fill = sum(stage.forward + stage.backward for rank_stages in stages for stage in rank_stages)
         p2p = self._p2p()
         if layout.pp == 1:
-            return count * each
+            return count * slowest
         events = 2 * layout.pp * layout.vpp
         group = max(layout.group, layout.pp)
         shown = min(count, max(2 * layout.pp, group, SIMULATED // events) // group * group or count)
         shown = count if count - shown < group else shown
+        # At the slowest stage's rate, plus filling and draining the pipeline.
         if not simulated:
-            return (count - 1) * each + fill / layout.vpp + each * (1 - 1 / layout.vpp) + 2 * layout.pp * p2p
+            return (
+                (count - 1) * slowest
+                + fill / layout.vpp
+                + slowest * (1 - 1 / layout.vpp)
+                + 2 * layout.pp * p2p
+            )
         measured = {}
-        for rank, own in enumerate(stages):
-            for chunk, stage in enumerate(own):
+        for rank, rank_stages in enumerate(stages):
+            for chunk, stage in enumerate(rank_stages):
                 number = layout.stage(rank, chunk)
                 measured[Kind.FORWARD, number] = stage.forward
                 measured[Kind.BACKWARD, number] = stage.backward
@@ -403,10 +419,10 @@ class Estimate:
                     measured[Kind.BACKWARD, number] -= stage.weights
                     measured[Kind.WEIGHT, number] = stage.weights
         timeline = simulate(schedules.schedule(job, shown), Costs(measured=measured, p2p=p2p))
-        return timeline.step_time + (count - shown) * each
+        return timeline.step_time + (count - shown) * slowest
 
     def _p2p(self) -> float:
-        """Seconds of one message between pipeline ranks."""
+        """Return the seconds of one message between pipeline ranks."""
         job = self.job
         if job.layout.pp == 1:
             return 0.0

@@ -1,9 +1,9 @@
-"""Operands that weight gradients wait with: inputs of linear layers, and the gradients of their outputs.
+"""Memory of deferred weight gradients: inputs of linear layers, and the gradients of their outputs.
 
-Of one chunk and microbatch, each storage once: layers that read the same input share it, and all experts of a
-rank have theirs and the gradients of their outputs in one. Norms, embeddings, routers and biases have their
-gradients in backward. Letters as in ``activations.py``: ``n`` tokens of a microbatch on a context parallel
-rank, ``r`` of them where a sequence is cut over tensor parallel ranks too, ``t`` tensor parallel ranks.
+Each storage counts once: layers with the same input share it, and a rank's experts have one storage for all
+inputs and one for all output gradients. Norms, embeddings, routers and biases are not deferred. Letters as in
+``activations.py``: ``n`` tokens of a microbatch on a context parallel rank, ``r`` is ``n / t`` under sequence
+parallelism and else ``n``, ``t`` is the TP size.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from mindspeed_dsa.tools.planner.job import Job, LayerKind
 
 
 def of_chunk(job: Job, rank: int, chunk: int, held: Sequence[int]) -> float:
-    """Return the bytes of one backward's, where backwards are split; 0 where they are whole.
+    """Return the bytes held for one chunk's deferred weight gradients; 0 without split backwards.
 
     Args:
-        job: planned.
-        rank: of the pipeline.
-        chunk: of the rank.
+        job: planned job.
+        rank: pipeline rank.
+        chunk: chunk of the rank.
         held: numbers of the chunk's layers, from 0.
     """
     if not job.features.split:
@@ -29,12 +29,12 @@ def of_chunk(job: Job, rank: int, chunk: int, held: Sequence[int]) -> float:
 
 
 def of_layer(job: Job, kind: LayerKind) -> float:
-    """Return the bytes of one transformer layer's."""
+    """Return the bytes held for one transformer layer."""
     return job.training.number * sum(_Numbers(job).layer(kind))
 
 
 def of_end(job: Job) -> float:
-    """Return the bytes of the output layer's, and of multi-token prediction's."""
+    """Return the bytes held for the output layer and multi-token prediction."""
     return job.training.number * sum(_Numbers(job).end())
 
 
@@ -46,14 +46,14 @@ class _Numbers:
 
     def layer(self, kind: LayerKind) -> Iterator[float]:
         model = self.model
-        yield self.r * model.hidden  # the norm's output, which projections read
+        yield self.r * model.hidden  # the norm's output, input of the projections
         if model.latent:
             yield from self._latents()
         else:
             yield self._by_columns((model.heads + 2 * model.kv_heads) * model.head_dim)
         if kind.selects and model.index_loss:
             yield from self._indexer()
-        if self.job.features.sp_tp_sp:  # each rank has the whole projection for its rows
+        if self.job.features.sp_tp_sp:  # each rank has the full output projection, for its tokens
             yield self.r * (model.heads * model.value_dim + model.hidden)
         else:
             yield from self._by_rows(model.heads * model.value_dim)
@@ -62,36 +62,37 @@ class _Numbers:
             return
         if model.shared_ffn:
             yield from self._mlp(model.shared_ffn)
-        if not self.job.features.alltoall_overlap:  # whose backward hides their transfers
+        # --moe-alltoall-overlap-comm computes the experts' weight gradients in backward, to hide transfers.
+        if not self.job.features.alltoall_overlap:
             received = self.r * model.router_topk * self.job.layout.etp * self.job.imbalance
             yield received * (2 * model.hidden + self._widths * model.expert_ffn / self.job.layout.etp)
 
     @property
     def _widths(self) -> int:
-        """Widths of an MLP: of the first layer's output, both halves of it, and of the second one's input."""
+        """Sum of an MLP's widths, in units of its inner width: first layer's output, second layer's input."""
         return 3 if self.model.gated else 2
 
     def _by_columns(self, width: float) -> float:
-        """Gradient of the output of a layer that is cut by columns."""
+        """Return the numbers of a column-parallel layer's output gradient."""
         return self.n * width / self.t
 
     def _by_rows(self, width: float) -> Iterator[float]:
-        """Input of a layer that is cut by rows, and the gradient of its output, which is whole."""
+        """Yield the numbers of a row-parallel layer's input, and of its full output gradient."""
         yield self.n * width / self.t
         yield self.n * self.model.hidden
 
     def _latents(self) -> Iterator[float]:
         model = self.model
         if model.query_lora:
-            yield 2 * self.r * model.query_lora  # of the projection down, and of the norm after it
+            yield 2 * self.r * model.query_lora  # gradient of the down-projection, and the norm's output
         yield self._by_columns(model.heads * model.query_dim)
         yield self.r * (model.kv_lora + model.rope)
-        if not self.job.absorbed:  # where attention reads the weight itself
+        if not self.job.absorbed:  # the absorbed form has no up-projection as a layer
             yield self.r * model.kv_lora
             yield self._by_columns(model.heads * (model.nope + model.value))
 
     def _indexer(self) -> Iterator[float]:
-        """Copies of inputs, gradients of query, key and head weights, on every tensor parallel rank."""
+        """Yield the numbers for the indexer, which each TP rank has in full: inputs, and output gradients."""
         model, half = self.model, self.job.training.number == 2
         if self.job.layout.sequence:
             yield self.n * model.hidden
@@ -106,7 +107,8 @@ class _Numbers:
 
     def end(self) -> Iterator[float]:
         model = self.model
-        # An output layer that shares an embedding's weight in its chunk has its gradient in backward.
+        # If the output layer shares its weight with an embedding of the same chunk, its gradient is not
+        # deferred.
         apart = not (self.job.features.chunked_loss or (model.tied and model.mtp))
         output = (self.r * model.hidden + self._by_columns(model.vocabulary)) if apart else 0.0
         yield (1 + model.mtp) * output

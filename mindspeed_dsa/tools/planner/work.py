@@ -1,4 +1,4 @@
-"""Floating point operations, two to a multiplication and addition, by part."""
+"""Floating point operations by part; a multiply-add counts as two."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of one microbatch.
+    """FLOPs of one part for one microbatch.
 
     Attributes:
-        forward: of a forward.
-        backward: of its backward.
-        kind: whose rate holds: ``matmul``, ``attention`` or ``sparse``.
-        moved: bytes of a forward that it cannot do without, where they may take longer; a backward moves them
-            once more and adds as many gradients.
-        weights: of the backward, for weights whose gradients a split one leaves for later.
+        forward: FLOPs of a forward.
+        backward: FLOPs of a backward.
+        kind: name of the device's rate for it: ``matmul``, ``attention`` or ``sparse``.
+        moved: bytes that a forward must read, where that may take longer; a backward reads them, too, and
+            writes gradients of the same size.
+        weights: part of the backward for weight gradients that a split backward defers.
     """
 
     part: str
@@ -42,28 +42,30 @@ class Work:
     weights: float = 0.0
 
     def times(self, factor: float, part: str = "") -> Work:
-        """So often, as another part if one is named."""
+        """Return the work multiplied by a factor, under another part's name if one is given."""
         numbers = (self.forward * factor, self.backward * factor)
         rest = (self.moved * factor, self.weights * factor)
         return Work(part or self.part, *numbers, self.kind, *rest)
 
 
 def visible_pairs(length: int) -> float:
-    """Count the pairs of queries and keys under a causal mask."""
+    """Return the number of (query, key) pairs under a causal mask."""
     return length * (length + 1) / 2
 
 
 def selected_pairs(length: int, topk: int) -> float:
-    """Count the pairs with at most ``topk`` keys a query."""
+    """Return the number of (query, key) pairs with at most ``topk`` keys per query."""
     if length <= topk:
         return visible_pairs(length)
+    # Query i < topk sees i keys: length 4096, topk 2048: 2048 x 4096 - 2048 x 2047 / 2 = 6.3 M pairs.
     return topk * length - topk * (topk - 1) / 2
 
 
 def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
-    """Forward and backward of one pair in all heads: products with the key, and with the value.
+    """Return the FLOPs of one (query, key) pair in all heads, forward and backward.
 
-    The backward computes scores again: three products with the key, two with the value.
+    Forward multiplies with key and value. Backward recomputes scores: three products with the key, two with
+    the value.
     """
     key = model.kv_lora + model.rope if absorbed else model.query_dim
     value = model.kv_lora if absorbed else model.value_dim
@@ -71,10 +73,9 @@ def pair_flops(model: Model, absorbed: bool) -> tuple[float, float]:
 
 
 def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, number: int = 2) -> Work:
-    """Count the work of one sequence's attention, all heads.
+    """Return the work of one sequence's attention, over all heads.
 
-    In naive form a query gathers the keys and values of each head for itself, in absorbed form a latent for
-    all heads.
+    In naive form each query gathers keys and values of every head, in absorbed form one latent for all heads.
     """
     pairs = selected_pairs(length, model.topk) if sparse else visible_pairs(length)
     forward, backward = pair_flops(model, absorbed)
@@ -85,9 +86,10 @@ def attention_core(model: Model, length: int, absorbed: bool, sparse: bool, numb
 
 
 def index_scores(model: Model, length: int, backward: bool) -> Work:
-    """Count one sequence's index scores: visible pairs forward, three products a selected pair backward.
+    """Return the work of one sequence's index scores.
 
-    The loss also multiplies queries with selected keys once more, in all heads of the main attention.
+    Forward scores all visible pairs. Backward has three products per selected pair, and the KL loss
+    multiplies queries with selected keys once more in all heads of the main attention.
     """
     pair = 2.0 * model.index_heads * model.index_dim
     chosen = selected_pairs(length, model.topk)
@@ -96,7 +98,7 @@ def index_scores(model: Model, length: int, backward: bool) -> Work:
 
 
 def layer(job: Job, kind: LayerKind) -> list[Work]:
-    """Count the work of a layer and microbatch, on one rank."""
+    """Return the work of one layer for one microbatch on one rank."""
     model, layout, training, features = job.model, job.layout, job.training, job.features
     tokens, tp = job.tokens, layout.tp
     rows = tokens / (tp if layout.sequence else 1)
@@ -108,25 +110,25 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
     weights = sizes.attention(model, kind.selects, features.sp_tp_sp)
     cut = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "tensor") / tp
     copied = sum(w.numbers for w in weights if w.part == "attention" and w.cut == "whole")
-    found = [linear("projections", cut, tokens), linear("projections", copied, rows)]
+    items = [linear("projections", cut, tokens), linear("projections", copied, rows)]
     share = training.micro / layout.cp
     sparse = model.sparse and features.attention
     core = attention_core(model, job.sequence, job.absorbed, sparse, training.number)
-    if model.sparse and not sparse:  # Megatron's own form multiplies the whole square
+    if model.sparse and not sparse:  # stock DSA computes the full square, not only the causal half
         core = core.times(2.0)
-    found.append(core.times(share / tp))
+    items.append(core.times(share / tp))
     if kind.selects and (model.index_loss or job.sequence > model.topk):
-        # Inputs are detached, so only the weights have gradients; every tensor parallel rank does it all.
-        own = 2.0 * sizes.index_numbers(model) * tokens
-        learned = own if model.index_loss else 0.0
-        found.append(Work("indexer", own, learned, weights=learned))
+        # Inputs are detached, so backward only computes weight gradients. Each TP rank runs the full indexer.
+        forward_flops = 2.0 * sizes.index_numbers(model) * tokens
+        learned = forward_flops if model.index_loss else 0.0
+        items.append(Work("indexer", forward_flops, learned, weights=learned))
         scores = index_scores(model, job.sequence, model.index_loss)
-        found.append(scores.times(share * (1.0 if features.indexer else 2.0)))
+        items.append(scores.times(share * (1.0 if features.indexer else 2.0)))
     matrices = 3 if model.gated else 2
     if not kind.experts:
-        return [*found, linear("dense MLP", matrices * model.hidden * model.ffn / tp, tokens)]
+        return [*items, linear("dense MLP", matrices * model.hidden * model.ffn / tp, tokens)]
     received = rows * model.router_topk * job.imbalance
-    found += [
+    items += [
         linear("router", model.experts * model.hidden, rows, apart=False),
         linear(
             "routed experts",
@@ -136,46 +138,46 @@ def layer(job: Job, kind: LayerKind) -> list[Work]:
         ),
     ]
     if model.shared_ffn:
-        found.append(linear("shared experts", matrices * model.hidden * model.shared_ffn / tp, tokens))
-    return found
+        items.append(linear("shared experts", matrices * model.hidden * model.shared_ffn / tp, tokens))
+    return items
 
 
 def chunk(job: Job, rank: int, number: int) -> list[Work]:
-    """Count the work of one chunk of a pipeline rank and one microbatch, without what is recomputed."""
+    """Return the work of one chunk of a pipeline rank for one microbatch, without recomputation."""
     model, layout = job.model, job.layout
     held = layouts.chunks(layout, model)[rank][number]
-    found: list[Work] = []
+    items: list[Work] = []
     for kind, count in Counter(model.kinds[number] for number in held).items():
-        found += [each.times(count) for each in layer(job, kind)]
+        items += [each.times(count) for each in layer(job, kind)]
     if layout.ends(rank, number):
         logits = 2.0 * model.vocabulary * model.hidden / layout.tp * job.tokens
-        # Where the gradient of the weight waits for backward, so does that of its input, and logits are made
-        # again.
+        # If the chunked loss forms its gradients in backward, it computes the logits again there.
         backward = (3 if job.features.chunked_loss and not activations.in_forward(job) else 2) * logits
         output = Work("output", logits, backward, weights=0.0 if job.features.chunked_loss else logits)
-        found.append(output)
+        items.append(output)
         for kind in model.mtp_kinds:
-            found += [each.times(1, "MTP") for each in layer(job, kind)]
+            items += [each.times(1, "MTP") for each in layer(job, kind)]
             joined = 2.0 * 2 * model.hidden * model.hidden / layout.tp * job.tokens
-            found += [Work("MTP", joined, 2 * joined, weights=joined), output.times(1, "MTP")]
-    return found
+            items += [Work("MTP", joined, 2 * joined, weights=joined), output.times(1, "MTP")]
+    return items
 
 
 def model_flops(job: Job) -> dict[str, float]:
-    """By part, forward and backward of one sequence as the model defines it: nothing twice, no imbalance.
+    """Return a dict from part to the model's FLOPs, forward and backward of one sequence.
 
-    Attention counts in the form that takes least: naive, and selected pairs alone where it is sparse.
+    Without recomputation and imbalance. Attention counts in its cheapest form: naive, and only selected pairs
+    if it is sparse.
     """
     model, length = job.model, job.training.sequence
-    found = dict.fromkeys(PARTS, 0.0)
+    sums = dict.fromkeys(PARTS, 0.0)
     matrices = 3 if model.gated else 2
 
     def add(part: str, forward: float, factor: float = 3.0) -> None:
-        found[part] += forward * factor
+        sums[part] += forward * factor
 
     for kind in (*model.kinds, *model.mtp_kinds):
-        own = [w for w in sizes.attention(model, kind.selects) if w.part == "attention"]
-        add("projections", 2.0 * sum(w.numbers for w in own) * length)
+        weights = [w for w in sizes.attention(model, kind.selects) if w.part == "attention"]
+        add("projections", 2.0 * sum(w.numbers for w in weights) * length)
         core = attention_core(model, length, absorbed=False, sparse=model.sparse)
         add("attention", core.forward)
         if kind.selects:
@@ -193,16 +195,16 @@ def model_flops(job: Job) -> dict[str, float]:
             add("dense MLP", 2.0 * matrices * model.hidden * model.ffn * length)
     add("output", 2.0 * model.vocabulary * model.hidden * length * (1 + model.mtp))
     add("MTP", 2.0 * 2 * model.hidden * model.hidden * length * model.mtp)
-    return {part: flops for part, flops in found.items() if flops}
+    return {part: flops for part, flops in sums.items() if flops}
 
 
 def utilisation(job: Job, tokens_per_second: float, tflops: float) -> float:
-    """Model operations over what the devices could do in the same time.
+    """Return the model FLOPs utilisation: the model's FLOPs per second over the devices' peak.
 
     Args:
-        job: planned.
-        tokens_per_second: of the whole job.
-        tflops: of one device.
+        job: planned job.
+        tokens_per_second: rate of the whole job.
+        tflops: peak TFLOP/s of one device.
     """
     per_token = sum(model_flops(job).values()) / job.training.sequence
     return per_token * tokens_per_second / (tflops * 1e12 * job.layout.devices)
