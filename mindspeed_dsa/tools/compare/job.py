@@ -1,4 +1,4 @@
-"""The job: the command line of one run, and its execution."""
+"""Jobs of ``compare``: command lines of the runs, and their execution as subprocesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_dsa.runs.metrics import FILE as METRICS
 
 WEIGHTS = "weights"
 OUT = "{out}"
-"""Placeholder of the run's folder in a job's command."""
+"""Placeholder for the run's folder in a job's command."""
 _LAUNCHERS_LINE = re.compile(r"[IWE]\d{4} \S+ \d+ \S*torch/distributed/(run|elastic/\S*)\.py:\d+\]")
 _LAUNCHERS_REPORT = re.compile(_LAUNCHERS_LINE.pattern + r" failed \(exitcode: ")
 _PATIENCE_S = 30.0
@@ -32,25 +32,25 @@ class Job(Protocol):
 
     @property
     def metrics(self) -> str:
-        """File below the run's folder that holds the records, one JSON object per line."""
+        """File with the records inside the run's folder, one JSON object per line."""
 
     @property
     def on_by_default(self) -> tuple[str, ...]:
-        """Plain switches of ours that the job switches on by itself, and off when told ``--no-...``."""
+        """Switches of this library that the job sets itself; ``--no-...`` switches them off."""
 
     def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
-        """Command that writes the initial weights of all runs below ``output``, if there is one."""
+        """Return the command that writes initial weights for all runs into ``output``, or None."""
 
     def command(self, output: Path, folder: Path, flags: Sequence[str]) -> list[str]:
-        """Command of one run whose folder is ``folder``."""
+        """Return the command of one run, with its outputs in ``folder``."""
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Additional environment variables of one run."""
+        """Return additional environment variables of one run."""
 
 
 @dataclass(frozen=True)
 class ExampleJob:
-    """``examples/pretrain_dsa.py``: all runs load one checkpoint of initial weights."""
+    """The example job ``examples/pretrain_dsa.py``; all runs load the same initial weights."""
 
     flags: tuple[str, ...] = ()
     nproc: int = 1
@@ -74,6 +74,7 @@ class ExampleJob:
     def prepare(self, output: Path, flags: Sequence[str]) -> list[str] | None:
         if self._has("--load"):
             return None
+        # Zero iterations: build the model, save it, end.
         return [*self._start(), *flags, "--train-iters", "0", "--save", str(output / "initial")]
 
     def command(self, output: Path, folder: Path, flags: Sequence[str]) -> list[str]:
@@ -103,10 +104,10 @@ class CommandJob:
     """Any other command; its weights come from its seed or its own checkpoint.
 
     Attributes:
-        words: the command; ``{out}`` is replaced by the run's folder.
-        nproc: processes, for a command that begins with a Python script.
-        own_metrics: file below ``{out}`` that the job writes by itself, or ``None`` to have the feature
-            step-metrics write it.
+        words: command line; ``{out}`` is replaced by the run's folder.
+        nproc: number of processes, for a command that begins with a Python script.
+        own_metrics: file inside ``{out}`` with the job's own records, or None to have the feature
+            step-metrics write records.
     """
 
     words: tuple[str, ...]
@@ -146,7 +147,7 @@ class CommandJob:
 
 
 def launcher(nproc: int) -> list[str]:
-    """How a Python script is started in this interpreter, alone or under torchrun."""
+    """Return the words that start a Python script in this interpreter, under torchrun if ``nproc`` > 1."""
     if nproc == 1:
         return [sys.executable]
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
@@ -155,7 +156,7 @@ def launcher(nproc: int) -> list[str]:
 
 @dataclass
 class Run:
-    """One run of one side, finished."""
+    """A finished run of one side."""
 
     side: str
     repeat: int
@@ -164,16 +165,16 @@ class Run:
     exit_code: int
     wall_s: float
     problem: str = ""
-    """Why it failed; empty if it did not."""
+    """Reason of a failure; empty if there was none."""
 
     @property
     def name(self) -> str:
-        """``A1``, ``B1``, ``A2``, ..."""
+        """Name of the run: ``initial``, ``A1``, ``B1``, ``A2``, ..."""
         return f"{self.side}{self.repeat}" if self.repeat else "initial"
 
     @property
     def log(self) -> Path:
-        """The log with the run's standard error."""
+        """File with the run's standard error."""
         return self.folder / "stderr.txt"
 
 
@@ -185,7 +186,7 @@ def execute(
     environment: Mapping[str, str],
     timeout_s: float | None,
 ) -> Run:
-    """Run a command in a separate process, its output in ``stdout.txt`` and ``stderr.txt``."""
+    """Run a command as a subprocess, with its output in ``stdout.txt`` and ``stderr.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
     env = child_environment(environment)
     begin = time.monotonic()
@@ -210,18 +211,19 @@ def execute(
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that imports this package, wherever it is started."""
+    """Return an environment in which a subprocess can import this package from any working directory."""
     env = {**os.environ, **more}
-    if not _is_installed():  # started from the checkout's folder; the job may be started from another
+    # In a checkout that is not installed, the import only works from its folder.
+    if not _is_installed():
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_PARENT), env.get("PYTHONPATH")]))
     return env
 
 
 def new_folder(wanted: Path, command: str) -> Path:
-    """Make ``DIR``, or the first of ``DIR-2``, ``DIR-3``, ... that is free: nothing is ever overwritten.
+    """Make ``DIR``, or the first free one of ``DIR-2``, ``DIR-3``, ...; existing results are kept.
 
     Raises:
-        SettingsError: it cannot be made; the message begins with ``command``.
+        SettingsError: the folder cannot be made; the message begins with ``command``.
     """
     wanted = wanted.resolve()
     number = 1
@@ -231,6 +233,7 @@ def new_folder(wanted: Path, command: str) -> Path:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
+            # An empty folder may have been made for this run.
             if folder.is_dir() and not any(folder.iterdir()):
                 return folder
             number += 1
@@ -241,7 +244,7 @@ def new_folder(wanted: Path, command: str) -> Path:
 
 
 def ours(folder: Path) -> dict[str, str]:
-    """Variables that have the library write its report and the digests of the initial weights."""
+    """Return the variables that make the library write its report and digests of the initial weights."""
     return {
         "MINDSPEED_DSA_MINDSPEED_REPORT_DIR": str(folder),
         "MINDSPEED_DSA_INITIAL_WEIGHTS_DIR": str(folder / WEIGHTS),
@@ -249,13 +252,14 @@ def ours(folder: Path) -> dict[str, str]:
 
 
 def last_lines(path: Path, count: int = 30) -> list[str]:
-    """The end of what a job has written to a log, without the report that torchrun writes below it."""
+    """Return the last lines of a job's log, without torchrun's report on the failure below them."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     report = next((at for at, line in enumerate(lines) if _LAUNCHERS_REPORT.match(line)), len(lines))
     words = [line for line in lines[:report] if not _LAUNCHERS_LINE.match(line)]
+    # If torchrun wrote every line, its report is better than nothing.
     return (words or lines)[-count:]
 
 
@@ -265,6 +269,7 @@ def _is_installed() -> bool:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Stop a job and all its processes; torchrun stops its workers on SIGTERM."""
+    # torchrun and the workers share one session, so the signal reaches the whole process group.
     for number, patience in ((signal.SIGTERM, _PATIENCE_S), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)

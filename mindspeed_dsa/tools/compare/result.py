@@ -1,4 +1,4 @@
-"""The results of a comparison as one plain dictionary: the content of ``compare.json``."""
+"""Results of a comparison as one plain dictionary, the content of ``compare.json``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mindspeed_dsa.tools.compare.job import WEIGHTS, Run
 from mindspeed_dsa.tools.compare.sides import Sides
 
 COMPARED = ("lm_loss", "grad_norm", "indexer_loss")
-"""Metrics that must agree between the sides if a feature claims not to change them."""
+"""Metrics that agree between the sides if the feature does not change results."""
 MEASURED = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
 Records = dict[str, list[Record]]
-"""Records of each run by its name."""
+"""Dict from a run's name to its records."""
 Digests = dict[str, dict[str, Any]]
-"""``"rank 0: decoder.layers.0..."`` to ``{"sha256", "dtype", "shape"}``."""
+"""Dict from ``"rank 0: decoder.layers.0..."`` to ``{"sha256", "dtype", "shape"}``."""
 
 
 def build(
     sides: Sides, runs: Sequence[Run], records: Records, wanted_warmup: int, checkpoint: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Combine the findings; figures only if both sides ran."""
+    """Combine all results; times and losses are only included if both sides ran."""
     trained = [run for run in runs if run.repeat]
     of_side = {
         side: [records[r.name] for r in trained if r.side == side and r.name in records] for side in "AB"
@@ -66,11 +66,11 @@ def build(
         },
         "compared": {
             name: {
-                **found,
+                **metric_difference,
                 "noise": {side: noise(of_side[side], name) for side in "AB"},
             }
             for name in COMPARED
-            if (found := difference(first_a, first_b, name)) is not None
+            if (metric_difference := difference(first_a, first_b, name)) is not None
         },
     }
     if len(first_a) != len(first_b):
@@ -109,18 +109,19 @@ def _initial_weights(trained: Sequence[Run], checkpoint: dict[str, Any] | None) 
 
 
 def _report(folder: Path) -> dict[str, Any] | None:
-    """Read the report that the library wrote when the run built its model; a job may choose its folder.
+    """Read the report that the library wrote at the start of a run, or return None.
 
     Raises:
         ValueError: the file is damaged.
     """
+    # A job may write its report into a subfolder: take the one nearest to the run's folder.
     for file in sorted(folder.rglob(REPORT_FILE), key=lambda path: len(path.parts)):
         try:
-            found: dict[str, Any] = json.loads(file.read_bytes())
-            _on(found), found["platform"]
+            report: dict[str, Any] = json.loads(file.read_bytes())
+            _on(report), report["platform"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{file} is no record of this library ({error!r}); compare again") from None
-        return found
+        return report
     return None
 
 
@@ -129,7 +130,7 @@ def _on(report: dict[str, Any]) -> list[str]:
 
 
 def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> list[str]:
-    """Name the features that were not off in A or not on in B, according to the runs' reports."""
+    """Return warnings about compared features that were on in A or off in B, by the runs' reports."""
     warnings = []
     for name, report in reports.items():
         if report is None:
@@ -149,14 +150,15 @@ def _unlike_asked(sides: Sides, reports: dict[str, dict[str, Any] | None]) -> li
 
 
 def warmup(runs: Sequence[Sequence[Record]], wanted: int) -> int:
-    """Return the number of steps to exclude from the times; short runs keep at least one step."""
+    """Return the number of first steps to exclude from the times; every run keeps at least one step."""
     return max(0, min(wanted, *(len(records) - 1 for records in runs)))
 
 
 def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str, Any]]:
-    """Return, for each figure of one side, the median over its runs and each run's own.
+    """Return, for each measured metric of one side, the median over its runs and each run's value.
 
-    Times are medians over a run's steps without the first ``skip``, memory is a run's largest.
+    A run's time is the median over its steps after the first ``skip``; its memory is the maximum over all
+    steps.
     """
     result = {}
     for name in MEASURED:
@@ -182,10 +184,10 @@ def measured(runs: Sequence[Sequence[Record]], skip: int) -> dict[str, dict[str,
 
 
 def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Divide B by A: the medians, and the runs that followed each other.
+    """Return the ratio B / A of the medians, and of each pair of consecutive runs.
 
-    ``within_noise``: the sides' runs overlap, so that their order is not significant; ``None`` for one run
-    each.
+    ``within_noise`` is true if the ranges of both sides overlap, so that the ratio is not significant; None
+    if a side has only one run.
     """
     pairs = [y / x for x, y in zip(a["runs"], b["runs"], strict=False) if x]
     several = len(a["runs"]) > 1 and len(b["runs"]) > 1
@@ -198,12 +200,12 @@ def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str, Any] | None:
-    """Return the difference of one metric between run B and run A, over the steps that both ran.
+    """Return the difference of one metric between run B and run A, over the steps of both.
 
     Returns:
-        ``None`` if neither run has the figure at all; else ``steps``, ``first_step`` (first one at which
-        they are not equal to the last bit, ``None`` if there is none), ``max_abs`` and ``max_rel`` with the
-        step of the former, the figures of the last step, and the first step with a non-finite value.
+        None if neither run has the metric. Else a dict with the number of common ``steps``, ``first_step``
+        with unequal bits or None, ``max_abs`` with its step, ``max_rel``, the ``last`` values, and the first
+        step with a non-finite value on each side.
     """
     pairs = _pairs(a, b, name)
     if all(x is None and y is None for _, x, y in pairs):
@@ -223,14 +225,14 @@ def difference(a: Sequence[Record], b: Sequence[Record], name: str) -> dict[str,
 
 
 def noise(runs: Sequence[Sequence[Record]], name: str) -> dict[str, Any] | None:
-    """Return the differences of the runs of one side from its first; ``None`` for one run."""
-    found = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
-    if not found:
+    """Return the differences between the runs of one side and its first run; None for one run."""
+    differences = [d for d in (difference(runs[0], other, name) for other in runs[1:]) if d is not None]
+    if not differences:
         return None
-    firsts = [d["first_step"] for d in found if d["first_step"] is not None]
+    firsts = [d["first_step"] for d in differences if d["first_step"] is not None]
     return {
         "first_step": min(firsts, default=None),
-        "max_abs": max((d["max_abs"] for d in found if d["max_abs"] is not None), default=None),
+        "max_abs": max((d["max_abs"] for d in differences if d["max_abs"] is not None), default=None),
     }
 
 
@@ -252,7 +254,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Replace non-finite numbers, which JSON cannot represent."""
+    """Replace non-finite numbers, which JSON does not have, by strings."""
     return str(value) if is_number(value) and not math.isfinite(value) else value
 
 
@@ -264,25 +266,25 @@ def _quantile(ordered: Sequence[float], part: float) -> float | None:
 
 
 def weights_of_run(folder: Path) -> Digests:
-    """Read what the feature initial-weights wrote into a run's folder; empty if it wrote nothing.
+    """Read the digests that the feature initial-weights wrote into a run's folder; empty without files.
 
     Raises:
         ValueError: a file is damaged.
     """
-    found: Digests = {}
+    digests: Digests = {}
     for file in sorted(folder.glob("weights-rank*.json")):
         try:
             content = json.loads(file.read_bytes())
             for name, digest in content["parameters"].items():
                 _form(digest)
-                found[f"rank {content['rank']}: {name}"] = digest
+                digests[f"rank {content['rank']}: {name}"] = digest
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} holds no digests of weights ({error!r}); compare again") from None
-    return found
+    return digests
 
 
 def digest_of_files(folder: Path) -> str:
-    """Return one SHA-256 over names and contents of all files below a folder."""
+    """Return one SHA-256 of names and contents of all files in a folder and its subfolders."""
     sha = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -293,14 +295,14 @@ def digest_of_files(folder: Path) -> str:
 def compare_weights(
     runs: Mapping[str, Digests], checkpoint: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Compare the weights of every run with the first's.
+    """Compare the initial weights of every run with those in the first run.
 
     Args:
-        runs: digests by the run's name, in the order of the runs.
-        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs loaded.
+        runs: dict from the run's name to its digests, in the order of the runs.
+        checkpoint: ``{"folder", "unchanged"}`` of the initial weights that all runs loaded, if there is one.
 
     Returns:
-        ``same`` (``None``: not known) and ``how``, in words.
+        A dict with ``same`` (None if unknown) and ``how``, a sentence.
     """
     names = list(runs)
     if len(names) < 2:
@@ -326,7 +328,7 @@ def compare_weights(
                 f"the first step, e.g. {differing[0]}",
             }
         if not alike or len(alike) < len(shared):
-            # Another dtype, or sharded differently: digests cannot be compared.
+            # Digests of weights with another dtype or sharding cannot be compared.
             how = f"parameters of {first} and {name} differ in dtype or in sharding"
             return {"same": True if loaded else None, "how": f"{loaded or 'not verified'}; {how}"}
         extra = len(reference.keys() ^ runs[name].keys())

@@ -1,4 +1,4 @@
-"""The two sides: flags that are appended to the job's command line."""
+"""The two sides of a comparison: the flags appended to the job's command line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 @dataclass(frozen=True)
 class Sides:
-    """Flags of side A and of side B, and the features that are to be off in A and on in B."""
+    """Flags of sides A and B, and the features that are off in A and on in B."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
     features: tuple[str, ...] = ()
 
     def flags(self, side: str) -> tuple[str, ...]:
-        """Flags of side ``A`` or ``B``."""
+        """Return the flags of side ``A`` or ``B``."""
         return self.a if side == "A" else self.b
 
 
@@ -32,26 +32,26 @@ def of_features(
     environ: Mapping[str, str] = os.environ,
     on_by_default: Sequence[str] = (),
 ) -> Sides:
-    """A without the features, B with them; all other features have the same state in both.
+    """Return the sides for a comparison of features: A without them, B with them.
 
     Args:
-        names: features by name.
-        command: the job's own command line, which must not decide about them.
-        environ: nor may the environment, which would outrank both sides' flags.
-        on_by_default: plain switches that the job sets unless it is told ``--no-...``.
+        names: names of the features.
+        command: job's own command line, which must not set the features.
+        environ: environment variables, which must not set them either, as they override flags.
+        on_by_default: switches that the job sets unless ``--no-...`` is given.
 
     Raises:
-        SettingsError: all reasons why they cannot be compared.
+        SettingsError: the features cannot be compared; lists all reasons.
     """
-    known = {feature.name: feature for feature in features.all_features()}
+    by_name = {feature.name: feature for feature in features.all_features()}
     a: list[str] = []
     b: list[str] = []
     problems = []
     for name in dict.fromkeys(names):
-        if name not in known:
-            problems.append(_unknown(name, known))
+        if name not in by_name:
+            problems.append(_unknown(name, by_name))
             continue
-        switch = _switch(known[name])
+        switch = _switch(by_name[name])
         if switch is None:
             problems.append(
                 f"{name} has no on/off switch; compare two values of its flag, or of the flag that controls "
@@ -60,6 +60,7 @@ def of_features(
             continue
         b.append(switch.name)
         if switch.kind == "auto" or switch.name in on_by_default:
+            # Otherwise the feature may be on in A, by the platform or by the job itself.
             a.append(f"--no-{switch.name[2:]}")
         problems += _set_elsewhere(switch, command, environ)
     if problems:
@@ -68,11 +69,11 @@ def of_features(
 
 
 def of_flags(a: str, b: str, environ: Mapping[str, str] = os.environ) -> Sides:
-    """Two sets of flags as a shell would read them; they may be any flags that the job accepts.
+    """Return the sides for two strings of arbitrary flags, split as by a shell.
 
     Raises:
-        SettingsError: a set cannot be read, holds a misspelt flag of ours, or one that the environment
-        overrides.
+        SettingsError: a string cannot be split, or has a misspelt flag of this library or one that the
+            environment overrides.
     """
     problems = []
     sides = []
@@ -104,9 +105,13 @@ def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, s
     problems = []
     if switch.env in environ:
         problems.append(_outranked(switch))
-    own = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {t.partition("=")[0] for t in command}
-    if own:
-        problems.append(f"the job's own command has {', '.join(sorted(own))}; remove it, compare adds it")
+    set_in_command = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {
+        t.partition("=")[0] for t in command
+    }
+    if set_in_command:
+        problems.append(
+            f"the job's own command has {', '.join(sorted(set_in_command))}; remove it, compare adds it"
+        )
     return problems
 
 

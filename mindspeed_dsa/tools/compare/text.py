@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal, and as a picture."""
+"""Text report and picture of a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {"lm_loss": "loss", "grad_norm": "gradient norm", "indexer_loss": "inde
 
 
 def table(result: dict[str, Any]) -> str:
-    """Write the full report of a comparison in which both sides ran."""
+    """Return the full report of a comparison after both sides ran."""
     lines = _sides(result)
     repeats = sum(run["name"].startswith("A") for run in result["runs"])
     rows = [("", "A", "B", "B / A")]
@@ -45,7 +45,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def failure(result: dict[str, Any]) -> str:
-    """Write the report when a run failed."""
+    """Return the report of a comparison after a run failed."""
     return "\n".join(
         [*_sides(result), *(f"FAILED {text}" for text in result["problems"]), *_warnings(result)]
     )
@@ -132,14 +132,14 @@ _COLOURS = {"A": "tab:blue", "B": "tab:orange"}
 
 
 def draw(path: Path, runs: dict[str, list[Record]]) -> bool:
-    """Draw losses, their difference, step times and gradient norms, all repeats.
+    """Draw losses, their difference, step times and gradient norms of all runs.
 
     Args:
         path: PNG file.
-        runs: records by the name of the run: ``A1``, ``B1``, ...
+        runs: dict from the run's name (``A1``, ``B1``, ...) to its records.
 
     Returns:
-        False where matplotlib is not installed.
+        False if matplotlib is not installed.
     """
     try:
         pyplot = pyplot_for_files()
@@ -152,6 +152,7 @@ def draw(path: Path, runs: dict[str, list[Record]]) -> bool:
         (grid[1][1], "grad_norm", "gradient norm"),
     ):
         for run, records in runs.items():
+            # One entry in the legend per side, not per run.
             label = run[0] if run[1:] == "1" else None
             axes.plot(*points(records, name), color=_COLOURS[run[0]], label=label, linewidth=1, alpha=0.8)
         axes.set(title=title, xlabel="step")

@@ -1,4 +1,4 @@
-"""``python -m mindspeed_dsa.tools.compat refresh | trained | docs``: what make's targets run."""
+"""``python -m mindspeed_dsa.tools.compat refresh | trained | docs``: the commands behind make's targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_dsa.tools.compat.refresh import refresh
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the record, or the generated pages; returns the exit status."""
+    """Write the record or the test results, then the generated pages; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_dsa.tools.compat", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("refresh", help="read the released wheels and write the record and pages")
@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "refresh":
             previous = records.load() if records.FILE.exists() else records.Records({})
-            found = refresh(previous, options.wheels, options.megatron_lm)
-            records.FILE.write_text(records.dump(found), encoding="utf-8")
+            updated = refresh(previous, options.wheels, options.megatron_lm)
+            records.FILE.write_text(records.dump(updated), encoding="utf-8")
             records.load.cache_clear()
         if options.command == "trained":
             table = trained.merge(

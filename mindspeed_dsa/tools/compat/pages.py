@@ -1,4 +1,4 @@
-"""Generated documentation: the compatibility table, the index of features, the tables inside their pages."""
+"""Generated pages: the compatibility table, the index of features, the tables in their pages."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ _SESSION = "The session's own rows, always on"
 Word = Callable[[str], str]
 _OLDEST_TORCH_NPU = Version("2.7")
 _PLAIN = re.compile(r"[\W\d_]*|`[^`]*`")
-"""Text that is the same in every language: numbers and code."""
+"""Text that needs no translation: numbers and code."""
 
 
 class Translation:
-    """The translations of one file: texts of declarations, and theirs in another language.
+    """Translations of texts in declarations, from one file.
 
-    A text is found by itself, not by a name: a declaration that is worded anew has no translation until
-    somebody has read both, and a translation that nothing asks for any more is named.
+    The key is the text itself, not a name. A reworded declaration therefore has no translation until somebody
+    translates it again, and an unused translation is reported.
 
     Args:
-        file: a JSON object, from texts to theirs.
+        file: JSON file with one object from text to translation.
 
     Raises:
-        MindSpeedDSAError: it cannot be read.
+        MindSpeedDSAError: the file cannot be read.
     """
 
     def __init__(self, file: Path) -> None:
@@ -94,14 +94,14 @@ class Translation:
         self._asked: dict[str, None] = {}
 
     def __call__(self, text: str) -> str:
-        """Return a text's translation; itself where there is none, which :meth:`problems` names."""
+        """Return a text's translation, or the text itself, which :meth:`problems` then reports."""
         if text not in self._said and _PLAIN.fullmatch(text):
             return text
         self._asked[text] = None
         return self._said.get(text, text)
 
     def problems(self) -> list[str]:
-        """Return what is not translated, and what is and need not be, as `make docs` prints it."""
+        """Return messages about missing and unused translations."""
         where = f"docs/{self._file.parent.name}/{self._file.name}"
         lacking = [f"  - translate in {where}: {text!r}" for text in self._asked if text not in self._said]
         unused = [
@@ -111,10 +111,10 @@ class Translation:
 
 
 def docs_folder() -> Path:
-    """``docs/`` of the checkout that this package runs from.
+    """Return the folder ``docs/`` of the checkout that this package runs from.
 
     Raises:
-        MindSpeedDSAError: the package is installed without its checkout.
+        MindSpeedDSAError: the package is not installed from a checkout.
     """
     folder = Path(__file__).resolve().parents[3] / "docs"
     if not folder.is_dir():
@@ -126,11 +126,10 @@ def docs_folder() -> Path:
 
 
 def write_all(docs: Path) -> list[Path]:
-    """Write every generated page and section; returns the files that changed.
+    """Write every generated page and section; return the files that changed.
 
     Raises:
-        MindSpeedDSAError: pages of features that are missing or lack their markers; the others are still
-        written.
+        MindSpeedDSAError: pages of features are missing or lack their markers; the others are still written.
     """
     pages, problems = expected(docs)
     changed = [path for path, text in pages.items() if not path.exists() or _read(path) != text]
@@ -142,14 +141,14 @@ def write_all(docs: Path) -> list[Path]:
 
 
 def stale(docs: Path) -> list[str]:
-    """Return what `make docs` would change, or could not write."""
+    """Return messages about pages that `make docs` would change or could not write."""
     pages, problems = expected(docs)
     outdated = [path.name for path, text in pages.items() if not path.exists() or _read(path) != text]
     return [f"{name} is out of date; run make docs" for name in outdated] + problems
 
 
 def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
-    """Path to the text that it should have, and the problems with pages that are written by hand."""
+    """Return a dict from path to expected text, and the problems with manually written pages."""
     pages = {
         docs / TABLE: compatibility(shipped(), load(), trained.load()),
         docs / MATRIX: compatibility_matrix(shipped(), load(), trained.load()),
@@ -184,7 +183,7 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
 
 
 def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
-    """Build the generated sections of pages in Chinese, by page; what is not translated is a problem."""
+    """Return a dict from Chinese page to its generated sections; add missing translations to problems."""
     if not (docs / TRANSLATIONS).is_file():
         problems.append(f"  - write docs/{TRANSLATIONS}")
         return {}
@@ -204,7 +203,7 @@ def translated(docs: Path, problems: list[str]) -> dict[Path, dict[str, str]]:
 def _fill(
     pages: dict[Path, str], problems: list[str], docs: Path, page: Path, sections: Mapping[str, str]
 ) -> None:
-    """Put generated sections between their markers on a page that is written by hand."""
+    """Put generated sections between their markers in a manually written page."""
     name = f"docs/{page.relative_to(docs).as_posix()}"
     if not page.is_file():
         problems.append(f"  - write {name}")
@@ -221,7 +220,7 @@ def _fill(
 
 
 def index(by_kind: Mapping[str, Sequence[Feature]]) -> str:
-    """Build the page that lists every feature with its switch, by kind; kind ``""`` is the session's own."""
+    """Build the page with all features and switches by kind; kind ``""`` has the session's own patches."""
     return f"{_INDEX_HEADER}\n{kinds(by_kind, '')}"
 
 
@@ -229,9 +228,9 @@ def kinds(by_kind: Mapping[str, Sequence[Feature]], folder: str, word: Word = st
     """Build a table of features for each kind.
 
     Args:
-        by_kind: as for :func:`index`.
-        folder: where the features' pages lie.
-        word: translates headers and summaries.
+        by_kind: dict from kind to features, as for :func:`index`.
+        folder: relative path of the features' pages.
+        word: function that translates headers and summaries.
     """
     parts = []
     for kind, features in by_kind.items():
@@ -245,13 +244,13 @@ def kinds(by_kind: Mapping[str, Sequence[Feature]], folder: str, word: Word = st
 
 
 def _marked(switch: str, word: Word) -> str:
-    """Set the flag's name as code."""
+    """Mark the flag's name as code, and translate the words after it."""
     said = re.sub(r", automatic| \(Megatron's\)|automatic", lambda found: word(found[0]), switch)
     return re.sub(r"^--[\w-]+", r"`\g<0>`", said, flags=re.ASCII)
 
 
 def npu_operators() -> str:
-    """Operators of torch_npu with the first releases that have them."""
+    """Build the table of torch_npu's operators with the first releases that have them."""
     rows = [
         [f"`{each.name}`", each.part, ", ".join(each.since.torch_npu), each.since.cann] for each in OPERATORS
     ]
@@ -259,7 +258,7 @@ def npu_operators() -> str:
 
 
 def npu_releases(word: Word = str) -> str:
-    """Releases of torch_npu with the CANN that each goes with."""
+    """Build the table of torch_npu's releases with their CANN versions."""
     rows = []
     for each in reversed(RELEASES):
         names = [name for name in each.torch_npu if Version(name) >= _OLDEST_TORCH_NPU]
@@ -268,7 +267,7 @@ def npu_releases(word: Word = str) -> str:
 
 
 def npu_products() -> str:
-    """Limits that differ between products."""
+    """Build the table of limits that differ between products."""
     products = (*PRODUCTS, UNKNOWN)
     rows = [[limit, *(product.limits()[limit] for product in products)] for limit in UNKNOWN.limits()]
     header = [f"{product.name} (`{product.devices[0]}`...)" for product in PRODUCTS]
@@ -276,40 +275,47 @@ def npu_products() -> str:
 
 
 def npu_environment(word: Word = str) -> str:
-    """Variables of the environment with the values to use."""
+    """Build the table of environment variables with recommended values."""
     rows = []
-    for each in VARIABLES:
-        value = word(UNSET) if each.recommended == UNSET else f"`{each.recommended}`"
-        sources = word(", ").join(map(word, each.sources))
-        rows.append([f"`{each.name}`", word(each.does), value, word(each.why), sources])
+    for variable in VARIABLES:
+        value = word(UNSET) if variable.recommended == UNSET else f"`{variable.recommended}`"
+        sources = word(", ").join(map(word, variable.sources))
+        rows.append([f"`{variable.name}`", word(variable.does), value, word(variable.why), sources])
     header = ("Variable", "What it does", "Value", "Why", "From")
     return table([word(title) for title in header], rows)
 
 
 def environment_checks() -> str:
-    """Checks of a job's surroundings."""
+    """Build the table of checks of a job's environment."""
     rows = []
-    for each in checks_of(shipped()):
-        where = "any" if len(each.platforms) == len(get_args(PlatformName)) else ", ".join(each.platforms)
-        node = ", on each node" if each.per_node else ""
+    for check in checks_of(shipped()):
+        where = "any" if len(check.platforms) == len(get_args(PlatformName)) else ", ".join(check.platforms)
+        node = ", on each node" if check.per_node else ""
         rows.append(
-            [f"`{each.name}`", f"{where}{node}", each.subject, each.when, ", ".join(each.levels), each.source]
+            [
+                f"`{check.name}`",
+                f"{where}{node}",
+                check.subject,
+                check.when,
+                ", ".join(check.levels),
+                check.source,
+            ]
         )
     return table(["Check", "Platform", "Looks at", "Speaks when", "Level", "Source"], rows)
 
 
 def other_libraries() -> str:
-    """Libraries that are refused in one process with this one."""
+    """Build the table of libraries that cannot share a process with this one."""
     return table(["Library", "What to do"], [[each.name, each.do] for each in PATCHERS])
 
 
 def repairs() -> str:
-    """Faults of Megatron's DSA, with the releases that have them."""
-    known = load()
+    """Build the table of faults in Megatron's DSA with the affected releases."""
+    recorded = load()
     rows = []
     for repair in REPAIRS:
-        on = [release for release in known.releases if _applies(repair.patches, known.version(release))]
-        rows.append([f"`{repair.name}`", repair.fault, repair.symptom, run_of(on, known)])
+        on = [release for release in recorded.releases if _applies(repair.patches, recorded.version(release))]
+        rows.append([f"`{repair.name}`", repair.fault, repair.symptom, run_of(on, recorded)])
     return table(["Repair", "Fault", "Symptom", "Megatron-core"], rows)
 
 
@@ -322,7 +328,7 @@ def _read(path: Path) -> str:
 
 
 def patched_tables(features: Sequence[Feature]) -> str:
-    """Build tables of the features' patches; neighbours that differ in their targets alone share a row."""
+    """Build tables of the features' patches; consecutive patches that differ only in target share a row."""
     parts = []
     for feature in features:
         alike = groupby(feature.patches, partial(_described, feature))
@@ -334,12 +340,12 @@ def patched_tables(features: Sequence[Feature]) -> str:
 
 
 def _described(feature: Feature, patch: Patch) -> tuple[str, str, str]:
-    """Return how, where and why a row patches; everything but its target."""
+    """Return the cells for a patch, without its target: kind, releases and reason."""
     return patch.kind + ("" if patch.required else ", optional"), _releases(feature, patch), patch.why
 
 
 def _releases(feature: Feature, patch: Patch) -> str:
-    """Where the row applies: within its own range and the feature's."""
+    """Return the releases of a patch: the intersection of its own range and the feature's."""
     ours = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
     package = patch.module.partition(".")[0]
     if package == ROOT:
@@ -349,13 +355,13 @@ def _releases(feature: Feature, patch: Patch) -> str:
 
 
 def intersection(*ranges: str) -> str:
-    """One PEP 440 range for several; of lower and of upper bounds only the tightest is kept."""
+    """Return the intersection of PEP 440 ranges, with only the tightest lower and upper bound."""
     specifiers = {specifier for text in ranges for specifier in SpecifierSet(text)}
     for operators, tightest in (((">=", ">"), max), (("<", "<="), min)):
         bounds = [specifier for specifier in specifiers if specifier.operator in operators]
         if bounds:
             specifiers -= set(bounds)
-            # Of equal versions the exclusive bound is the tighter one; it is the shorter operator.
+            # For equal versions the exclusive bound is tighter, and its operator is shorter: ">" and ">=".
             edge = tightest(Version(specifier.version) for specifier in bounds)
             at_edge = [s for s in bounds if Version(s.version) == edge]
             specifiers.add(min(at_edge, key=lambda s: len(s.operator)))
@@ -367,7 +373,7 @@ def _lower_first(specifier: Specifier) -> tuple[int, str]:
 
 
 def flag_table(features: Sequence[Feature]) -> str:
-    """The features' flags; Megatron's own flags that they read are marked."""
+    """Build the table of the features' flags; Megatron's own flags are marked in the default."""
     flags = {flag.name: flag for feature in features for flag in feature.flags}
     rows = [[_usage(flag), _default(flag), f"`{flag.env}`", _meaning(flag)] for flag in flags.values()]
     return table(["Flag", "Default", "Environment", "Meaning"], rows) if rows else "No flags.\n"

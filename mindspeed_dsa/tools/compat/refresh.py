@@ -1,4 +1,4 @@
-"""Releases of Megatron, read again for the record, and their wheels, fetched once."""
+"""Rebuilds the record of patch targets from Megatron's releases; downloads and caches their wheels."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mindspeed_dsa.session.records import (
 
 
 def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | None = None) -> Records:
-    """Gather facts about every target of every feature in every recorded release.
+    """Inspect every patch target in every recorded release.
 
     Args:
-        previous: kept where a release's sources do not hold the target's package: wheels up to 0.16
-            have no ``megatron.training``.
-        wheel_folder: where wheels are kept; by default the user's cache.
-        clone: a clone of Megatron-LM with its tags ``core_v<release>``, for packages that are not in wheels,
-            and with its branch ``main``, which is recorded as well.
+        previous: existing record, used if a release's sources do not have the target's package: wheels up to
+            0.16 have no ``megatron.training``.
+        wheel_folder: folder that keeps wheels; by default the user's cache.
+        clone: clone of Megatron-LM with tags ``core_v<release>``, for packages missing in wheels, and with
+            branch ``main``, which is recorded, too.
     """
     targets = {patch.label: patch for _, patch in megatron_patches()}
     needed = needed_parameters(feature for feature, _ in megatron_patches())
@@ -44,7 +44,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
         if release != MAIN:
             trees.append(SourceTree.archive(fetch(release, wheel_folder), label="this release"))
         ref = branch if release == MAIN else f"core_v{release}"
-        # Releases whose wheel holds the training code need no tag in the clone, and some have none.
+        # If the wheel has the training code, the clone's tag is not needed; some releases have no tag.
         if clone is not None and ref and not any(tree.holds("megatron.training") for tree in trees):
             trees.append(_sources(clone, ref))
         version = main.version if main and release == MAIN else release
@@ -53,7 +53,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
             package = ".".join(patch.module.split(".")[:2])  # megatron.core, megatron.training
             holding = [checker for checker in checkers if checker.tree.holds(package)]
             if not holding and clone is not None and checkers:
-                holding = checkers[-1:]  # all of the release was read: the package is not part of it
+                holding = checkers[-1:]  # all sources were read, so this release does not have the package
             found = holding[0].inspect(patch) if holding else previous.of(patch, release)
             if found is not None:
                 facts[target][release] = recorded(found, needed[target])
@@ -61,7 +61,7 @@ def refresh(previous: Records, wheel_folder: Path | None = None, clone: Path | N
 
 
 def _branch(clone: Path) -> str | None:
-    """Megatron-LM's ``main``, as it was last fetched: a clone has a copy of its own, which may lag behind."""
+    """Return the newest ref of ``main``: the clone's own branch may be older than the fetched one."""
     names = (f"refs/heads/{MAIN}", f"refs/remotes/origin/{MAIN}")
     newest = _git(clone, "for-each-ref", "--sort=-committerdate", "--count=1", "--format=%(refname)", *names)
     return newest.stdout.decode().strip() or None
@@ -78,7 +78,7 @@ def _commit(clone: Path, ref: str) -> Development:
 
 
 def _sources(clone: Path, ref: str) -> SourceTree:
-    """Read all of Megatron at a tag or a branch."""
+    """Read Megatron's sources at a tag or branch."""
     done = _git(clone, "archive", "--format=zip", ref, ROOT)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()
@@ -94,7 +94,7 @@ def _git(clone: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 # -- wheels -------------------------------------------------------------------------------------
 
-# Wheels are built per interpreter, and old releases lack new ones; their Python files are the same.
+# Wheels are built per interpreter, and old releases lack new interpreters. Python files do not differ.
 _INTERPRETERS = ("3.12", "3.11", "3.10")
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "any")
 
@@ -109,7 +109,7 @@ def fetch(release: str, folder: Path | None = None) -> Path:
     """Return the wheel of a Megatron-core release, downloaded once.
 
     Raises:
-        MindSpeedDSAError: pip cannot download it; the message includes pip's own.
+        MindSpeedDSAError: pip cannot download it; the message includes pip's message.
     """
     folder = folder or cache_folder()
     for interpreter in _INTERPRETERS:

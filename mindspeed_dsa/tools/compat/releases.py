@@ -1,4 +1,4 @@
-"""Generated text about releases of Megatron-core: the matrix, what is lacking, trained layouts."""
+"""Generated text about Megatron-core's releases: matrix, unsupported features, trained layouts."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ _TORCH = (
 )
 _NOTHING_TRAINED = trained.Trained()
 _LACKING = ("not in this release", "not supported", "fails", "not recorded")
-"""Words for a feature that a release does not have."""
+"""Verdicts on a feature that does not work with a release."""
 
 
 def compatibility(
     features: Sequence[Feature], records: Records, matrix: trained.Trained = _NOTHING_TRAINED
 ) -> str:
-    """The page beside the matrix: words, remarks, trained layouts."""
+    """Build the page that explains the matrix: meaning of words, remarks, trained layouts."""
     remarks: dict[str, list[str]] = {}
     for feature in features:
         for release in records.releases:
@@ -89,7 +89,7 @@ def compatibility(
 def compatibility_matrix(
     features: Sequence[Feature], records: Records, matrix: trained.Trained = _NOTHING_TRAINED
 ) -> str:
-    """CSV with a row for each feature and a column for each release."""
+    """Build the CSV matrix with a row per feature and a column per release."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["feature", *map(_column(records), records.releases)])
@@ -106,14 +106,14 @@ def exceptions(
     folder: str = "features/",
     say: Callable[[str], str] = str,
 ) -> str:
-    """Features that some release lacks or that fail on one, with those releases.
+    """Build the table of features that are missing or fail with a release.
 
     Args:
-        features: all of them.
-        records: facts of releases.
+        features: all features.
+        records: record of releases.
         matrix: results of tests.
-        folder: where the features' pages lie.
-        say: translates words.
+        folder: relative path of the features' pages.
+        say: function that translates words.
     """
     words = {word: say(word) for word in _LACKING}
     colon, to = say(": "), say(" to ")
@@ -134,7 +134,7 @@ def exceptions(
 
 
 def run_of(releases: Sequence[str], records: Records) -> str:
-    """Return ``0.16.0 to 0.18.2`` for releases that follow each other, else a list."""
+    """Return ``0.16.0 to 0.18.2`` for three or more consecutive releases, else a list."""
     every = list(records.releases)
     first, last = every.index(releases[0]), every.index(releases[-1])
     if len(releases) > 2 and every[first : last + 1] == list(releases):
@@ -149,7 +149,7 @@ def _word(
     records: Records,
     matrix: trained.Trained,
 ) -> str:
-    """Word of the page for a feature on a release."""
+    """Return the matrix cell for a feature and a release."""
     verdict = judge(feature, release, records, features)
     result = matrix.of(feature.name, release)
     by = f"by {verdict.backport}" if verdict.backport else ""
@@ -161,7 +161,7 @@ def _word(
 
 
 def _to_be_explained(verdict: Verdict, result: trained.Result) -> bool:
-    """Return whether the result of training is missing from the static verdict."""
+    """Return whether the training result needs a remark that the static verdict does not give."""
     refused = result.word.startswith(trained.REFUSED) and verdict.word == "fits"
     return refused or result.word.startswith(trained.FAILS)
 
@@ -182,7 +182,7 @@ def _main_note(records: Records) -> str:
 
 
 def layouts(features: Sequence[Feature], matrix: trained.Trained) -> str:
-    """In which layouts features trained, and what with."""
+    """Build the section of trained layouts with the versions of Python and torch."""
     rows = []
     for feature in features:
         by_layout: dict[str, list[str]] = {}
@@ -227,13 +227,13 @@ def _remark(feature: Feature, verdict: Verdict) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(_cell(cell) for cell in line) + " |\n" for line in lines)
 
 
 def linked(feature: Feature, folder: str = "../features/") -> str:
-    """A feature's name with a link to its page, which lies in ``folder``."""
+    """Return a feature's name as a link to its page in ``folder``."""
     name = feature.doc.removesuffix(".md")
     return f"[{feature.name}]({posixpath.normpath(f'{folder}{name}.md')})" if name else feature.name
 

@@ -1,6 +1,6 @@
-"""Trained features: results of ``make test-matrix``, by feature and release.
+"""Results of ``make test-matrix`` by feature and release, and static verdicts.
 
-``trained.json`` in this folder is put together from the files that the tests write, one for each release.
+``trained.json`` in this folder is merged from the tests' files, one per release.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Verdict:
     """One cell of the compatibility table, with the reason if it needs one.
 
     Attributes:
-        word: the verdict.
-        reason: the problem.
-        backport: the feature that has this one's effect in the release.
+        word: verdict.
+        reason: description of the problem.
+        backport: name of the backport that provides the feature in this release.
     """
 
     word: Word
@@ -43,12 +43,12 @@ class Verdict:
 
 
 def judge(feature: Feature, release: str, records: Records, others: Iterable[Feature] = ()) -> Verdict:
-    """Static verdict on one feature with one of the recorded releases of Megatron-core.
+    """Return the static verdict on a feature with a recorded release of Megatron-core.
 
-    A release below the ranges of the patches lacks the code that the feature changes, unless one of the
-    ``others`` is a backport that provides the feature's effect there. A release above a patch's range
-    includes the change itself. Outside the feature's own requirement it cannot be enabled at all. Inside of
-    all ranges every row needs its target, also one that a job can do without: its effect would be missing.
+    Below the patches' ranges, the release lacks the code that the feature changes, unless a backport among
+    ``others`` provides it. Above the ranges, the release has the change itself. Outside the feature's own
+    requirement the feature cannot be enabled. Inside the ranges every target must exist, also optional ones,
+    whose effect would otherwise be missing.
     """
     version = records.version(release)
     required = feature.requires.versions.get(MEGATRON_DISTRIBUTION, "")
@@ -92,7 +92,7 @@ class Result:
     Attributes:
         word: ``trained``, ``refused: REASON``, ``fails: REASON``, ``fits, not trained``, or the static
             verdict.
-        layouts: in which it trained.
+        layouts: layouts that trained.
     """
 
     word: str
@@ -101,29 +101,30 @@ class Result:
 
 @dataclass(frozen=True)
 class Trained:
-    """The committed table.
+    """The table in ``trained.json``.
 
     Attributes:
-        ran_with: by release, the versions of what it ran with: ``python``, ``torch``, ``mindspeed_dsa``.
-        results: by feature, then by release.
+        ran_with: dict from release to the versions of ``python``, ``torch`` and ``mindspeed_dsa`` in its
+            tests.
+        results: dict from feature to a dict from release to result.
     """
 
     ran_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     results: Mapping[str, Mapping[str, Result]] = field(default_factory=dict)
 
     def of(self, feature: str, release: str) -> Result | None:
-        """``None`` where the matrix has not run, or did not know the feature yet."""
+        """Return a result, or None if the matrix has not run with this release and feature."""
         return self.results.get(feature, {}).get(release)
 
 
 @cache
 def load() -> Trained:
-    """The table shipped with this version of the library."""
+    """Return the table of this version of the library."""
     return parse(FILE.read_text(encoding="utf-8")) if FILE.exists() else Trained()
 
 
 def parse(text: str) -> Trained:
-    """Read what :func:`dump` wrote."""
+    """Parse the text written by :func:`dump`."""
     content = json.loads(text)
     return Trained(
         content["releases"],
@@ -138,7 +139,7 @@ def parse(text: str) -> Trained:
 
 
 def dump(table: Trained) -> str:
-    """JSON with one line for each feature and release."""
+    """Return JSON with one line per feature and release."""
     releases = [f"  {json.dumps(release)}: {json.dumps(with_)}" for release, with_ in table.ran_with.items()]
     features = []
     for feature, results in table.results.items():
@@ -162,18 +163,18 @@ def _to_json(result: Result) -> dict[str, Any]:
 def merge(
     previous: Trained, folder: Path, features: Iterable[Feature], records: Records, part: bool = False
 ) -> Trained:
-    """The table with the releases whose files lie in a folder, ``RELEASE.json``; the others stay.
+    """Return the table with the results of the files ``RELEASE.json`` in a folder; other releases are kept.
 
     Args:
-        previous: table so far.
-        folder: of the files.
-        features: those that the table shows.
-        records: of releases.
-        part: the tests were some of the matrix, and what they did not run stays as well.
+        previous: existing table.
+        folder: folder with the files.
+        features: features of the table.
+        records: record of releases.
+        part: whether only a part of the matrix ran, so that earlier results of the rest are kept.
 
     Raises:
-        MindSpeedDSAError: there is none, or one is of no recorded release, or of another than its name says;
-            or a part ran with other versions than the rest.
+        MindSpeedDSAError: the folder has no file, a file is for an unrecorded release or not for the one in
+            its name, or a part ran with other versions than the rest.
     """
     files = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
     if not files:
@@ -203,18 +204,19 @@ def merge(
         for release in order:
             kept = previous.of(feature.name, release)
             if release in files:
-                found = files[release]["features"].get(feature.name, {})
+                cases = files[release]["features"].get(feature.name, {})
+                # Layouts of this release that did not run again keep their results.
                 if part and kept is not None:
-                    found = _beside(found, kept)
-                if found or not part or kept is None:
-                    kept = result(found, judge(feature, release, records, shipped).word)
+                    cases = _beside(cases, kept)
+                if cases or not part or kept is None:
+                    kept = result(cases, judge(feature, release, records, shipped).word)
             if kept is not None:
                 results.setdefault(feature.name, {})[release] = kept
     return Trained(ran_with, results)
 
 
 def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str, dict[str, str]]:
-    """Return what cases have found, with what is known of layouts that did not run again."""
+    """Return the new cases, merged with earlier results of layouts that did not run again."""
     again = {layout for layouts in found.values() for layout in layouts}
     together = {what: dict(layouts) for what, layouts in found.items()}
     if not again:
@@ -229,12 +231,13 @@ def _beside(found: Mapping[str, Mapping[str, str]], earlier: Result) -> dict[str
 
 
 def result(found: Mapping[str, Mapping[str, str]], verdict: str) -> Result:
-    """Return what a release's cases say about a feature.
+    """Combine the cases of a feature in one release.
 
     Args:
-        found: ``trained``, ``refused`` and ``fails`` to layouts, each with its reason.
-        verdict: the static one.
+        found: dict from ``trained``, ``refused`` and ``fails`` to a dict from layout to reason.
+        verdict: static verdict.
     """
+    # One failed layout outweighs others that trained; those are listed all the same.
     if failed := found.get(FAILS):
         layout, reason = next(iter(failed.items()))
         return Result(f"{FAILS}: {layout}: {reason}", tuple(found.get(TRAINED, ())))

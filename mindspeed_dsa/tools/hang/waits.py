@@ -1,4 +1,4 @@
-"""Who waits for whom: collectives that not all ranks of a group have started, messages that nobody sent."""
+"""Finds the ranks that a hanging job waits for: in collectives not started by all ranks, and in messages."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from mindspeed_dsa.runs.collectives import Call, Group, Record
 
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-"""Collectives that every rank of the group calls with tensors of the same shapes and dtypes."""
+"""Collectives that need tensors of the same shapes and dtypes on all ranks of the group."""
 BROKEN = (
     *("connection", "socket", "broken pipe", "gloo", "nccl", "hccl", "timed out", "timeout", "which is lost"),
-    "killed by signal: terminated",  # a data loader's worker, by who ends the job
+    "killed by signal: terminated",  # a data loader's worker, when the launcher ends the job
 )
-"""Words in errors of a rank that is not to blame."""
+"""Words in errors that are the consequence of another rank's failure."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective or a message that some ranks have come to and others have not.
+    """A collective or message that some ranks have started and others have not.
 
     Attributes:
-        group: in which it is.
-        call: what it is, as the first who came has it; ``None`` if it is older than what is kept.
-        number: of it in the group, or among its messages.
-        arrived: by rank, its own call; ``None`` if that is older than what is kept.
-        missing: ranks that have not come.
-        differs: in words, what ranks have called instead of the same.
+        group: process group.
+        call: call as recorded by the first rank that started it; None if it is no longer in the records.
+        number: index of the call in the group, or of the message between its two ranks, from 1.
+        arrived: dict from rank to its own call, or None if that is no longer in the records.
+        missing: ranks that have not started the call.
+        differs: description of the different calls, if ranks called different collectives.
     """
 
     group: Group
@@ -42,10 +42,10 @@ class Findings:
     """Result of comparing the records of a job.
 
     Attributes:
-        waits: the longest first.
-        first: ranks that others wait for, and that wait for nobody themselves.
-        failed: ranks whose error is no other rank's doing.
-        silent: ranks that wrote no record, where others did.
+        waits: waits, the longest first.
+        first: ranks that others wait for and that do not wait themselves.
+        failed: ranks with an error that another rank did not cause.
+        silent: ranks that wrote no record although others did.
     """
 
     waits: tuple[Wait, ...]
@@ -55,13 +55,14 @@ class Findings:
 
 
 def find(records: Sequence[Record]) -> Findings:
-    """Compare what all ranks have started.
+    """Compare the started calls of all ranks.
 
     Args:
-        records: of one job, one for each rank that wrote one.
+        records: records of one job, one per rank that wrote one.
     """
     by_rank = {record.rank: record for record in records}
     wrote = {rank for rank, record in by_rank.items() if record.reason}
+    # A rank that was killed leaves its running file, but no reason: it is silent if others gave a reason.
     answered = wrote or by_rank.keys()
     silent = tuple(rank for rank in range(records[0].ranks) if rank not in answered)
     failed = tuple(rank for rank, record in by_rank.items() if _failed(record) and not _is_broken(record))
@@ -70,6 +71,7 @@ def find(records: Sequence[Record]) -> Findings:
     awaited = {rank for wait in waits for rank in wait.missing}
     waiting = {rank for rank, record in by_rank.items() if rank not in silent and is_waiting(record)}
     stuck = any(is_waiting(record) or _failed(record) for record in by_rank.values())
+    # The culprit is awaited and does not wait; else a silent rank; else, in a circle, all awaited ranks.
     first = tuple(sorted(awaited - waiting)) or (silent if stuck else ()) or tuple(sorted(awaited))
     return Findings(tuple(waits), first, failed, silent)
 
@@ -79,7 +81,7 @@ def _is_broken(record: Record) -> bool:
 
 
 def is_waiting(record: Record) -> bool:
-    """Return whether a rank stands in a call that waits for others."""
+    """Return whether a rank is inside a call that waits for other ranks."""
     calls = (call for group in record.groups for call in group.calls)
     if any(call.waits and call.returned is None for call in calls):
         return True
@@ -92,38 +94,46 @@ def _since(wait: Wait) -> float:
 
 
 def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[Group, dict[int, Group]]]:
-    """Yield every group as one of its ranks has it, and as each rank that wrote a record has it."""
-    found: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
+    """Yield every group once, with its records from each rank that wrote one."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
     for rank, record in by_rank.items():
         for group in record.groups:
-            found.setdefault((group.name, group.ranks), {})[rank] = group
-    for known in found.values():
-        group = next((each for each in known.values() if each.kinds), next(iter(known.values())))
+            groups.setdefault((group.name, group.ranks), {})[rank] = group
+    for known_groups in groups.values():
+        # Names of a group may be known on some ranks only; ranks without any call have no entry for it.
+        group = next(
+            (each for each in known_groups.values() if each.kinds), next(iter(known_groups.values()))
+        )
         never = Group(group.name, group.kinds, group.ranks, 0, {}, ())
-        yield group, {rank: known.get(rank, never) for rank in group.ranks if rank in by_rank}
+        yield group, {rank: known_groups.get(rank, never) for rank in group.ranks if rank in by_rank}
 
 
 def _of_collectives(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
     alone: list[Wait] = []
-    for group, known in _groups(by_rank):
-        absent = tuple(rank for rank in group.ranks if rank not in known)
-        counts = {rank: each.collectives for rank, each in known.items()}
+    for group, known_groups in _groups(by_rank):
+        absent = tuple(rank for rank in group.ranks if rank not in known_groups)
+        counts = {rank: entry.collectives for rank, entry in known_groups.items()}
         least, most = min(counts.values()), max(counts.values())
-        differs = _difference(known, least)
+        differs = _difference(known_groups, least)
         if differs is not None:
             yield Wait(group, *differs)
         elif most > least:
             missing = tuple(rank for rank, count in counts.items() if count == least)
-            arrived = {rank: _collective(known[rank], least + 1) for rank in known if counts[rank] > least}
+            arrived = {
+                rank: _collective(known_groups[rank], least + 1)
+                for rank in known_groups
+                if counts[rank] > least
+            }
             yield Wait(group, _first(arrived), least + 1, arrived, tuple(sorted((*missing, *absent))))
-        elif most and (stuck := {rank: _collective(each, most) for rank, each in known.items()}):
+        elif most and (stuck := {rank: _collective(entry, most) for rank, entry in known_groups.items()}):
             inside = [call for call in stuck.values() if call and call.waits and not _ended(call)]
             if inside:
                 yield Wait(group, inside[0], most, stuck, absent)
-            elif absent and any(is_waiting(by_rank[rank]) or _failed(by_rank[rank]) for rank in known):
+            elif absent and any(is_waiting(by_rank[rank]) or _failed(by_rank[rank]) for rank in known_groups):
                 alone.append(Wait(group, _first(stuck), most, stuck, absent))
     if alone:
-        # Nobody knows what became of an asynchronous call but the rank that waits for it: the last one.
+        # Whether an asynchronous call has ended is only known when it is waited for, so only the last call
+        # counts.
         yield max(alone, key=_since)
 
 
@@ -138,22 +148,22 @@ def _failed(record: Record) -> bool:
 def _difference(
     known: Mapping[int, Group], least: int
 ) -> tuple[Call, int, dict[int, Call | None], tuple[int, ...], str] | None:
-    """Return the first collective of a group that ranks called in different ways."""
+    """Return the first collective of a group that ranks called with different functions or tensors."""
     calls = {
         rank: {call.number: call for call in each.calls if call.source is None}
         for rank, each in known.items()
     }
     for number in range(1, least + 1):
-        found = {rank: own[number] for rank, own in calls.items() if number in own}
-        if len(found) < 2:
+        same_number = {rank: by_number[number] for rank, by_number in calls.items() if number in by_number}
+        if len(same_number) < 2:
             continue
         ways = {
             rank: call.function + (" of " + ", ".join(call.tensors) if call.function in _SAME_SIZES else "")
-            for rank, call in found.items()
+            for rank, call in same_number.items()
         }
         if len(set(ways.values())) > 1:
             text = "; ".join(f"rank {rank} called {way}" for rank, way in ways.items())
-            return next(iter(found.values())), number, dict(found), (), text
+            return next(iter(same_number.values())), number, dict(same_number), (), text
     return None
 
 
@@ -166,23 +176,24 @@ def _first(calls: Mapping[int, Call | None]) -> Call | None:
 
 
 def _of_messages(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
-    for group, known in _groups(by_rank):
-        keys = sorted({key for each in known.values() for key in each.messages})
+    for group, known_groups in _groups(by_rank):
+        keys = sorted({key for each in known_groups.values() for key in each.messages})
         for key in keys:
             source, destination = (int(part) for part in key.partition("#")[0].split(">"))
             if source not in group.ranks or destination not in group.ranks:
                 continue
             sent, received = (
-                known[rank].messages.get(key, 0) if rank in known else 0 for rank in (source, destination)
+                known_groups[rank].messages.get(key, 0) if rank in known_groups else 0
+                for rank in (source, destination)
             )
             if sent == received:
                 continue
             here, there = (destination, source) if received > sent else (source, destination)
-            if here not in known:
+            if here not in known_groups:
                 continue
             number = min(sent, received) + 1
-            call = _message(known[here], key, number)
-            # What was sent and lies ready is no reason to wait, unless its sender does.
+            call = _message(known_groups[here], key, number)
+            # A message that is not received yet does not block its sender, unless the sender waits or failed.
             if received < sent and not (is_waiting(by_rank[here]) or _failed(by_rank[here])):
                 continue
             yield Wait(group, call, number, {here: call}, (there,))

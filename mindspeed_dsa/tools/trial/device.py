@@ -1,8 +1,8 @@
-"""Trial of a device: two steps of a small model in each precision, a checkpoint, and one step from it.
+"""Test of a device: trains, saves and resumes a small model in each precision.
 
-A process of its own for ``doctor --device``: each stage is announced, and then answered, by one JSON object
-on standard output. It trains as Megatron's loop does, with Megatron's data parallelism, optimizer and
-checkpoints.
+Runs as a subprocess of ``doctor --device``. It prints one JSON object on standard output when a stage begins,
+and one with its result. Training uses Megatron's data parallelism, optimizer and checkpoints, as Megatron's
+loop does.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SIZES: dict[str, Any] = {
     "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 32,
 }
-"""Two layers of the smallest widths that the fused operators of every device take."""
+"""Sizes of a model of two layers, the smallest that the fused operators of every device support."""
 LENGTH = 1032
-"""Rows of a sequence: more than keys are selected."""
+"""Sequence length, more than the 1024 selected keys, so that attention is sparse."""
 STEPS = 2
 _RATE = 1e-3
 _SAME = 1e-3
-"""Largest relative difference of the loss behind a checkpoint."""
+"""Largest accepted relative difference of the loss after a resume."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Case:
     """Precision and switches of one trained model.
 
     Attributes:
-        name: for the answers.
-        dtype: of the weights.
-        fused: whether ``--use-fused-dsa`` is on, with the absorbed form.
-        saved: whether it is saved, and goes on from the checkpoint.
+        name: name in the answers.
+        dtype: dtype of the weights.
+        fused: whether ``--use-fused-dsa`` is on, in absorbed form.
+        saved: whether the model is saved, and training resumed from the checkpoint.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Trainer:
     """The small model in Megatron's wrappers, with Megatron's distributed optimizer.
 
     Attributes:
-        chunk: the model in Megatron's data parallelism.
+        chunk: model in Megatron's DistributedDataParallel.
     """
 
     def __init__(self, dtype: torch.dtype, megatron: Megatron) -> None:
@@ -110,10 +110,10 @@ class Trainer:
         self._device = device
 
     def step(self, number: int) -> float:
-        """Train on a sequence; returns its loss before the update.
+        """Train on one sequence, and return its loss before the update.
 
         Raises:
-            ArithmeticError: the loss or the gradient norm is no finite number.
+            ArithmeticError: the loss or the gradient norm is not finite.
         """
         self.chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -123,25 +123,26 @@ class Trainer:
         self._optimizer.scale_loss(loss).backward()
         self._finish([self.chunk])
         _, norm, _ = self._optimizer.step()
-        found = float(loss.detach())
-        for name, value in (("loss", found), ("gradient norm", float(norm))):
+        value_of_loss = float(loss.detach())
+        for name, value in (("loss", value_of_loss), ("gradient norm", float(norm))):
             if not math.isfinite(value):
                 raise ArithmeticError(f"the {name} of step {number + 1} is {value}")
-        return found
+        return value_of_loss
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of model and optimizer, as Megatron's loop does by default."""
+        """Save model and optimizer, as Megatron's training loop does by default."""
         folder.mkdir()
         self._checkpoints.save(self._state(is_loading=False), str(folder))
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+        """Load model and optimizer from a checkpoint."""
         state = self._checkpoints.load(self._state(is_loading=True), str(folder))
         self.chunk.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
         told: dict[str, Any] = {}
+        # Newer releases choose the optimizer's checkpoint format by this metadata.
         if hasattr(self._checkpoints, "load_content_metadata"):
             told["metadata"] = {
                 "distrib_optim_sharding_type": "dp_reshardable",
@@ -157,7 +158,7 @@ class Trainer:
 
 
 def stages(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
-    """Yield what is done with a case, each by its name; what follows a failure makes no sense."""
+    """Yield the name and function of each stage of a case; stop after the first failure."""
     megatron = Megatron()
     trained: list[Trainer] = []
     losses: list[float] = []
@@ -173,12 +174,13 @@ def stages(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], dict[st
         trained[0].save(folder)
 
     def resume() -> None:
+        # Both train the same third step: one without interruption, one from the checkpoint.
         expected = trained[0].step(STEPS)
         again = Trainer(case.dtype, megatron)
         again.load(folder)
-        found = again.step(STEPS)
-        if not abs(found - expected) <= _SAME * abs(expected):
-            raise ArithmeticError(f"the loss is {found} behind the checkpoint, and {expected} without it")
+        resumed = again.step(STEPS)
+        if not abs(resumed - expected) <= _SAME * abs(expected):
+            raise ArithmeticError(f"the loss is {resumed} behind the checkpoint, and {expected} without it")
 
     yield f"{case.name}: {STEPS} steps", train
     if case.saved:
@@ -187,7 +189,7 @@ def stages(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], dict[st
 
 
 def said(error: BaseException) -> str:
-    """Return an error in one line, with the innermost place in Megatron or here."""
+    """Return an error in one line, with the innermost line in Megatron or this library."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -203,12 +205,12 @@ def said(error: BaseException) -> str:
 
 
 def run(platform: str, tell: Callable[[dict[str, Any]], None], folder: Path) -> None:
-    """Go through all cases.
+    """Run all cases.
 
     Args:
-        platform: of the device.
-        tell: called with each stage before it begins, and with what became of it.
-        folder: an empty one for the checkpoint.
+        platform: platform of the device.
+        tell: function called with each stage when it begins, and with its result.
+        folder: path for the checkpoint, which must not exist.
     """
     for case in CASES:
         switches = {
@@ -240,7 +242,7 @@ def run(platform: str, tell: Callable[[dict[str, Any]], None], folder: Path) -> 
 
 
 def main(platform: str = "auto") -> None:
-    """Try the device of a platform, and answer on standard output."""
+    """Test the device of a platform, and print the results on standard output."""
     with answers() as out:
         folder = Path(tempfile.mkdtemp(prefix="mindspeed_dsa-"))
         try:

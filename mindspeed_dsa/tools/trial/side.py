@@ -1,7 +1,7 @@
-"""One side of ``try`` in a process of its own: a small DeepSeek-V3.2-shaped model that trains when told to.
+"""One side of ``try``: a subprocess that trains a small DeepSeek-V3.2-shaped model step by step.
 
-Each line on standard input asks for a step; each step, and the model before the first, is answered by one
-JSON object on standard output. Whatever torch and Megatron print goes to standard error.
+Each line on standard input requests a step. The process prints one JSON object about the model, and one per
+step, on standard output. Prints of torch and Megatron go to standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.tools.weights.model import chunk, one_rank_for_all
 
 VOCABULARY = 256
-"""Tokens are bytes."""
+"""Vocabulary size: tokens are bytes."""
 MODEL: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 128,
@@ -45,10 +45,11 @@ MODEL: dict[str, Any] = {
     "moe_router_topk": 2,
     "moe_shared_expert_intermediate_size": 128,
 }
-"""DeepSeek-V3.2 in small: latent attention, an indexer, experts with a shared one, the first layer dense.
+"""Sizes of a small DeepSeek-V3.2: MLA, an indexer, experts with a shared one, a dense first layer.
 
-With few index heads many scores are exactly zero, and ``torch.topk``, by which Megatron selects, has no rule
-for ties."""
+With few index heads many scores are exactly zero, and ``torch.topk`` in Megatron has no defined order of
+ties.
+"""
 TRAINING: dict[str, Any] = {
     "dsa_indexer_loss_coeff": 0.01,
     "dsa_indexer_use_sparse_loss": True,
@@ -58,10 +59,10 @@ _SPREAD, _RATE = 0.02, 1e-3
 
 
 class Sequences:
-    """Sequences of a text that every installation has: this package's own sources, in bytes.
+    """Sequences from a text in every installation: this package's sources, as bytes.
 
     Attributes:
-        length: tokens of one sequence.
+        length: number of tokens per sequence.
     """
 
     def __init__(self, length: int) -> None:
@@ -71,7 +72,7 @@ class Sequences:
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels of a step, int64 ``[1, length]`` each; texts too short begin again."""
+        """Return tokens and labels of a step, int64 ``[1, length]`` each; the text repeats at its end."""
         start = step * self.length
         positions = torch.arange(start, start + self.length + 1) % self._tokens.numel()
         row = self._tokens[positions].long()
@@ -83,7 +84,7 @@ class Trainer:
 
     Attributes:
         model: Megatron's ``GPTModel``.
-        length: tokens of one sequence; a step takes one.
+        length: number of tokens per sequence; a step has one sequence.
     """
 
     def __init__(self, length: int) -> None:
@@ -97,16 +98,16 @@ class Trainer:
         self._platform.reset_peak_memory()
 
     def about(self) -> dict[str, Any]:
-        """Return what runs where."""
+        """Return the device's name and the number of parameters."""
         parameters = sum(map(torch.numel, self.model.parameters()))
         return {"device": self._platform.device_name(), "parameters": parameters}
 
     def step(self, number: int) -> dict[str, float]:
-        """Train on a sequence.
+        """Train on one sequence.
 
         Returns:
-            its loss in nats per token before the update, the time in seconds, and the peak of memory in bytes
-            since the model was built.
+            Loss in nats per token before the update, time in seconds, and peak memory in bytes since the
+            model was built.
         """
         device = self._platform.device
         tokens, labels = (tensor.to(device) for tensor in self._sequences(number))
@@ -125,29 +126,30 @@ class Trainer:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
-    """Give a model that was built without values its initial ones, the same in every process."""
+    """Initialize the model's weights, with the same values in every process."""
     generator = torch.Generator().manual_seed(1234)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
-        elif parameter.dim() == 1:  # of a norm
+        elif parameter.dim() == 1:  # a norm's scale
             parameter.fill_(1.0)
         else:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * _SPREAD)
-    for buffer in model.buffers():  # counters of the routers
+    for buffer in model.buffers():  # the routers' token counts
         buffer.zero_()
 
 
 @contextlib.contextmanager
 def answers() -> Iterator[TextIO]:
-    """Take standard output for answers, and send what others print to standard error."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as own:
+    """Yield the original standard output for answers, and redirect all other prints to standard error."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers_file:
+        # Redirect file descriptor 1 itself: C++ code prints there without Python's sys.stdout.
         os.dup2(2, 1)
-        yield own
+        yield answers_file
 
 
 def main(side: str, length: int) -> None:
-    """Train a side, ``stock`` or ``fused``, for as long as there are lines to read."""
+    """Train side ``stock`` or ``fused``, one step per line of standard input."""
     switches = {"experimental_attention_variant": "dsa", "transformer_impl": "local"}
     with (
         answers() as out,
@@ -157,10 +159,10 @@ def main(side: str, length: int) -> None:
         trainer = Trainer(length)
         print(json.dumps(trainer.about()), file=out, flush=True)
         for number, _ in enumerate(sys.stdin):
-            found = trainer.step(number)
-            if not math.isfinite(found["lm_loss"]):
-                raise SystemExit(f"the loss of step {number + 1} is {found['lm_loss']}")
-            print(json.dumps(found), file=out, flush=True)
+            record = trainer.step(number)
+            if not math.isfinite(record["lm_loss"]):
+                raise SystemExit(f"the loss of step {number + 1} is {record['lm_loss']}")
+            print(json.dumps(record), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hugging Face's files written as a checkpoint of Megatron's that ``--load`` takes under any layout."""
+"""Converts a Hugging Face model's files to a Megatron checkpoint, for ``--load`` in any layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WHO = "mindspeed_dsa weights"
 Progress = Callable[[int], Callable[[int], None]]
 Item = tuple[Piece | str, Callable[[], Any]]
 _PART_BYTES = 2**29
-"""Bytes of a file; a larger region has a file of its own."""
+"""Target size of a file, in bytes; a larger region gets its own file."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Import:
     """A model to be imported.
 
     Attributes:
-        files: Hugging Face's.
+        files: reader of the Hugging Face files.
         target: folder of checkpoints.
         values: Megatron's arguments of the model.
-        vocabulary: padded rows of the embedding.
+        vocabulary: number of padded embedding rows.
         dtype: dtype of the weights in the checkpoint.
-        saved: arguments that the checkpoint remembers.
+        saved: arguments stored in the checkpoint.
     """
 
     files: Reader
@@ -70,24 +70,25 @@ class Import:
 
     @property
     def partial(self) -> Path:
-        """Folder of what is not finished."""
+        """Folder of the unfinished checkpoint."""
         return self.target / f".{RELEASE}.partial"
 
     @property
     def final(self) -> Path:
-        """Folder of the checkpoint."""
+        """Folder of the finished checkpoint."""
         return self.target / RELEASE
 
 
 def run(wanted: Import, progress: Progress) -> None:
-    """Write the checkpoint; with several processes, which have a group, each writes a share of its files.
+    """Write the checkpoint; under torchrun, each process writes a share of its files.
 
     Args:
         wanted: model to import.
-        progress: function of all bytes that this process writes; its result is called with each file's.
+        progress: function called with this process's total bytes; returns a callback for the bytes of each
+            file.
 
     Raises:
-        RunError: the files do not fit, something has that name already, or another process writes it.
+        RunError: the files do not match the model, the target exists, or another process writes it.
     """
     shape = Shape.of(argparse.Namespace(**wanted.values))
     together(lambda: _check(wanted, shape), WHO)
@@ -118,21 +119,21 @@ def _require_none(wanted: Import, problems: Iterable[str]) -> None:
 
 
 def _require_free_name(wanted: Import) -> None:
-    """Refuse to hide what is there: a finished checkpoint, or those of a job."""
+    """Raise an error if the target has a finished import, or checkpoints of a job."""
     tracker = wanted.target / TRACKER
     if wanted.final.exists():
         raise RunError(f"{WHO}: {wanted.final} exists already; remove it, or name another folder")
-    known = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else RELEASE
-    if known != RELEASE:
+    newest = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else RELEASE
+    if newest != RELEASE:
         raise RunError(
-            f"{WHO}: {wanted.target} has checkpoints of a job, the newest {known}, in whose place --load "
+            f"{WHO}: {wanted.target} has checkpoints of a job, the newest {newest}, in whose place --load "
             "would take the imported one; name another folder"
         )
 
 
 @contextlib.contextmanager
 def _alone(wanted: Import) -> Iterator[None]:
-    """Keep other imports out while all ranks write; the first one holds the lock."""
+    """Hold a lock file on the first rank, to keep other imports out."""
     lock, what = wanted.target / f".{RELEASE}.lock", f"{WHO}: {wanted.final}"
     sole = together(lambda: Sole(lock, what) if is_first() else None, WHO)
     try:
@@ -143,14 +144,14 @@ def _alone(wanted: Import) -> Iterator[None]:
 
 
 def _begin(wanted: Import) -> None:
-    _require_free_name(wanted)  # again: another import may have ended meanwhile
-    delete(wanted.partial)  # of a killed one
+    _require_free_name(wanted)  # again: another import may have finished before this one got the lock
+    delete(wanted.partial)  # left by a killed import
     wanted.partial.mkdir(parents=True)
 
 
 def _publish(wanted: Import) -> None:
     sync_tree(wanted.partial)
-    # The tracker comes first: a folder that has its name is never left without it.
+    # Write the tracker first: after a crash between the two, no finished folder lacks its tracker.
     write_atomically(wanted.target / TRACKER, RELEASE)
     os.rename(wanted.partial, wanted.final)
     sync(wanted.target)
@@ -160,10 +161,10 @@ def _publish(wanted: Import) -> None:
 
 
 def _strategy(megatron: Megatron, wanted: Import, layers: int, progress: Progress) -> Any:
-    """Return Megatron's strategy for sharded tensors, which makes each one when it is written."""
+    """Return a save strategy for Megatron that creates each tensor only when it is written."""
     torch_dist: Any = megatron("core.dist_checkpointing.strategies.torch")
 
-    # Since 0.17 Megatron puts strategies aside that are not derived from its own.
+    # Since 0.17 Megatron ignores strategies that are not derived from its own class.
     class Streaming(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
             items = together(lambda: list(_items(sharded_state_dict, megatron, wanted, layers)), WHO)
@@ -173,11 +174,11 @@ def _strategy(megatron: Megatron, wanted: Import, layers: int, progress: Progres
 
 
 def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> Iterator[Item]:
-    """Yield everything that the checkpoint has, in an order that is the same on every rank."""
+    """Yield the checkpoint's tensors and objects, in the same order on every rank."""
     mapping: Any = megatron("core.dist_checkpointing.mapping")
     for entry in _entries(state, mapping.ShardedObject, mapping.ShardedTensor):
         if isinstance(entry, mapping.ShardedObject):
-            # In a list: Megatron reads as many objects of a name as it has.
+            # In a list, because Megatron stores and reads a list of objects per name.
             yield entry.unique_key, partial(list, [entry.data])
             continue
         ((_, (piece,)),) = pieces_of({"": entry}, megatron)
@@ -201,18 +202,18 @@ def _read(piece: Piece, files: Reader, layers: int) -> Tensor:
 
 
 def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:
-    """Write a checkpoint's files by PyTorch's writer; each process writes a share, all call it together.
+    """Write a checkpoint's files with PyTorch's writer; collective, each process writes a share.
 
     Args:
-        folder: the checkpoint's folder.
-        items: regions, or names of objects, with functions that return them; the same in every process.
-        progress: callback, as of :func:`run`.
+        folder: checkpoint's folder.
+        items: pairs of a region or an object's name and a function that returns the data; equal on all ranks.
+        progress: function as for :func:`run`.
 
     Raises:
-        RunError: on all ranks.
+        RunError: writing failed on any rank; raised on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # A thread is lost with its error in a writer of several threads: each has writers of one.
+    # A multi-threaded FileSystemWriter loses errors of its threads, so each thread has its own writer.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     planned = [(_write_item(what), make) for what, make in items]
@@ -224,7 +225,7 @@ def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:
     def write(plan: SavePlan) -> list[Any]:
         try:
             return writer.write_data(plan, planner).wait()
-        except RuntimeError as error:  # of torch's writer, in whose context is the system's
+        except RuntimeError as error:  # torch's writer wraps the OSError, which is its context
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -244,10 +245,10 @@ def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:
 
 
 class _Lazily(DefaultSavePlanner):
-    """Planner that makes each object and tensor when PyTorch writes it.
+    """Planner that creates each object and tensor only when PyTorch writes it.
 
     Args:
-        make: functions that return regions and objects, by their places in the checkpoint.
+        make: dict from index in the checkpoint to the function that returns the tensor or object.
     """
 
     def __init__(self, make: Mapping[MetadataIndex, Callable[[], Any]]) -> None:
@@ -256,14 +257,15 @@ class _Lazily(DefaultSavePlanner):
         self._last = threading.local()
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return a tensor, or an object's bytes."""
-        # The writer keeps its tensors until the file is whole; the former one of this thread is written now.
+        """Return a tensor, or an object serialized to bytes."""
+        # The writer keeps references until the file is complete. This thread's previous tensor is written, so
+        # free its memory here.
         if (former := getattr(self._last, "made", None)) is not None:
             former.resize_(0)
             self._last.made = None
         made = self._make[write_item.index]()
         if isinstance(made, Tensor):
-            if made.untyped_storage().resizable():  # memory of a mapped file is none of ours
+            if made.untyped_storage().resizable():  # not a view of a memory-mapped file
                 self._last.made = made.untyped_storage()
             return made
         content = io.BytesIO()
@@ -285,7 +287,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield neighbours that share a file."""
+    """Yield groups of consecutive items that share a file."""
     ends = itertools.accumulate(map(_nbytes, items))
     numbered = zip(ends, items, strict=True)
     for _, part in itertools.groupby(numbered, lambda each: each[0] // _PART_BYTES):
@@ -294,7 +296,7 @@ def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Let ``torch.save`` leave out checksums, which take thrice the rest's time and nobody compares."""
+    """Switch off ``torch.save``'s CRC32 checksums, which take three times as long as the rest."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

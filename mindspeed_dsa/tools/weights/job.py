@@ -1,4 +1,4 @@
-"""Imports and exports that a command line asks for, compared with the flags of the job that is to train."""
+"""Imports and exports requested by a command line, checked against the flags of the training job."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | None) -> Import:
-    """Return the import that a command line asks for.
+    """Return the import requested by a command line.
 
     Args:
-        source: folder of the model.
+        source: folder of the Hugging Face model.
         target: folder of checkpoints.
-        flags: of the job, whose first word may be its script; those that do not describe the model are not
-            read.
-        dtype: of the weights; None: the job's.
+        flags: job's flags, whose first word may be its script; only those that describe the model are read.
+        dtype: name of the weights' dtype; None for the job's.
 
     Raises:
-        SettingsError: the flags describe another model.
+        SettingsError: the flags describe another model, or another checkpoint format.
         RunError: the files cannot be used.
     """
     described, _ = config.read_model(source, WHO)
@@ -68,7 +67,7 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
     if (predictions := prediction_layers(said)) is not None:
         values["mtp_num_layers"] = predictions or None
     vocabulary = _padded(values["vocab_size"], said)
-    chosen = getattr(torch, dtype) if dtype else _dtype(said, bool(flags))
+    weights_dtype = getattr(torch, dtype) if dtype else _dtype(said, bool(flags))
     saved = argparse.Namespace(
         **values,
         padded_vocab_size=vocabulary,
@@ -76,16 +75,16 @@ def import_of(source: Path, target: Path, flags: Sequence[str], dtype: str | Non
         pipeline_model_parallel_size=1,
         add_position_embedding=True,
     )
-    return Import(files, target, values, vocabulary, chosen, saved)
+    return Import(files, target, values, vocabulary, weights_dtype, saved)
 
 
 def remarks(wanted: Import, flags: Sequence[str]) -> list[str]:
-    """Return what differs between the files and the job that its flags describe, and may."""
+    """Return notes on permitted differences between the files and the job's flags."""
     return mismatch.remarks(wanted.values, _said(wanted.values, flags))
 
 
 def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace:
-    """Return what flags say of the model; what they leave open is absent."""
+    """Parse the flags that describe the model; arguments without a flag are absent from the result."""
     parser = _Parser(prog="", add_help=False, allow_abbrev=False)
     for release in (release_here(), *reversed(megatron_flags.releases())):
         megatron_flags.add_recorded(parser, Version(release))
@@ -118,7 +117,7 @@ def _dtype(said: argparse.Namespace, has_flags: bool) -> torch.dtype:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Return the export that a command line asks for.
+    """Return the export requested by a command line.
 
     Raises:
         RunError: the checkpoint cannot be read.
@@ -133,7 +132,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         values = config.arguments_of(like, f"{WHO}: {options.like}")
         args = args or argparse.Namespace(**values)
         mismatches = mismatch.mismatches(values, args, release_here())
-        # An export takes no flag that would mend it.
+        # The second part of a message names a flag for the job, which an export does not have.
         if others := [each.rpartition(": ")[0] for each in mismatches]:
             raise SettingsError(
                 f"{WHO} export: {checkpoint} is no model like {options.like}: {'; '.join(others)}; name the "
@@ -163,7 +162,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def _newest(folder: Path) -> Path:
-    """Return the checkpoint that a folder is, or whose newest its tracker names."""
+    """Return the newest checkpoint of a folder by its tracker file, or the folder if it has none."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
@@ -173,7 +172,7 @@ def _newest(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def processes() -> Iterator[None]:
-    """Join the processes that a launcher has started, if it has."""
+    """Initialize the process group for the block, if a launcher such as torchrun has started this process."""
     alone = "WORLD_SIZE" not in os.environ
     if not alone:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""A model without memory, from which a checkpoint's keys and shapes are read."""
+"""Builds a model on the meta device, to read a checkpoint's keys and shapes from it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SHARING = (
 
 
 def release_here() -> str:
-    """Return the release of Megatron-core that is installed.
+    """Return the installed release of Megatron-core.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: Megatron-core is not installed.
     """
     release = versions.of_megatron()
     if release is None:
@@ -50,15 +50,15 @@ def release_here() -> str:
 
 @contextlib.contextmanager
 def built(values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype) -> Iterator[Any]:
-    """Build Megatron's model on the meta device, as one rank has it whole.
+    """Build Megatron's complete model on the meta device, as on a single rank.
 
     Args:
-        values: Megatron's arguments of the model, by name.
-        vocabulary: padded.
-        dtype: of its parameters.
+        values: dict from argument to value, for Megatron's model.
+        vocabulary: number of padded embedding rows.
+        dtype: dtype of the parameters.
 
     Yields:
-        the ``GPTModel``; process groups and patches end with the block.
+        The ``GPTModel``; process groups and patches end with the block.
     """
     with features(values), one_rank_for_all(Megatron()):
         yield chunk(values, vocabulary, dtype)
@@ -66,7 +66,7 @@ def built(values: Mapping[str, Any], vocabulary: int, dtype: torch.dtype) -> Ite
 
 @contextlib.contextmanager
 def features(values: Mapping[str, Any]) -> Iterator[None]:
-    """Turn on what a model's classes need of this library, for the length of a ``with`` block."""
+    """Switch on the features that a model's classes need, inside a ``with`` block."""
     switches: dict[str, Any] = {"multi_latent_attention": True, "transformer_impl": "local"}
     if values.get("experimental_attention_variant") == "dsa":
         switches = {"experimental_attention_variant": "dsa", **_sharing(values)}
@@ -85,18 +85,18 @@ def chunk(
     dtype: torch.dtype,
     sizes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Build a model on the meta device, with the features and groups that there are.
+    """Build a model on the meta device, with the current features and process groups.
 
     Args:
-        values: Megatron's arguments of the model, by name.
-        vocabulary: padded.
-        dtype: of its parameters.
-        sizes: more fields of the configuration.
+        values: dict from argument to value, for Megatron's model.
+        vocabulary: number of padded embedding rows.
+        dtype: dtype of the parameters.
+        sizes: additional fields of the transformer configuration.
     """
-    # The table of features at the start of a job is of no use here.
+    # Hide the start report, the table of active features: this is no training job.
     with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
         model = _gpt_model(values, vocabulary, dtype, {**_sharing(values), **sizes})
-    model.to(dtype)  # as Megatron's wrapper for half precision does
+    model.to(dtype)  # as Megatron's Float16Module does, except for the experts' bias, which stays fp32
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.data = buffer.data.float()
@@ -109,7 +109,7 @@ def _gpt_model(
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     sparse = values.get("experimental_attention_variant") == "dsa"
     more = {
         "num_moe_experts": values.get("num_experts"),
@@ -119,8 +119,8 @@ def _gpt_model(
     }
     experts = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     config = MLATransformerConfig(
-        **{name: values[name] for name in _SIZES if values.get(name) is not None and name in known},
-        **{name: value for name, value in more.items() if value is not None and name in known},
+        **{name: values[name] for name in _SIZES if values.get(name) is not None and name in fields},
+        **{name: value for name, value in more.items() if value is not None and name in fields},
         **(experts if values.get("num_experts") else {}),
         multi_latent_attention=True,
         qk_layernorm=True,
@@ -130,7 +130,7 @@ def _gpt_model(
         activation_func=F.silu,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
-        rope_type="rope",  # YaRN's tables cannot be made without memory
+        rope_type="rope",  # YaRN's tables cannot be computed on the meta device
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_dropout_fusion=False,
@@ -172,11 +172,11 @@ def _block_spec(config: Any) -> Any:
 
 @contextlib.contextmanager
 def one_rank_for_all(megatron: Megatron, backend: str = "gloo") -> Iterator[None]:
-    """Provide groups in which every process has the whole model; all processes are in one that exists.
+    """Initialize Megatron's process groups with model parallel size 1, and destroy them after the block.
 
     Args:
-        megatron: whose groups are made.
-        backend: of the group that is made where there is none.
+        megatron: Megatron package of the groups.
+        backend: backend of the default process group, if it does not exist yet.
     """
     state, random = megatron("core.parallel_state"), megatron("core.tensor_parallel.random")
     alone = not dist.is_initialized()
