@@ -1,4 +1,4 @@
-"""A recorded step beside its simulation: the same order, with times that were measured."""
+"""Comparison of a recorded step with its simulation, which has the same order and the measured times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_dsa.schedule.simulate import Span, Timeline, simulate
 
 
 class Difference(NamedTuple):
-    """One event, as it was recorded and as it was simulated, in seconds since the step began."""
+    """One event as recorded and as simulated. Starts are relative to the step's start; all in seconds."""
 
     rank: int
     event: Event
@@ -31,22 +31,22 @@ class Difference(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Both timelines, where their order differs, and where their times differ most."""
+    """A recorded and a simulated timeline, and where they differ in order and in time."""
 
     recorded: Timeline
     simulated: Timeline
     other_order: list[tuple[int, int]]
-    """Rank and position of the first event of a rank that is not the one that the schedule has there."""
+    """Rank, and position of its first recorded event that differs from the schedule."""
     differences: list[Difference]
-    """By how much the duration differs, largest first."""
+    """Differences of all events, the largest difference in duration first."""
 
     def figures(self) -> list[Figures]:
-        """Compute the figures of both schedules."""
+        """Return the figures of the recorded and of the simulated timeline."""
         return [figures(self.recorded, Costs()), figures(self.simulated, Costs())]
 
 
 def compare(folder: Path, megatron: Megatron) -> Beside:
-    """Read a recorded step and simulate it with the times that its events, messages and rests took.
+    """Read a recorded step, and simulate it with the measured times of its events, messages and gaps.
 
     Raises:
         SettingsError: the files are missing or damaged.
@@ -62,7 +62,7 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
 
 
 def schedule_of(layout: recorded.Layout, megatron: Megatron) -> Schedule:
-    """Return the lists that a recorded step was to run."""
+    """Return the schedule that a recorded step was meant to run."""
     if layout.v_shaped:
         return lists.dual_pipe_v(layout.ranks, layout.microbatches, layout.paired, layout.split)
     schedule = megatron_order.schedule(
@@ -78,26 +78,28 @@ def schedule_of(layout: recorded.Layout, megatron: Megatron) -> Schedule:
 
 
 def _costs(timeline: Timeline) -> Costs:
-    """Return what a recorded step's simulation is to cost.
+    """Return costs measured in a recorded step.
 
-    That is the median time of each kind of event in each stage, the median time of a message that was waited
-    for, and, where nothing was, the mean time from one event of a rank to the next.
+    Compute: median time per kind of event and stage. Message: median delay of blocks that waited for one.
+    Between events: mean gap before blocks that did not wait for a message.
     """
     messages, rests = [], []
     for start, free, sent in _starts(timeline):
+        # The block waited for a message: it was sent after the rank became free.
         if sent > free and start >= sent:
             messages.append(start - sent)
     p2p = median(messages) if messages else 0.0
     for start, free, sent in _starts(timeline):
+        # The message had arrived before the rank became free, so the gap is the host's.
         if free > -inf and sent + p2p <= free:
             rests.append(max(start - free, 0.0))
     return Costs(measured=_measured(timeline), p2p=p2p, between=fmean(rests) if rests else 0.0)
 
 
 def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
-    """Yield of each block its start, the end of the rank's block before, and of what it gets from others.
+    """Yield, per block, its start, the end of the rank's previous block, and the send time of its input.
 
-    What there is not has ended long ago.
+    A missing previous block or input counts as ended at ``-inf``.
     """
     schedule = timeline.schedule
     ends: dict[Unit | None, tuple[int, float]] = {
@@ -120,13 +122,14 @@ def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
 
 
 def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:
-    """Half of a pair's time counts for each of the two; of backwards those count that are split, if any."""
+    """Return the median time per kind and stage; each event of a pair counts half the pair's time."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank, spans in enumerate(timeline.ranks):
         split = {_key(span)[1:] for span in spans if span.event.kind is Kind.WEIGHT}
         some = {chunk for chunk, _ in split}
         for span in spans:
             kind, *unit = _key(span)
+            # Skip whole backwards on a chunk with split ones: they also compute weight gradients.
             if kind is Kind.BACKWARD and span.event.chunk in some and tuple(unit) not in split:
                 continue
             share = 1.0 if span.event.pair is None else 0.5
@@ -137,23 +140,23 @@ def _measured(timeline: Timeline) -> dict[tuple[Kind, int], float]:
 
 def _differences(real: Timeline, simulated: Timeline) -> list[Difference]:
     begin = min(span.start for spans in real.ranks for span in spans)
-    found = []
+    differences = []
     for rank, spans in enumerate(simulated.ranks):
         by_event: dict[tuple[Kind, int, int], Span] = {_key(span): span for span in real.ranks[rank]}
         for span in spans:
-            own = by_event.get(_key(span))
-            if own is not None:
-                found.append(
+            recorded_span = by_event.get(_key(span))
+            if recorded_span is not None:
+                differences.append(
                     Difference(
                         rank,
                         span.event,
-                        own.start - begin,
+                        recorded_span.start - begin,
                         span.start,
-                        own.end - own.start,
+                        recorded_span.end - recorded_span.start,
                         span.end - span.start,
                     )
                 )
-    return sorted(found, key=lambda d: -abs(d.recorded_duration - d.simulated_duration))
+    return sorted(differences, key=lambda d: -abs(d.recorded_duration - d.simulated_duration))
 
 
 def _key(span: Span) -> tuple[Kind, int, int]:
@@ -161,7 +164,7 @@ def _key(span: Span) -> tuple[Kind, int, int]:
 
 
 def write(found: Beside, png: str | None, perfetto: str | None, to_json: str | None) -> None:
-    """Write what was asked for; times are seconds."""
+    """Write the requested files; times are in seconds."""
     timelines = [found.recorded, found.simulated]
     if png:
         report.png(timelines, Path(png), "s")

@@ -1,4 +1,4 @@
-"""A pipeline schedule: for each rank, its events in order, and what they cost."""
+"""Pipeline schedule: the ordered events of each rank, and their costs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 class Kind(str, Enum):
-    """The computation of an event."""
+    """Kind of computation."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients of inputs, and of weights where no :attr:`WEIGHT` of the same unit stands in the list."""
+    """Input gradients, and weight gradients too if the list has no :attr:`WEIGHT` of the same unit."""
     WEIGHT = "W"
-    """Gradients of weights."""
+    """Weight gradients."""
     RECOMPUTE = "R"
-    """The forward again, which its backward needs."""
+    """Repeated forward that the backward needs."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Event:
     """One unit of work of a rank.
 
     Attributes:
-        kind: what it computes.
-        chunk: of the model, as the rank numbers its own.
-        microbatch: its number in the step.
-        pair: number of the block which a forward and a backward share, their communication hidden behind
-            each other's computation; ``None`` where it stands alone.
-        ahead: of a recomputation: it may run before its gradient is there.
+        kind: kind of computation.
+        chunk: index of the model chunk on this rank.
+        microbatch: index of the microbatch in the step.
+        pair: number of the block that a forward and a backward share, hiding each other's communication.
+            ``None`` for an event without a partner.
+        ahead: whether a recomputation may run before its gradient arrives.
     """
 
     kind: Kind
@@ -45,19 +45,20 @@ class Event:
 
 
 Unit = tuple[Kind, int, int]
-"""Kind, stage and microbatch: the name of an event among all ranks."""
+"""Kind, stage and microbatch; identifies an event among all ranks."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All ranks' events.
+    """Events of all ranks.
 
     Attributes:
-        name: of the schedule.
-        ranks: for each pipeline rank, its events in order.
-        chunks: model chunks per rank.
-        microbatches: in one step.
-        v_shaped: chunk 1 lies on the ranks in reverse order, as in DualPipeV; else chunks are interleaved.
+        name: name of the schedule.
+        ranks: events of each pipeline rank, in order.
+        chunks: number of model chunks per rank.
+        microbatches: number of microbatches per step.
+        v_shaped: whether odd chunks are on the ranks in reverse order, as in DualPipeV. Otherwise chunks are
+            interleaved.
     """
 
     name: str
@@ -68,27 +69,28 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of parts of the model, in the order in which a microbatch passes them."""
+        """Number of stages; a microbatch passes them in order."""
         return len(self.ranks) * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return the part of the model that a rank's chunk is."""
+        """Return the stage of a rank's chunk."""
+        # 4 ranks, chunk 1 of rank 0: stage 7 in a V, stage 4 if interleaved.
         if self.v_shaped and chunk % 2:
             return (chunk + 1) * len(self.ranks) - 1 - rank
         return chunk * len(self.ranks) + rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has a part of the model."""
+        """Return the rank that has a stage."""
         chunk, position = divmod(stage, len(self.ranks))
         return len(self.ranks) - 1 - position if self.v_shaped and chunk % 2 else position
 
     def next_unit(self, rank: int, event: Event) -> Unit | None:
-        """Return the unit whose input a forward's or backward's result is; ``None`` at the model's ends."""
+        """Return the unit that takes the event's result as input; ``None`` at the model's ends."""
         stage = self.stage(rank, event.chunk) + (1 if event.kind is Kind.FORWARD else -1)
         return (event.kind, stage, event.microbatch) if 0 <= stage < self.stages else None
 
     def blocks(self, rank: int) -> Iterator[tuple[Event, ...]]:
-        """Yield a rank's events, those of a pair together."""
+        """Yield a rank's events, with the two events of a pair together."""
         events = iter(self.ranks[rank])
         for event in events:
             yield (event,) if event.pair is None else (event, next(events))
@@ -99,21 +101,21 @@ class Costs:
     """Costs of one chunk and microbatch, in any unit of time and any unit of memory.
 
     Attributes:
-        forward: computation of a forward.
-        input_gradient: of dX.
-        weight_gradient: of dW.
-        all_to_all_forward: dispatch and combine of a forward, alone on the link.
-        all_to_all_backward: of a backward.
-        p2p: from the end of an event to the start of the one that it feeds on another rank.
-        between: from the end of an event to the start of the rank's next one, where that waits for nothing.
-        recompute: of a forward that is recomputed.
-        hidden_in_pairs: share of the all-to-all that a pair of independent events hides.
-        hidden_alone: share that an event by itself hides, behind its shared expert and its weight gradients.
+        forward: time of a forward's computation.
+        input_gradient: time of computing dX.
+        weight_gradient: time of computing dW.
+        all_to_all_forward: time of a forward's dispatch and combine with nothing else on the link.
+        all_to_all_backward: time of a backward's dispatch and combine, likewise.
+        p2p: delay from the end of an event to the start of the dependent event on another rank.
+        between: delay from the end of an event to the start of the rank's next event, if that need not wait.
+        recompute: time of recomputing a forward.
+        hidden_in_pairs: fraction of the all-to-all time that a pair of independent events hides.
+        hidden_alone: fraction that a single event hides behind its shared expert and weight gradients.
         activations: memory that a forward keeps for its backward.
-        checkpoint: memory that it keeps where the backward recomputes it.
-        weight_activations: share of ``activations`` that weight gradients still need once dX is done.
-        measured: time of a kind of event in a stage, in place of everything above; of a backward without its
-            weight gradients where these have a time of their own.
+        checkpoint: memory that a forward keeps if the backward recomputes it.
+        weight_activations: fraction of ``activations`` that weight gradients need after dX is computed.
+        measured: dict from kind and stage to measured time, which replaces all of the above. If it has
+            weight gradients, a backward's time excludes them.
     """
 
     forward: float = 1.0
@@ -141,7 +143,7 @@ class Costs:
                 raise SettingsError(f"schedule: {name.replace('_', '-')} is a share; give at most 1")
 
     def scaled(self, factor: float) -> Costs:
-        """Return the costs of chunks that are ``factor`` times as large."""
+        """Return the costs of chunks ``factor`` times as large."""
         names = (
             "forward",
             "input_gradient",
@@ -155,7 +157,7 @@ class Costs:
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def compute(self, kind: Kind, stage: int, split: bool) -> float:
-        """Return the time of an event without its all-to-all; ``split``: without its weight gradients."""
+        """Return an event's compute time. With ``split``, a backward excludes its weight gradients."""
         if (kind, stage) in self.measured:
             weights = self.measured.get((Kind.WEIGHT, stage), 0.0)
             return self.measured[kind, stage] + (weights if kind is Kind.BACKWARD and not split else 0.0)
@@ -168,7 +170,8 @@ class Costs:
         return times[kind]
 
     def all_to_all(self, kind: Kind, stage: int) -> float:
-        """Return the time of an event's transfers, alone on the link."""
+        """Return the time of an event's all-to-alls with nothing else on the link."""
+        # Measured times include transfers.
         if (kind, stage) in self.measured:
             return 0.0
         times = {

@@ -1,7 +1,7 @@
-"""Schedules that Megatron does not have, as lists.
+"""Schedules that Megatron does not have, as lists of events.
 
-Sources: ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023); DualPipeV of the DeepSeek-V3 report's
-DualPipe, cut in half so that each rank holds two stages and nothing twice.
+Sources: ZB-H1 of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023). DualPipeV: the DeepSeek-V3 report's
+DualPipe cut in half, so that each rank holds two stages and no stage is held twice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mindspeed_dsa.schedule.events import Event, Kind, Schedule
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B whose weight gradients wait, as many as the rank's number, and fill the end.
+    """Return ZB-H1: 1F1B where rank r defers r weight gradients to fill its cooldown bubble.
 
     Args:
         ranks: pipeline parallel size.
-        microbatches: per step.
+        microbatches: number of microbatches per step.
     """
     lists = tuple(tuple(_one_f_one_b(ranks - rank - 1, microbatches)) for rank in range(ranks))
     return replace(weights_later(Schedule("", lists, 1, microbatches)), name="zero bubble (ZB-H1)")
@@ -34,13 +34,13 @@ def _one_f_one_b(warmup: int, microbatches: int) -> Iterator[Event]:
 
 
 def weights_later(schedule: Schedule, most: int | None = None) -> Schedule:
-    """Split weight gradients off from a schedule's backwards; those of a rank run in the backwards' order.
+    """Split the weight gradients off a schedule's backwards; a rank computes them in the backwards' order.
 
-    On each rank as many wait as its number, which fills the waits at the end; more fill nothing.
+    Rank r defers r weight gradients, exactly enough to fill its cooldown bubble.
 
     Args:
-        schedule: whose backwards are whole, in pairs or alone.
-        most: that may wait on any rank, of one chunk and microbatch each.
+        schedule: schedule with whole backwards, in pairs or not.
+        most: bound on the waiting weight gradients of any rank, in pairs of chunk and microbatch.
     """
     lists = (
         tuple(_weights_later(events, rank if most is None else min(rank, most)))
@@ -61,14 +61,14 @@ def _weights_later(events: Iterable[Event], waiting: int) -> Iterator[Event]:
 
 
 def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool = False) -> Schedule:
-    """DualPipeV: two chunks per rank, in the shape of a V, forward of one beside backward of the other.
+    """Return DualPipeV: two chunks per rank in the shape of a V; a forward of one runs with a backward.
 
     Args:
         ranks: pipeline parallel size.
-        microbatches: per step, at least twice the ranks.
-        paired: such a forward and backward share a block.
-        split: weight gradients that would hold up another rank wait, and fill the end. All others are
-            computed right after their input's gradient, or, where some backwards share blocks, with it.
+        microbatches: number of microbatches per step, at least twice the ranks.
+        paired: whether the forward of one chunk and the backward of the other share a block.
+        split: whether weight gradients that would hold up another rank are deferred to fill the cooldown.
+            Other weight gradients follow their input gradient, or are part of it if backwards are paired.
 
     Raises:
         SettingsError: there are too few microbatches.
@@ -84,7 +84,7 @@ def dual_pipe_v(ranks: int, microbatches: int, paired: bool = True, split: bool 
 
 
 def _unpaired(events: Sequence[Event], split: bool) -> Iterator[Event]:
-    """Yield a rank's events, each alone; where backwards are split, each has its weight gradients apart."""
+    """Yield a rank's events without pairs; with ``split``, every backward has separate weight gradients."""
     later = {(event.chunk, event.microbatch) for event in events if event.kind is Kind.WEIGHT}
     for event in events:
         yield replace(event, pair=None)
@@ -93,16 +93,16 @@ def _unpaired(events: Sequence[Event], split: bool) -> Iterator[Event]:
 
 
 def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:
-    """Forwards alone on DualPipeV's chunks, as in evaluation: no rank waits once it has begun.
+    """Return a schedule of only forwards on DualPipeV's chunks, for evaluation, without bubbles after warmup.
 
     Args:
         ranks: pipeline parallel size.
-        microbatches: any number.
+        microbatches: number of microbatches, without a minimum.
     """
     lists = []
     for rank in range(ranks):
-        # If all take the same time, stage s has microbatch m at the time s + 2 m; of the two stages of a
-        # rank one is even and the other odd.
+        # If all forwards take time 1, stage s has microbatch m at time s + 2 m. A rank has one even and one
+        # odd stage (rank 0 of 4: stages 0 and 7), so the two never collide.
         units = sorted(
             (stage + 2 * microbatch, chunk, microbatch)
             for chunk, stage in enumerate((rank, 2 * ranks - 1 - rank))
@@ -113,7 +113,7 @@ def dual_pipe_v_forwards(ranks: int, microbatches: int) -> Schedule:
 
 
 class _DualPipeV:
-    """One rank's list, in the eight phases of the schedule."""
+    """List of one rank, in the eight phases of the schedule."""
 
     def __init__(self, ranks: int, rank: int, microbatches: int, split: bool) -> None:
         self.ranks, self.rank, self.microbatches, self.splits = ranks, rank, microbatches, split
@@ -123,26 +123,32 @@ class _DualPipeV:
 
     def events(self) -> Iterator[Event]:
         ahead = self.ranks - self.rank - 1
+        # 1: forwards of chunk 0.
         for _ in range(2 * ahead):
             yield self._forward(0)
+        # 2: forwards of both chunks.
         for _ in range(self.rank + 1):
             yield self._forward(0)
             yield self._forward(1)
         for _ in range(ahead):
+            # 3: B1 W F1. Other ranks wait for B1, so its weight gradients are split off.
             yield self._backward(1, split=True)
             yield from self._weight()
             yield self._forward(1)
+        # 4: the steady state, F0 with B1 and F1 with B0.
         for index in range(self.microbatches - 2 * self.ranks + self.rank + 1):
             if index == 0 and self.rank == self.ranks - 1:
-                # The last rank's backward is that of the forward before it.
+                # Not a pair, as in DeepSeek's DualPipeV: two separate events leave a smaller bubble.
                 yield self._forward(0)
                 yield self._backward(1)
             else:
                 yield from self._pair(0, 1)
             yield from self._pair(1, 0)
+        # 5: B1, then F1 with B0.
         for _ in range(ahead):
             yield self._backward(1)
             yield from self._pair(1, 0)
+        # 6: B1 B0; the second half of these backwards is split.
         split = False
         for index in range(self.rank + 1):
             half = index == (self.rank + 1) // 2
@@ -150,9 +156,11 @@ class _DualPipeV:
             yield self._backward(1, split)
             split = split or (half and self.rank % 2 == 0)
             yield self._backward(0, split)
+        # 7: W B0, the weight gradients fill the waits for gradients.
         for _ in range(ahead):
             yield from self._weight()
             yield self._backward(0, split=True)
+        # 8: the remaining weight gradients.
         while self.pending:
             yield from self._weight()
 

@@ -1,4 +1,4 @@
-"""Megatron's own schedules as lists, from the functions that drive training, as this run patched them."""
+"""Megatron's own schedules as lists, read from the schedule functions of this (patched) Megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.schedule.events import Event, Kind, Schedule
 
 Recompute = Literal["in place", "in advance", "in bubbles"]
-"""Right before a backward; ahead of every gradient; ahead of those that a rank waits for."""
+"""Time of recomputation: right before the backward, ahead of every gradient, or ahead in bubbles only."""
 
 
 class _Group:
@@ -27,7 +27,7 @@ class _Group:
 
 
 class _Communicator:
-    """Communicator as far as ``get_pp_rank_microbatches`` reads one, without any process group."""
+    """Stand-in for Megatron's communicator, as far as ``get_pp_rank_microbatches`` reads it."""
 
     def __init__(self, size: int, rank: int, chunks: int) -> None:
         self.pp_group = _Group(size, rank)
@@ -45,18 +45,18 @@ def schedule(
     extra_warmup: bool = False,
     recompute: Recompute | None = None,
 ) -> Schedule:
-    """1F1B, interleaved where there is more than one chunk per rank.
+    """Return Megatron's 1F1B, interleaved if there is more than one chunk per rank.
 
     Args:
-        megatron: whose schedule functions are asked.
+        megatron: accessor of Megatron's modules, for its schedule functions.
         ranks: pipeline parallel size.
         chunks: virtual pipeline size.
-        microbatches: per step.
+        microbatches: number of microbatches per step.
         group: ``--microbatch-group-size-per-virtual-pipeline-stage``; default: ``ranks``.
-        forward_only: evaluation.
-        paired: forward and backward of a steady step share a block.
-        extra_warmup: one more warmup, Megatron's ``overlap_moe_expert_parallel_comm``.
-        recompute: every backward recomputes its forward, there.
+        forward_only: whether this is an evaluation.
+        paired: whether forward and backward of a steady step share a block.
+        extra_warmup: whether to run one more warmup forward, as ``overlap_moe_expert_parallel_comm`` does.
+        recompute: time at which every backward's forward is recomputed, or ``None``.
 
     Raises:
         SettingsError: Megatron refuses the numbers, or has no such schedule.
@@ -85,8 +85,8 @@ def schedule(
 def backward_order(
     megatron: Megatron, ranks: int, chunks: int, microbatches: int, group: int
 ) -> list[tuple[int, int]]:
-    """``(chunk, microbatch)`` of all backwards of a rank, in order: the same on every rank."""
-    # They follow the table of forwards, through the chunks from last to first.
+    """Return ``(chunk, microbatch)`` of a rank's backwards in order, which is the same on every rank."""
+    # Backwards follow the table of forwards, with the chunks from last to first.
     return [
         (chunks - 1 - chunk, microbatch)
         for microbatch, chunk in _table(megatron, chunks, microbatches, group)
@@ -94,15 +94,15 @@ def backward_order(
 
 
 def in_bubble(index: int, backwards: int, warmup: int) -> bool:
-    """Return whether a rank waits for a backward's gradient: the first one, and those without a forward."""
+    """Return whether a rank idles before a backward: the first, and the last ones without a forward."""
     return index == 0 or index >= backwards - warmup
 
 
 def check(ranks: int, chunks: int, microbatches: int, group: int) -> None:
-    """Refuse the numbers that Megatron's interleaved schedule refuses.
+    """Check the numbers as Megatron's interleaved schedule does.
 
     Raises:
-        SettingsError: with the nearest numbers that work.
+        SettingsError: the numbers are refused; the message has the nearest numbers that work.
     """
     if min(ranks, chunks, microbatches) < 1:
         raise SettingsError("a schedule needs at least one pipeline rank, one chunk and one microbatch")
@@ -133,9 +133,9 @@ def warmup_of(
     forward_only: bool = False,
     extra_warmup: bool = False,
 ) -> int:
-    """Forwards of a rank before its first backward."""
+    """Return the number of a rank's forwards before its first backward."""
     if ranks == 1:
-        # Without a pipeline Megatron has loops of their own: all of a microbatch, or one forward ahead.
+        # Without a pipeline Megatron runs all forwards of an evaluation, and at most one forward ahead.
         return microbatches * chunks if forward_only else int(extra_warmup)
     ask = megatron("core.pipeline_parallel.schedules").get_pp_rank_microbatches
     takes = signature(ask).parameters
@@ -162,7 +162,7 @@ _POSITION = (
 
 @contextmanager
 def _position(parallel_state: Any, ranks: int, rank: int, chunks: int) -> Iterator[None]:
-    """Megatron-core 0.12 and 0.13 ask the global state where they stand."""
+    """Set the pipeline position in the global state, where Megatron-core 0.12 and 0.13 read it."""
     before = [getattr(parallel_state, name, None) for name in _POSITION]
     setters = (
         parallel_state.set_pipeline_model_parallel_world_size,
@@ -179,7 +179,7 @@ def _position(parallel_state: Any, ranks: int, rank: int, chunks: int) -> Iterat
 
 
 def _table(megatron: Megatron, chunks: int, microbatches: int, group: int) -> list[tuple[int, int]]:
-    """``(microbatch, chunk)`` of all forwards, in order."""
+    """Return ``(microbatch, chunk)`` of all forwards in order."""
     if chunks == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
     ask = megatron("core.pipeline_parallel.schedules").get_schedule_table
@@ -196,6 +196,7 @@ def _events(
     forwards = [Event(Kind.FORWARD, chunk, microbatch) for microbatch, chunk in table]
     yield from forwards[:warmup]
     for index, (chunk, microbatch) in enumerate(backwards):
+        # Forward `warmup + i` runs before or with backward i; the last `warmup` backwards have no forward.
         pair = index if paired and warmup + index < len(forwards) else None
         if warmup + index < len(forwards):
             forward = forwards[warmup + index]

@@ -1,4 +1,4 @@
-"""Files of a recorded step: one per rank, written by training and read beside a simulation."""
+"""Files of a recorded step, one per rank: written by training, read for comparison with a simulation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout from which the schedule was made.
+    """Layout of the recorded schedule.
 
     Attributes:
         ranks: pipeline parallel size.
         chunks: virtual pipeline size.
-        microbatches: of the step.
+        microbatches: number of microbatches of the step.
         group: microbatch group size.
-        paired: forward and backward shared blocks.
-        extra_warmup: one more warmup.
-        split: weight gradients were computed apart.
-        waiting: as many of them might wait; ``None``: as the list has it.
-        v_shaped: DualPipeV's list.
+        paired: whether forwards and backwards shared blocks.
+        extra_warmup: whether there was one more warmup forward.
+        split: whether weight gradients were computed separately.
+        waiting: bound on waiting weight gradients. ``None``: no bound but the list's own.
+        v_shaped: whether it was DualPipeV's list.
     """
 
     ranks: int
@@ -43,13 +43,13 @@ class Layout:
 
 
 def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Span]) -> str:
-    """A rank's file.
+    """Return the text of a rank's file.
 
     Args:
-        layout: of the schedule.
-        position: rank in each group, ``pp`` among them.
-        step: number in the run.
-        spans: in the order in which they started; times in seconds.
+        layout: layout of the schedule.
+        position: dict from parallel dimension, ``pp`` among them, to this rank's index.
+        step: number of the step in the run.
+        spans: spans in the order of their starts; times in seconds.
     """
     rows = [
         [s.event.kind.value, s.event.chunk, s.event.microbatch, s.event.pair, s.start, s.end] for s in spans
@@ -60,7 +60,7 @@ def text(layout: Layout, position: Mapping[str, int], step: int, spans: list[Spa
 
 
 def read(folder: Path) -> tuple[Layout, Timeline]:
-    """The first pipeline of a recorded step, the one whose other coordinates are all zero.
+    """Read the first pipeline of a recorded step, whose ranks have index 0 in all other dimensions.
 
     Raises:
         SettingsError: files are missing, damaged, or of different runs.
@@ -68,24 +68,24 @@ def read(folder: Path) -> tuple[Layout, Timeline]:
     files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
     if not files:
         raise SettingsError(f"{folder} has no recorded step; train with --trace-schedule {folder}")
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     for file in files:
         data = _load(file)
         if all(rank == 0 for name, rank in data["position"].items() if name != "pp"):
-            found[data["position"]["pp"]] = data
-    layouts = {json.dumps([data["step"], data["layout"]], sort_keys=True) for data in found.values()}
+            by_rank[data["position"]["pp"]] = data
+    layouts = {json.dumps([data["step"], data["layout"]], sort_keys=True) for data in by_rank.values()}
     if len(layouts) != 1:
         raise SettingsError(f"{folder} holds files of different runs; remove them and record again")
-    layout = Layout(**next(iter(found.values()))["layout"])
-    missing = [rank for rank in range(layout.ranks) if rank not in found]
+    layout = Layout(**next(iter(by_rank.values()))["layout"])
+    missing = [rank for rank in range(layout.ranks) if rank not in by_rank]
     if missing:
         raise SettingsError(
             f"{folder} lacks the file of pipeline rank {missing[0]}; copy all ranks' files there"
         )
-    spans = [[_span(rank, row) for row in found[rank]["spans"]] for rank in range(layout.ranks)]
+    spans = [[_span(rank, row) for row in by_rank[rank]["spans"]] for rank in range(layout.ranks)]
     schedule = Schedule(
         "recorded",
-        tuple(tuple(s.event for s in own) for own in spans),
+        tuple(tuple(span.event for span in rank_spans) for rank_spans in spans),
         layout.chunks,
         layout.microbatches,
         layout.v_shaped,

@@ -1,4 +1,4 @@
-"""Figures and pictures of a timeline: step time, bubbles, hidden communication, activations."""
+"""Figures and plots of a timeline: step time, bubbles, hidden communication, activation memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Figures:
     """Figures of one schedule.
 
     Attributes:
-        schedule: its name.
-        step_time: in the unit of the costs.
-        bubble_fraction: share of ``ranks * step_time`` in which ranks wait.
-        hidden: share of all all-to-all that computation hides.
-        steady_hidden_mean: share of the pairs' all-to-all that is hidden, mean of the ranks.
-        steady_hidden_worst: on the rank where it is smallest; it holds up the others.
-        chunks_in_flight: by rank, most forwards whose backward is open.
-        peak_memory: by rank, of activations.
+        schedule: name of the schedule.
+        step_time: time of the step, in the unit of the costs.
+        bubble_fraction: fraction of ``ranks * step_time`` during which ranks wait.
+        hidden: fraction of all all-to-all time that computation hides.
+        steady_hidden_mean: hidden fraction of the pairs' all-to-all time, mean over the ranks.
+        steady_hidden_worst: hidden fraction on the worst rank, which holds up the others.
+        chunks_in_flight: peak number of forwards with a pending backward, per rank.
+        peak_memory: peak activation memory, per rank.
     """
 
     schedule: str
@@ -38,12 +38,12 @@ class Figures:
     peak_memory: tuple[float, ...]
 
     def record(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return the figures as a dict for JSON."""
         return asdict(self)
 
 
 def figures(timeline: Timeline, costs: Costs) -> Figures:
-    """Read them off a timeline."""
+    """Compute the figures of a timeline."""
     by_rank = [_hidden([s for s in spans if s.event.pair is not None]) for spans in timeline.ranks]
     steady = [share for share in by_rank if share is not None]
     busy = sum(_busy(spans) for spans in timeline.ranks)
@@ -65,7 +65,7 @@ def _hidden(spans: Sequence[Span]) -> float | None:
 
 
 def _busy(spans: Sequence[Span]) -> float:
-    """Time in which a rank does something; the two events of a pair share theirs."""
+    """Return the time during which a rank works; the two events of a pair share one interval."""
     return sum(end - start for start, end in {(span.start, span.end) for span in spans})
 
 
@@ -78,17 +78,18 @@ def _in_flight(spans: Sequence[Span]) -> int:
 
 
 def _peak_memory(spans: Sequence[Span], costs: Costs) -> float:
-    """Activations at their highest: a list is run in its order, so that order says what is kept."""
+    """Return the peak activation memory; it depends only on the order of the events."""
     units = {(span.event.kind, span.event.chunk, span.event.microbatch) for span in spans}
     now = peak = 0.0
     for span in spans:
         event = span.event
         recomputed = (Kind.RECOMPUTE, event.chunk, event.microbatch) in units
         split = (Kind.WEIGHT, event.chunk, event.microbatch) in units
+        # Share of the activations that the deferred weight gradients keep after the backward.
         late = costs.weight_activations * costs.activations if split else 0.0
         kept = costs.checkpoint if recomputed else costs.activations
         if event.kind is Kind.FORWARD:
-            # A forward without its graph holds one layer's activations at a time, counted in the checkpoint.
+            # A checkpointed forward holds one layer's activations at a time; the checkpoint cost has them.
             now += kept
         elif event.kind is Kind.RECOMPUTE:
             now += costs.activations
@@ -102,7 +103,7 @@ def _peak_memory(spans: Sequence[Span], costs: Costs) -> float:
 
 
 def table(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """Rows for a text table, with its head."""
+    """Return the rows of a text table, the header first."""
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
@@ -132,7 +133,7 @@ _COLOURS = {
     Kind.WEIGHT: ("#f2d16b", "#f2d16b"),
     Kind.RECOMPUTE: ("#c9a3d9", "#c9a3d9"),
 }
-"""First chunks lighter, last chunks darker."""
+"""Colour of the first chunks (lighter) and of the last chunks (darker)."""
 _LABELS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -140,11 +141,11 @@ _LABELS = {
     Kind.RECOMPUTE: "recompute",
 }
 _LABELLED = 700
-"""More spans than this are drawn without their microbatch."""
+"""Largest number of spans that get their microbatch as a label."""
 
 
 def png(timelines: Sequence[Timeline], path: Path, unit: str = "") -> None:
-    """Draw timelines below each other, one row per rank, with one scale of time.
+    """Plot timelines below each other, one row per rank, on one time axis.
 
     Raises:
         SettingsError: matplotlib is missing.
@@ -206,25 +207,26 @@ def _panel(axes: Any, timeline: Timeline) -> None:
 
 
 def _lane(span: Span, rank: int) -> tuple[float, float]:
-    """Top and height of a span: the two of a pair share a row."""
+    """Return the top and height of a span; the two of a pair share a row."""
     if span.event.pair is None:
         return rank + 0.05, 0.9
     return (rank + 0.05, 0.45) if span.event.kind is Kind.FORWARD else (rank + 0.5, 0.45)
 
 
 def perfetto(timelines: Sequence[Timeline], path: Path, microseconds: float = 1000.0) -> None:
-    """Write a trace in the Chrome format, one process per timeline and one thread per rank.
+    """Write a trace in the Chrome format, with one process per timeline and one thread per rank.
 
     Args:
-        timelines: what to write.
-        path: of the file, ``.json``.
-        microseconds: of one unit of time.
+        timelines: timelines to write.
+        path: path of the ``.json`` file.
+        microseconds: length of one time unit of the timelines, in microseconds.
     """
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         events.append(_name("process_name", timeline.schedule.name, process))
         origin = min(span.start for spans in timeline.ranks for span in spans)
         for rank, spans in enumerate(timeline.ranks):
+            # A pair's events overlap in time, so its backward gets a lane of its own.
             lanes = (f"rank {rank}", f"rank {rank}, paired backward")
             paired = any(span.event.pair is not None for span in spans)
             events += [

@@ -1,4 +1,4 @@
-"""Times of a schedule's events, from what each costs and what it waits for."""
+"""Simulation of a schedule: the time of each event from its cost and its dependencies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mindspeed_dsa.schedule.events import Costs, Event, Kind, Schedule, Unit
 
 @dataclass(frozen=True)
 class Span:
-    """An event's place in time.
+    """Interval in which an event runs.
 
     Attributes:
-        event: which one.
-        rank: of the pipeline.
-        start: in the unit of the costs.
-        end: of it; events of one pair share both.
-        communication: all-to-all of this event.
-        hidden: the part of it that computation hides.
+        event: the event.
+        rank: pipeline rank.
+        start: start time, in the unit of the costs.
+        end: end time; the events of a pair share both times.
+        communication: all-to-all time of this event.
+        hidden: part of ``communication`` that computation hides.
     """
 
     event: Event
@@ -32,25 +32,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step, simulated or recorded: for each rank its spans in order."""
+    """A simulated or recorded step: the spans of each rank in order."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def step_time(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(span.end for spans in self.ranks for span in spans) - min(
             span.start for spans in self.ranks for span in spans
         )
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run all ranks' lists, each in order, an event as soon as what it needs is there.
+    """Run each rank's list in order, each event as soon as its inputs have arrived.
 
     Raises:
-        SettingsError: ranks wait for each other, an event stands twice or none, or neighbours disagree about
-            the order of their messages.
+        SettingsError: ranks deadlock, an event is missing or listed twice, or two ranks disagree about the
+            order of their messages.
     """
     check_lists(schedule)
     simulation = _Simulation(schedule, costs)
@@ -72,7 +72,7 @@ class _Simulation:
         return event.kind, self.schedule.stage(rank, event.chunk), event.microbatch
 
     def run(self) -> None:
-        """Ranks go on until they lack something; who provides it wakes them."""
+        """Advance each rank until an input is missing; the event that provides the input resumes it."""
         waiting: dict[Unit, list[int]] = defaultdict(list)
         ready = deque(range(len(self.blocks)))
         while ready:
@@ -97,9 +97,9 @@ class _Simulation:
             raise SettingsError(f"schedule {self.schedule.name!r} deadlocks: " + "; ".join(sorted(stuck)))
 
     def _needs(self, rank: int, block: tuple[Event, ...]) -> list[Unit]:
-        """Units that a block waits for, without those of its own."""
-        own = {self._unit(rank, event) for event in block}
-        return [unit for event in block for unit in self._before(rank, event) if unit not in own]
+        """Return the units that a block waits for, except its own events."""
+        own_units = {self._unit(rank, event) for event in block}
+        return [unit for event in block for unit in self._before(rank, event) if unit not in own_units]
 
     def _before(self, rank: int, event: Event) -> list[Unit]:
         kind, stage, microbatch = self._unit(rank, event)
@@ -124,12 +124,14 @@ class _Simulation:
         independent = len(block) > 1 and not any(
             unit == self._unit(rank, block[0]) for unit in self._before(rank, block[1])
         )
+        # A pair of a forward and its own backward is sequential and hides no more than single events.
         share = self.costs.hidden_in_pairs if independent else self.costs.hidden_alone
+        # Computation hides at most its own duration.
         hidden = min(share * sum(communication), sum(compute))
         end = start + sum(compute) + sum(communication) - hidden
-        for event, own in zip(block, communication, strict=True):
-            part = hidden * own / sum(communication) if sum(communication) else 0.0
-            self.spans[rank].append(Span(event, rank, start, end, own, part))
+        for event, transfer in zip(block, communication, strict=True):
+            part = hidden * transfer / sum(communication) if sum(communication) else 0.0
+            self.spans[rank].append(Span(event, rank, start, end, transfer, part))
             self.end[self._unit(rank, event)] = end
         self.free[rank] = end + self.costs.between
 
@@ -138,10 +140,12 @@ class _Simulation:
 
 
 def check_lists(schedule: Schedule) -> None:
-    """Each unit is forwarded and, unless nothing is, backwarded once; messages leave as they are expected.
+    """Check that every unit runs once, forward and backward, and that message orders match.
+
+    A schedule without any backward is checked for forwards only.
 
     Raises:
-        SettingsError: what is wrong, and where.
+        SettingsError: a check fails; the message names the rank.
     """
     backward = any(event.kind is Kind.BACKWARD for events in schedule.ranks for event in events)
     kinds = {Kind.FORWARD, Kind.BACKWARD} if backward else {Kind.FORWARD}
@@ -152,8 +156,8 @@ def check_lists(schedule: Schedule) -> None:
         for microbatch in range(schedule.microbatches)
     }
     for rank, events in enumerate(schedule.ranks):
-        found = [(e.kind, e.chunk, e.microbatch) for e in events if e.kind in (Kind.FORWARD, Kind.BACKWARD)]
-        if len(found) != len(set(found)) or set(found) != wanted:
+        listed = [(e.kind, e.chunk, e.microbatch) for e in events if e.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        if len(listed) != len(set(listed)) or set(listed) != wanted:
             raise SettingsError(
                 f"schedule {schedule.name!r}: rank {rank} does not run every chunk of every microbatch once"
             )
@@ -166,8 +170,8 @@ def check_lists(schedule: Schedule) -> None:
 
 
 def _messages(schedule: Schedule) -> dict[tuple[int, int, Kind], tuple[list[Unit], list[Unit]]]:
-    """By sender, receiver and direction: messages as they are sent, and as they are received."""
-    found: dict[tuple[int, int, Kind], tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
+    """Return a dict from sender, receiver and direction to messages in sent and in expected order."""
+    messages: dict[tuple[int, int, Kind], tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
     for rank, events in enumerate(schedule.ranks):
         for event in events:
             if event.kind not in (Kind.FORWARD, Kind.BACKWARD):
@@ -178,5 +182,5 @@ def _messages(schedule: Schedule) -> dict[tuple[int, int, Kind], tuple[list[Unit
                 if 0 <= other < schedule.stages and schedule.rank_of(other) != rank:
                     ends = (rank, schedule.rank_of(other)) if side == 0 else (schedule.rank_of(other), rank)
                     receiver = other if side == 0 else stage
-                    found[(*ends, event.kind)][side].append((event.kind, receiver, event.microbatch))
-    return found
+                    messages[(*ends, event.kind)][side].append((event.kind, receiver, event.microbatch))
+    return messages
