@@ -1,14 +1,15 @@
-"""An all-to-all in two halves, start and wait, with room for other work between them in forward and backward.
+"""All-to-all split into a start and a wait, with other work between them in forward and in backward.
 
-Plain autograd runs ready nodes in the reverse order of their creation. What is created between :func:`start`
-and :meth:`InFlight.wait` therefore runs in backward between the launch of the reverse transfer, by the node
-of the wait, and the moment its result is needed, by the node of the start.
+Autograd runs ready nodes in the reverse order of their creation. Work created between :func:`start` and
+:meth:`InFlight.wait` therefore also runs between the two halves of the reverse transfer in backward: the node
+of the wait launches it, and the node of the start waits for it.
 
-Where a graph is cut in pieces, each with a backward of its own, :func:`depart` and :meth:`InFlight.arrive`
-are the two halves, on either side of a cut: no rows pass it in the graph, and none are kept for it.
+If a graph is cut into pieces with separate backwards, use :func:`depart` and :meth:`InFlight.arrive` on the
+two sides of a cut. The graph then carries no rows across the cut and keeps none for it.
 
-Megatron's own all-to-all is one half inside of :func:`launching`, :func:`departing` and :func:`arriving`,
-nothing but a place in the graph inside of :func:`departed`, and nothing at all inside of :func:`returning`.
+Megatron's own all-to-all becomes one of the halves inside :func:`launching`, :func:`departing` and
+:func:`arriving`. Inside :func:`departed` it only adds the node that waits for the gradient, and inside
+:func:`returning` it does nothing.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from mindspeed_dsa.parallel import names
 from mindspeed_dsa.parallel.transfers import Pending
 
 Splits = list[int] | None
-"""Rows for each rank of the group, or ``None``: the same number for each."""
+"""Number of rows for each rank of the group, or ``None`` for equal numbers."""
 
 
 class InFlight:
-    """Rows on their way; made by :func:`start`, one for each call."""
+    """All-to-all in flight; made by :func:`start` or :func:`depart`, one per call."""
 
     def __init__(self, output_splits: Splits, input_splits: Splits, group: Any) -> None:
         self.forward: Pending | None = None
         self.backward: Pending | None = None
         self.received: Tensor | None = None
-        self.place: int | None = None  # of the start's node among all; the node itself refers to this object
+        # Sequence number of the start's node. Not the node itself, which refers to this object.
+        self.place: int | None = None
         self._splits, self._group = (output_splits, input_splits), group
         self._name = names.current()
 
     def wait(self) -> Tensor:
-        """Return the rows, ``[sum(output_splits), ...]``; their gradient starts on the way back here.
+        """Wait for the rows ``[sum(output_splits), ...]``. In backward, this launches the reverse transfer.
 
         Raises:
-            RuntimeError: it was waited for already.
+            RuntimeError: the transfer was already awaited.
         """
         return self.wait_and_mark()[0]
 
     def wait_and_mark(self) -> tuple[Tensor, Tensor]:
-        """Wait as :meth:`wait`, and return ``[0]`` for a :func:`start` that comes first in backward."""
+        """Wait as :meth:`wait`, and also return a mark ``[0]`` for the ``after`` of :func:`start`."""
         if self.received is None:
             raise RuntimeError(
                 "this all-to-all was waited for already; use the rows which that wait returned"
@@ -60,30 +62,34 @@ class InFlight:
         return rows, mark
 
     def arrive(self, edge: Tensor) -> Tensor:
-        """Return the rows, ``[sum(output_splits), ...]``; their gradient starts on the way back here.
+        """Wait for the rows ``[sum(output_splits), ...]``. In backward, this launches the reverse transfer.
 
         Args:
-            edge: ``[0]``, what :func:`depart` returned, or a leaf that stands for it beyond a cut.
+            edge: result of :func:`depart`, ``[0]``, or a leaf that replaces it beyond a cut.
         """
         result: Tensor = _Arrive.apply(edge, self)
         return result
 
     def give_way(self, earlier: InFlight) -> None:
-        """Wait for this transfer, in backward, only after all that forward did since ``earlier`` was started.
+        """In backward, wait for this transfer only after the backward of all work since ``earlier``'s start.
 
-        Of that, what needs neither of the two transfers then runs under this one; so forward may do it under
-        one transfer and backward under the other.
+        Work that depends on neither transfer then hides this one in backward, even if it hid the other one
+        in forward.
+
+        Args:
+            earlier: transfer that was started before this one.
         """
         assert self.received is not None
         node = self.received.grad_fn
         if node is not None and earlier.place is not None:
-            # Without it the gradients are the same, and less is hidden.
+            # Without sequence numbers the gradients are the same, but less is hidden.
             set_place = getattr(node, "_set_sequence_nr", None)
             if set_place is not None:
                 set_place(earlier.place)
 
     def send(self, rows: Tensor, reverse: bool = False) -> Pending:
-        """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers to senders."""
+        """Launch a transfer of ``[sum(splits), ...]``; with ``reverse``, from receivers back to senders."""
+        # In reverse, each rank sends back as many rows as it received.
         receive, send = reversed(self._splits) if reverse else self._splits
         rows = rows.contiguous()
         size = rows.size(0) if receive is None else sum(receive)
@@ -96,15 +102,15 @@ class InFlight:
 def start(
     rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any, after: Tensor | None = None
 ) -> InFlight:
-    """Launch an all-to-all; every rank of the group starts the same ones in the same order.
+    """Launch an all-to-all. All ranks of the group start the same ones in the same order.
 
     Args:
-        rows: ``[sum(input_splits), ...]``, by the rank that gets them; not to be changed before the wait.
-        output_splits: rows from each rank.
-        input_splits: rows to each rank.
+        rows: rows sorted by receiving rank, ``[sum(input_splits), ...]``; unchanged until the wait.
+        output_splits: number of rows from each rank.
+        input_splits: number of rows to each rank.
         group: process group.
-        after: mark of an earlier transfer. In backward its reverse is launched when that of this one has
-            arrived, wherever :meth:`InFlight.give_way` has put that.
+        after: mark of an earlier transfer. In backward, that transfer is reversed only after this one has
+            returned, regardless of :meth:`InFlight.give_way`.
     """
     flight = InFlight(output_splits, input_splits, group)
     flight.received = _Start.apply(rows, flight, after)
@@ -115,10 +121,10 @@ def start(
 
 
 def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any) -> tuple[Tensor, InFlight]:
-    """Launch one as :func:`start` does, where a cut of the graph lies between the two halves.
+    """Launch an all-to-all like :func:`start`, when the graph is cut before the wait.
 
     Returns:
-        ``[0]``, from which backward waits for the rows' gradient; and the rows on their way.
+        Edge ``[0]`` whose backward waits for the rows' gradient, and the transfer.
     """
     flight = InFlight(output_splits, input_splits, group)
     flight.forward = flight.send(rows)
@@ -126,7 +132,7 @@ def depart(rows: Tensor, output_splits: Splits, input_splits: Splits, group: Any
 
 
 class _Depart(torch.autograd.Function):
-    """Edge of rows that are on their way, or have arrived: backward waits for their gradient."""
+    """Node of rows in flight or already sent; its backward waits for their gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: InFlight) -> Tensor:
@@ -166,6 +172,8 @@ class _Start(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None, Tensor | None]:
         pending, ctx.flight.backward = ctx.flight.backward, None
+        # `token` is not read: the rows' gradient arrives by the transfer. The gradient of the mark `after`
+        # makes autograd reach the wait node of the earlier transfer, which launches its reverse.
         return pending.wait(), None, token.new_empty(0) if ctx.needs_input_grad[2] else None
 
 
@@ -182,19 +190,19 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor, None]:
         ctx.flight.backward = ctx.flight.send(grad_output, reverse=True)
-        # Autograd checks that a gradient has its tensor's shape, and the rows on their way back have another.
-        # This one only reaches the start's node, which waits for them.
+        # Autograd requires the gradient's shape to match the tensor's, but the returning rows have another
+        # shape. This value is ignored by the start's node, which waits for the real gradient.
         return grad_output, None
 
 
-# -- inside of Megatron's steps -----------------------------------------------------------------
+# -- halves in place of Megatron's all-to-all ----------------------------------------------------
 
 _Half = Callable[[Any, Tensor, Splits, Splits], Tensor]
 _half: ContextVar[_Half | None] = ContextVar("half of an all-to-all", default=None)
 
 
 def split_all_to_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate Megatron's ``all_to_all``."""
+    """Wrap Megatron's ``all_to_all``: run only a half inside the contexts below."""
 
     def all_to_all(
         group: Any,
@@ -226,11 +234,11 @@ def _inside(half: _Half) -> Iterator[None]:
 
 
 def launching(flights: list[InFlight], after: Tensor | None = None) -> AbstractContextManager[None]:
-    """Start the all-to-alls of the block: each is added to ``flights`` and returns the buffer of its rows.
+    """Start the all-to-alls of the block without waiting; they return their receive buffers.
 
     Args:
-        flights: gets it.
-        after: as for :func:`start`.
+        flights: list that the transfers are appended to.
+        after: mark of an earlier transfer; see :func:`start`.
     """
 
     def launch(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
@@ -243,7 +251,7 @@ def launching(flights: list[InFlight], after: Tensor | None = None) -> AbstractC
 
 
 def departing(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Start them as :func:`launching` does, before a cut of the graph: ``[0]`` takes the buffer's place."""
+    """Start the all-to-alls of the block before a cut of the graph; they return an edge ``[0]``."""
 
     def launch(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
         edge, flight = depart(rows, output_splits, input_splits, group)
@@ -254,10 +262,10 @@ def departing(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def departed(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Send nothing in all-to-alls of the block: their rows were sent before they were computed again.
+    """Skip the all-to-alls of the block, whose rows were sent before the recomputation.
 
     Args:
-        flights: of those transfers, in the same order; gradients come back by them.
+        flights: transfers of the first forward, in the same order; their gradients return through them.
     """
 
     def rejoin(group: Any, rows: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
@@ -268,7 +276,7 @@ def departed(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
-    """Have all-to-alls of the block wait for the first of ``flights``; they get the ``[0]`` of its start."""
+    """Make the block's all-to-alls wait for the first of ``flights``; their input is the start's edge."""
 
     def arrive(group: Any, edge: Tensor, output_splits: Splits, input_splits: Splits) -> Tensor:
         return flights.pop(0).arrive(edge)
@@ -277,5 +285,5 @@ def arriving(flights: list[InFlight]) -> AbstractContextManager[None]:
 
 
 def returning(rows: Tensor) -> AbstractContextManager[None]:
-    """Have the all-to-all of the block return rows that have arrived already."""
+    """Make the block's all-to-all return rows that have already arrived."""
     return _inside(lambda *_: rows)

@@ -1,7 +1,7 @@
-"""Memory that transfers write to, kept from one to the next.
+"""Pool of receive buffers on the CPU, reused from one transfer to the next.
 
-New memory on a host costs a page fault for every page, in the thread that a transfer should leave alone.
-Devices have allocators that keep memory themselves.
+Newly allocated host memory causes a page fault per page, in the thread that should be free during a transfer.
+Device allocators already cache memory.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 _MOST = 8
-"""Buffers that are kept; sizes that a job no longer uses make room for those that it does."""
+"""Number of buffers kept. The oldest are dropped, so that sizes no longer in use disappear."""
 _buffers: list[Tensor] = []
 
 
 def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Take contiguous memory with anything in it, which nobody else has.
+    """Return an uninitialized contiguous buffer.
 
     Args:
-        like: says of what shape and on which device.
-        dtype: default: that of ``like``.
+        like: tensor with the buffer's shape and device.
+        dtype: dtype of the buffer; default: ``like.dtype``.
     """
     dtype = like.dtype if dtype is None else dtype
     if like.device.type == "cpu":
@@ -30,14 +30,14 @@ def take(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def give_back(*buffers: Tensor) -> None:
-    """Let :func:`take` hand them out again: nothing reads them, writes to them or has saved them."""
+    """Return buffers to the pool. The caller guarantees that nothing reads, writes or saves them any more."""
     for buffer in buffers:
-        # Those of inference mode cannot be written to outside of it, where the next training step is.
+        # Inference tensors cannot be written in a later training step, so they are not kept.
         if buffer.device.type == "cpu" and not buffer.is_inference():
             _buffers.insert(0, buffer)
     del _buffers[_MOST:]
 
 
 def held() -> tuple[Tensor, ...]:
-    """Return what :func:`take` could hand out."""
+    """Return the pooled buffers."""
     return tuple(_buffers)

@@ -1,7 +1,7 @@
-"""Collectives that gloo does with more traffic than they need.
+"""Reduce-scatter over gloo without the extra traffic of an all-reduce.
 
-``torch.distributed`` gives a reduce-scatter over gloo as an all-reduce of which each rank keeps its part:
-twice the bytes, in two phases. Here the ranks exchange parts and each adds up its own.
+``torch.distributed`` implements reduce-scatter over gloo as an all-reduce, after which each rank keeps its
+part: twice the bytes, in two phases. Here the ranks exchange parts, and each rank sums its own.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 _RESULTS = ("get_future", "get_future_result", "result")
-"""Methods of a work that would give parts which are not added up."""
+"""Methods of a work handle that would return parts before they are summed."""
 
 
 class Exchange:
-    """Parts of a sum on their way here; ``wait`` adds them to what is in the output already.
+    """Handle of a reduce-scatter; ``wait`` adds the received parts to the output.
 
     Args:
-        output: ``[rows, ...]``, this rank's own part, or what becomes of it before :meth:`wait`.
-        parts: for each other rank, in their order, ``[rows, ...]``; written to meanwhile.
-        work: of the collective.
-        kept: tensors that the collective reads.
+        output: this rank's own part, ``[rows, ...]``. It may be written until :meth:`wait`.
+        parts: receive buffers ``[rows, ...]``, one per other rank, in rank order.
+        work: handle of the collective.
+        kept: tensor that the collective reads, kept alive until it is done.
     """
 
     def __init__(self, output: Tensor, parts: list[Tensor], work: Any, kept: Tensor) -> None:
@@ -31,7 +31,7 @@ class Exchange:
         self._kept: Tensor | None = kept
 
     def wait(self, *timeout: Any) -> bool:
-        """Return when the output is the sum; later calls have nothing left to add."""
+        """Wait and complete the sum in the output; later calls add nothing."""
         self._work.wait(*timeout)
         for part in self._parts:
             self._output.add_(part)
@@ -39,7 +39,7 @@ class Exchange:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        """Return the collective's own attribute."""
+        """Return an attribute of the collective's handle."""
         if name in _RESULTS:
             raise AttributeError(f"{name}: the sum is in the output once wait() has returned; call that")
         return getattr(self._work, name)
@@ -48,14 +48,14 @@ class Exchange:
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Do ``torch.distributed.reduce_scatter_tensor``, on CPU tensors without an all-reduce.
+    """Run ``torch.distributed.reduce_scatter_tensor``, for sums of CPU tensors without an all-reduce.
 
     Args:
-        output: ``[rows, ...]``, contiguous.
-        input: ``[ranks * rows, ...]``, of the output's dtype.
-        op: sums are exchanged; everything else goes to ``torch.distributed``, also what it refuses.
+        output: result, ``[rows, ...]``, contiguous.
+        input: parts for all ranks, ``[ranks * rows, ...]``, with the output's dtype.
+        op: reduction. All except sums, and invalid calls, are passed to ``torch.distributed``.
         group: process group.
-        async_op: return something to wait for.
+        async_op: whether to return a handle with ``wait()`` instead of waiting.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if op != dist.ReduceOp.SUM or not _can_exchange(output, input, ranks):
@@ -70,7 +70,7 @@ def reduce_scatter_tensor(
 
 
 def _without(by_rank: Tensor, rank: int) -> Tensor:
-    """Return the parts of all ranks but one, contiguous; copied where that one lies in between."""
+    """Return the parts of all ranks except one, contiguous; a view if that rank is the first or the last."""
     if rank == 0:
         return by_rank[1:]
     if rank == by_rank.size(0) - 1:
@@ -79,7 +79,7 @@ def _without(by_rank: Tensor, rank: int) -> Tensor:
 
 
 def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
-    """Return whether both lie on the CPU and fit; asked before any rank starts to wait for this one."""
+    """Return whether both are on the CPU and fit. Checked first, before any rank waits for this one."""
     return (
         input.device.type == output.device.type == "cpu"
         and input.dtype == output.dtype
@@ -89,15 +89,16 @@ def _can_exchange(output: Tensor, input: Tensor, ranks: int) -> bool:
 
 
 def exchange(output: Tensor, parts: Tensor, group: Any) -> Exchange:
-    """Start a reduce-scatter whose own part comes later: it is to be in ``output`` before the wait.
+    """Start a reduce-scatter. The caller writes its own part to ``output`` before the wait.
 
     Args:
-        output: ``[rows, ...]``.
-        parts: ``[ranks - 1, rows, ...]``, contiguous: what the other ranks add, in their order.
+        output: this rank's own part, ``[rows, ...]``.
+        parts: parts for the other ranks in rank order, ``[ranks - 1, rows, ...]``, contiguous.
         group: process group.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(parts)
+    # 3 ranks, rank 1: splits = [1, 0, 1].
     splits = [int(other != rank) for other in range(ranks)]
     work = dist.all_to_all_single(received, parts, splits, splits, group=group, async_op=True)
     return Exchange(output, list(received), work, parts)

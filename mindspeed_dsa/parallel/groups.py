@@ -1,4 +1,4 @@
-"""Process groups that only their members make."""
+"""Process groups that are created only by their members."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 def subgroup(parent: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
-    """Make a group of some ranks of a group; those ranks call, in the same order, and no others.
-
-    Its ranks wait for each other as long as the parent's do.
+    """Create a subgroup. Only its ranks call this, all in the same order; the timeout is the parent's.
 
     Args:
-        parent: group that all of them are in, and that all ranks of the world have made.
-        ranks: numbers in the world, of this rank and of others.
+        parent: group of all these ranks, created by all ranks of the world.
+        ranks: global ranks of the members, including this rank.
     """
-    # torch names such a group by the number of groups that the calling rank is in already. Ranks of a
-    # pipeline are in different numbers of Megatron's groups, and a group with two names is never complete.
+    # torch names the group by the number of groups that the calling rank is in. Ranks of a pipeline are in
+    # different numbers of Megatron's groups, and a group that has two names never completes.
     place = (parent.group_name, tuple(ranks))
     _made[place] += 1
     name = hashlib.sha1(repr((place, _made[place])).encode(), usedforsecurity=False).hexdigest()
@@ -38,7 +36,7 @@ def subgroup(parent: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """Return the time-out that a group was made with; None where its backend does not say it."""
+    """Return the timeout with which a group was created, or ``None`` if its backend does not tell."""
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a piece, for code that works element by element."""
+"""Local shards of ``DTensor`` parameters, for elementwise code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DIMENSIONS = "dimensions_to_cut"
 
 @dataclass(frozen=True)
 class Cut:
-    """Place of a shard in its parameter.
+    """Position of a shard in its parameter.
 
     Attributes:
-        dim: the dimension that is cut.
-        index, pieces: which of how many equal pieces this rank has.
-        replica: which copy of that piece this is.
+        dim: sharded dimension.
+        index, pieces: index of this rank's shard, and the number of equal shards.
+        replica: index of this copy among the copies of the shard.
     """
 
     dim: int
@@ -30,7 +30,7 @@ class Cut:
 
 
 def cut_of(tensor: DTensor) -> Cut:
-    """Return the cut of a sharded parameter, or of anything of its placement."""
+    """Return the position of a DTensor's shard; it must be sharded along one mesh dimension."""
     mesh = tensor.device_mesh
     axis = shard_axis(tensor)
     (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
@@ -39,25 +39,25 @@ def cut_of(tensor: DTensor) -> Cut:
 
 
 def shard_axis(tensor: DTensor) -> int:
-    """Return the dimension of the mesh whose ranks have different pieces."""
+    """Return the mesh dimension along which the tensor is sharded."""
     return next(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
 
 
 def cut_on(parameter: Any, dims: Iterable[int]) -> None:
-    """Say on which dimensions a parameter can be cut, best first, for whoever shards it."""
+    """Declare the dimensions along which a parameter may be sharded, best first."""
     setattr(parameter, _DIMENSIONS, tuple(dims))
 
 
 def dimensions_to_cut(parameter: Any) -> tuple[int, ...] | None:
-    """Return what :func:`cut_on` has said; None: nothing, which allows all."""
+    """Return the dimensions declared with :func:`cut_on`; ``None`` if all are allowed."""
     return getattr(parameter, _DIMENSIONS, None)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a ``DTensor``, the same object at each call; any other tensor itself.
+    """Return a ``DTensor``'s local shard, the same object at each call; other tensors are returned as is.
 
     Raises:
-        AttributeError: this torch keeps the piece elsewhere; the ``DTensor`` is no piece of itself.
+        AttributeError: this torch release does not store the shard as ``_local_tensor``.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -71,7 +71,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like(value: Any, sharded: Any) -> Any:
-    """Return ``value`` as a shard like ``sharded``, if it is a plain tensor of the shard's size."""
+    """Wrap ``value`` as a DTensor like ``sharded`` if it is a plain tensor shaped like the local shard."""
     if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != local_of(sharded).shape:

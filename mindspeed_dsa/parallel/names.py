@@ -1,8 +1,8 @@
-"""Names of collectives: what they carry, for which layer, in which forward or backward.
+"""Names of collectives: their content, their layer, and the forward or backward that runs them.
 
-Code that starts a collective says what it is for, ``with named("dispatch"):``. Features that know the layer
-or the place in the schedule add theirs. Who records collectives reads :func:`current`; nobody else does, so a
-name costs no more than setting a context variable.
+Code that starts a collective names its content, ``with named("dispatch"):``. Features that know the layer or
+the place in the schedule add it. Only the recorder of collectives reads :func:`current`, so a name costs no
+more than setting a context variable.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward or backward of a chunk of the model.
+    """One forward or backward of a model chunk.
 
     Attributes:
         direction: ``forward`` or ``backward``.
-        microbatch: its number in the step.
-        chunk: of the model, as the rank numbers its own.
+        microbatch: index of the microbatch in the step.
+        chunk: index of the chunk on this rank.
     """
 
     direction: str
@@ -33,14 +33,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Name:
-    """Purpose and place of a collective, as far as they are known.
+    """Content and place of a collective, as far as known.
 
     Attributes:
-        what: is sent.
-        layer: as Megatron numbers them, from 1.
-        passes: that run; two where a pair shares a block.
-        reverse: whether it is the transfer of gradients that belongs to one of forward.
-        half: of the microbatch's tokens, 0 or 1, where they are cut.
+        what: content that is sent, for example ``dispatch``.
+        layer: Megatron's layer number, from 1.
+        passes: running forwards and backwards; two if they are a pair.
+        reverse: whether this transfer returns the gradients of a forward's transfer.
+        half: index of the half of the microbatch's tokens, 0 or 1, if they are cut.
     """
 
     what: str = ""
@@ -50,13 +50,14 @@ class Name:
     half: int | None = None
 
     def reversed(self) -> Name:
-        """Return the name of the transfer of its gradients."""
-        forwards = [each for each in self.passes if each.direction == "forward"]
-        backwards = tuple(replace(each, direction="backward") for each in forwards)
+        """Return the name of the transfer that returns the gradients."""
+        # In a pair, the transfer belongs to the forward; its gradients return in that forward's backward.
+        forwards = [run for run in self.passes if run.direction == "forward"]
+        backwards = tuple(replace(run, direction="backward") for run in forwards)
         return replace(self, passes=backwards or self.passes, reverse=True)
 
     def __str__(self) -> str:
-        """Return it in words, such as ``dispatch of layer 3, microbatch 5, forward``; empty if unknown."""
+        """Return the name in words, for example ``dispatch of layer 3, microbatch 5, forward``, or ``""``."""
         subject = f"gradient of {self.what}" if self.what and self.reverse else self.what
         layer = "" if self.layer is None else f"layer {self.layer}"
         first = " of ".join(filter(None, (subject, layer)))
@@ -70,21 +71,21 @@ _name: ContextVar[Name] = ContextVar("name of collectives", default=_NOTHING)
 
 
 def current() -> Name:
-    """Return the name of collectives that start now."""
+    """Return the name of collectives started now."""
     return _name.get()
 
 
 def set_current(name: Name) -> None:
-    """Name what this thread starts from now on, for callers that no block of code encloses."""
+    """Set the name of this thread's collectives from now on, for callers without an enclosing block."""
     _name.set(name)
 
 
 class named:
-    """Context whose collectives carry something.
+    """Context that names the content of its collectives.
 
     Args:
-        what: they carry, in a few words.
-        layer: that they belong to, where the caller knows; otherwise the one that is known already.
+        what: content, in a few words.
+        layer: layer number; default: the one set by an enclosing context.
     """
 
     __slots__ = ("_layer", "_token", "_what")
@@ -102,15 +103,15 @@ class named:
 
 
 def of_half(number: int) -> under:
-    """Return a context whose collectives are of one half of the tokens, 0 or 1."""
+    """Return a context for collectives of one half of the tokens, 0 or 1."""
     return under(replace(_name.get(), half=number))
 
 
 class under:
-    """Context whose collectives have a name that was taken before.
+    """Context that restores a name for its collectives.
 
     Args:
-        name: taken with :func:`current`.
+        name: result of an earlier :func:`current`.
     """
 
     __slots__ = ("_name", "_token")

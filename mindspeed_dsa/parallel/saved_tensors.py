@@ -1,12 +1,12 @@
-"""Marks of saved tensors for whoever moves them: freed storage, and parameters that come back as copies.
+"""Marks on saved tensors, for features that move them: freed storage, and copies of parameters.
 
-*Freed storage.* The bytes of some storages are freed after forward and computed, or gathered, again in
-backward. By the time they would be copied they are gone, and they are written to the same memory again.
+*Freed storage.* Some storages are freed after forward, and recomputed or gathered again in backward. Their
+bytes may be gone before an offloading copy reads them, and they are refilled at the same address anyway.
 
-*Look-alikes.* Whatever hooks return for a saved parameter, autograd makes a new tensor of it. Megatron's
-gradient accumulation fusion keeps attributes on the parameter: the gradient's buffer, and a mark that the
-gradient is in it already, which data parallelism reads. A linear layer's backward therefore asks for the
-parameter itself.
+*Copies of parameters.* For a saved parameter, autograd makes a new tensor from the result of a hook.
+Megatron's gradient accumulation fusion needs the attributes of the parameter itself: the gradient buffer, and
+a flag for data parallelism that the gradient is in it already. So a linear layer's backward looks up the
+parameter.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _freed: WeakSet[Any] = WeakSet()
 
 
 def mark_freed(output: Tensor) -> None:
-    """Record that the memory of ``output`` is going to be freed and filled again."""
+    """Mark the storage of ``output``, which will be freed and refilled."""
     _freed.add(output.untyped_storage())
 
 
 def is_freed(storage: Any) -> bool:
-    """Return whether :func:`mark_freed` has been called for this memory.
+    """Return whether :func:`mark_freed` has marked this storage.
 
     Args:
-        storage: a ``torch.UntypedStorage``.
+        storage: ``torch.UntypedStorage``.
     """
     return storage in _freed
 
 
 def bytes_of(storage: Any) -> Tensor:
-    """Return all bytes of a ``torch.UntypedStorage``, as a uint8 tensor on the same memory."""
+    """Return all bytes of a ``torch.UntypedStorage`` as a uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def mark_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``checkpoint`` of Megatron's ``CheckpointWithoutOutput``."""
+    """Wrap ``CheckpointWithoutOutput.checkpoint``: mark its outputs as freed."""
 
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         outputs = original(self, run_function, *args)
@@ -55,18 +55,19 @@ def mark_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint
 
 
-# -- look-alikes of parameters -----------------------------------------------------------------
+# -- copies of parameters ----------------------------------------------------------------------
 
 _by_address: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
 
 
 def remember_parameter(parameter: Parameter) -> None:
-    """Note a parameter that hooks are about to take from autograd."""
+    """Record a parameter whose saved tensor is about to be replaced by hooks."""
     _by_address[parameter.data_ptr()] = parameter
 
 
 def parameter_of(saved: Tensor) -> Tensor:
-    """Return the parameter that ``saved`` is a look-alike of; ``saved`` itself if it is none."""
+    """Return the parameter that ``saved`` is a copy of, or ``saved`` itself."""
+    # Hooks return a tensor on the parameter's memory, so the address identifies it.
     parameter = _by_address.get(saved.data_ptr())
     if parameter is None or _place(parameter) != _place(saved):
         return saved
@@ -78,7 +79,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def with_own_weight(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``backward`` of Megatron's linear function."""
+    """Wrap the ``backward`` of Megatron's linear function: pass it the saved parameters themselves."""
 
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return original(_WithParameters(ctx) if ctx.gradient_accumulation_fusion else ctx, grad_output)
@@ -87,7 +88,7 @@ def with_own_weight(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WithParameters:
-    """Autograd context whose saved parameters are the parameters themselves."""
+    """Autograd context that returns parameters themselves in place of their copies."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx

@@ -1,7 +1,7 @@
-"""Transfers that run beside other work: results under way, messages along a ring and between all pairs.
+"""Asynchronous transfers: pending results, messages around a ring, and messages between all pairs.
 
-On every rank receives are posted before sends. gloo's sender waits to be told of the receive, and between two
-ranks that word does not overtake what is sent the other way.
+Every rank posts receives before sends. A gloo sender waits for a notice of the receive, and this notice
+queues behind data that the receiver itself sends to the same rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from mindspeed_dsa.parallel.names import named
 
 @dataclass
 class Pending:
-    """A result that collectives are still writing to.
+    """Result that collectives are still writing.
 
-    ``inputs`` are what they read. It may be waited for on another stream than it was started on: memory of
-    the one does not go back to it before the other is that far.
+    May be awaited on another stream than the one that started it. Memory is then not reused on the first
+    stream before the second one has caught up.
+
+    Attributes:
+        result: buffer of the result.
+        works: handles of the collectives.
+        inputs: tensors that the collectives read.
+        stream: stream on which they were started.
     """
 
     result: Tensor
@@ -34,7 +40,7 @@ class Pending:
     stream: Any = field(init=False, default_factory=lambda: platforms.current().current_stream())
 
     def wait(self) -> Tensor:
-        """Return the finished result, for work on the current stream from here on."""
+        """Make the current stream wait for the result and return it."""
         for work in self.works:
             work.wait()
         platform = platforms.current()
@@ -47,32 +53,37 @@ class Pending:
 
 
 def bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
-    """Return ranges of rows that are sent one by one: in order, as large but for one row, never an empty one.
+    """Split rows into contiguous ranges of nearly equal size, none of them empty.
 
     Args:
         rows: number of rows.
-        chunks: number of ranges that are wanted; fewer where there are fewer rows.
+        chunks: number of ranges; fewer are returned if there are fewer rows.
+
+    Returns:
+        ``(start, stop)`` of each range, in order. Sizes differ by at most one row.
     """
+    # 10 rows, 4 chunks: edges 0, 2, 5, 7, 10.
     chunks = max(1, min(chunks, rows))
     edges = [rows * index // chunks for index in range(chunks + 1)]
     return [(edges[index], edges[index + 1]) for index in range(chunks)]
 
 
 def pass_on(tensor: Tensor, group: Any, tag: int = 0, what: str = "") -> Pending:
-    """Start to send a tensor to the next rank and to receive the previous rank's, of the same size.
+    """Start sending a tensor to the next rank and receiving one of the same size from the previous rank.
 
-    Every rank of the group calls it in the same order.
+    Every rank of the group calls this in the same order.
 
     Args:
-        tensor: contiguous; not to be changed before the wait: gloo reads it when the receiver is ready.
+        tensor: contiguous tensor. It must not change before the wait: gloo reads it once the receiver is
+            ready.
         group: process group of at least two ranks.
-        tag: tells transfers apart that are under way together. With two ranks the next one is the previous
-            one too, and gloo, unlike NCCL and HCCL, does not pair messages by their order alone.
-        what: it is, in a few words.
+        tag: tag that separates concurrent transfers. With two ranks, next and previous rank are the same,
+            and gloo, unlike NCCL and HCCL, does not match messages by order alone.
+        what: content of the message, for its name.
 
     Returns:
-        What the previous rank has sent, pending; it keeps ``tensor`` until then.
-        :func:`buffer_pool.give_back` takes it.
+        Pending tensor from the previous rank, from the pool: return it with :func:`buffer_pool.give_back`.
+        It keeps ``tensor`` alive until the wait.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = buffer_pool.take(tensor)
@@ -89,34 +100,36 @@ def pass_on(tensor: Tensor, group: Any, tag: int = 0, what: str = "") -> Pending
 
 _FIRST_TAG, _TAGS = 1 << 10, 1 << 20
 _messages: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""How many each group has sent: several exchanges are under way at once, and gloo pairs messages by tag."""
+"""Number of messages sent per group. gloo matches messages by tag, and several exchanges may be in flight."""
 
 
 def exchange_pairs(
     sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], group: ProcessGroup
 ) -> list[Any]:
-    """Start to exchange messages between all pairs of ranks, straight from and to the given tensors.
+    """Start exchanging messages between all pairs of ranks, directly from and to the given tensors.
 
-    gloo's all-gather into a list goes through a buffer of its own that is as large as all of it. On devices
-    collectives are the better choice. Every rank of the group calls this in the same order.
+    Every rank of the group calls this in the same order. Intended for gloo, whose all-gather into a list
+    copies through an internal buffer of the total size. On devices, collectives are the better choice.
 
     Args:
-        sends: for each rank what it gets, contiguous; this one's own entry is not read. Not to be changed
+        sends: contiguous tensors for each rank; this rank's own entry is ignored. They must not change
             before the wait.
-        receives: for each rank where what it sends is written to, contiguous, as many and as large.
+        receives: contiguous buffers for the tensors of each rank, the same numbers and sizes as sent.
         group: process group.
 
     Returns:
-        What to wait for.
+        Handles to wait for.
     """
     rank, ranks = group.rank(), group.size()
     first, most = _messages.get(group, 0), max(len(tensors) for tensors in sends)
     _messages[group] = first + most
+    # Receives first, see above. In step s a rank receives from rank - s and sends to rank + s.
     incoming = [(dist.irecv, (rank - step) % ranks, receives) for step in range(1, ranks)]
     outgoing = [(dist.isend, (rank + step) % ranks, sends) for step in range(1, ranks)]
     operations = []
     for function, peer, tensors in (*incoming, *outgoing):
         for number, tensor in enumerate(tensors[peer]):
+            # Tags from 1024 on, to keep clear of pass_on.
             tag = _FIRST_TAG + (first + number) % _TAGS
             operations.append(dist.P2POp(function, tensor, dist.get_global_rank(group, peer), group, tag))
     works: list[Any] = dist.batch_isend_irecv(operations)

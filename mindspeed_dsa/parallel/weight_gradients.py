@@ -1,21 +1,21 @@
-"""Gradients of linear layers' weights: into ``main_grad`` where Megatron accumulates, and at another time.
+"""Weight gradients of linear layers: accumulated into ``main_grad``, or computed at another time.
 
-:class:`WeightGradient` computes one, in one piece or in several.
+:class:`WeightGradient` computes one gradient, in one or several pieces.
 
-A *deferred* gradient is computed at another place in backward than where its operands become known. It is a
-node of the graph between a weight and the functions that use it. Autograd runs ready nodes in the reverse
-order of their creation, so the place where it is created in forward decides when the gradient is computed in
-backward: between the start and the wait of a transfer, it is computed under the reverse transfer. The
-weight's ``AccumulateGrad``, and with it every hook of data parallelism, runs after it, as often as without.
+A *deferred* gradient is computed later in backward than its operands become known. It is a node of the graph
+between a weight and the functions that use it. Autograd runs ready nodes in the reverse order of their
+creation, so the place of creation in forward determines the time in backward. Created between the start and
+the wait of a transfer, it runs under the reverse transfer. The weight's ``AccumulateGrad``, with all hooks of
+data parallelism, runs after it, as often as without deferral.
 
-A function takes part in three steps::
+A function supports deferral in three steps::
 
-    deferred = deferred_gradient_of(weight)                     # in forward: None where nobody defers it
-    output = Function.apply(rows, deferred.edge, deferred)      # the edge stands for the weight in the graph
+    deferred = deferred_gradient_of(weight)                     # in forward: None if it is not deferred
+    output = Function.apply(rows, deferred.edge, deferred)      # the edge replaces the weight in the graph
     return grad_rows, deferred.defer(gradient), None            # in its backward, for the edge
 
-Megatron's own linear layers do so through :func:`defer_in_linear`. A :class:`QueuedGradient` waits even
-longer, until backward is done.
+:func:`defer_in_linear` does this for Megatron's own linear layers. A :class:`QueuedGradient` waits even
+longer, beyond the end of backward.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from mindspeed_dsa.patches.compose import depends_on
 
 
 class WeightGradient:
-    """Gradient of a linear layer's weight, summed over the rows that :meth:`add` is given.
+    """Gradient of a linear layer's weight, summed over the rows passed to :meth:`add`.
 
     Args:
-        weight: ``[out, in]``, the parameter.
-        rows: ``[rows, in]``, contiguous: the layer's input as it was saved for backward.
-        main_grad: ``[out, in]``, where gradients accumulate, or ``None``.
-        fusion: Megatron's ``gradient_accumulation_fusion``: the product is added to ``main_grad`` directly.
-        megatron: whose fused kernels add it.
+        weight: parameter, ``[out, in]``.
+        rows: layer's input as saved for backward, ``[rows, in]``, contiguous.
+        main_grad: gradient buffer, ``[out, in]``, or ``None``.
+        fusion: Megatron's ``gradient_accumulation_fusion``: kernels add the product to ``main_grad``.
+        megatron: accessor of Megatron's modules, for the fused kernels.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class WeightGradient:
     ) -> None:
         self._weight, self.rows, self._fusion = weight, rows, fusion
         if fusion and main_grad is not None:
-            # A weight that several layers share may have lost it since the forward.
+            # A weight shared by several layers may have lost its main_grad since the forward.
             self._weight.main_grad = main_grad  # type: ignore[attr-defined]
         self._sum: Tensor | None = None
         self._megatron = megatron
 
     @property
     def in_pieces(self) -> bool:
-        """Return whether several calls of :meth:`add` are as accurate as one: sums have 32 bits or more."""
+        """Whether several calls of :meth:`add` are as accurate as one: sums have at least 32 bits."""
         target: Tensor = self._weight.main_grad if self._fusion else self._weight  # type: ignore[attr-defined]
         return target.dtype in (torch.float32, torch.float64)
 
@@ -69,8 +69,8 @@ class WeightGradient:
         """Add ``grad_output.T @ rows``.
 
         Args:
-            grad_output: ``[rows, out]``, contiguous.
-            rows: ``[rows, in]``, contiguous.
+            grad_output: gradient of the output, ``[rows, out]``, contiguous.
+            rows: input, ``[rows, in]``, contiguous.
         """
         if self._fusion:
             self._add_to_main_grad(grad_output, rows)
@@ -93,21 +93,21 @@ class WeightGradient:
             )
 
     def result(self, dtype: torch.dtype) -> Tensor | None:
-        """Return what backward gives to the weight: the sum, or with fusion :func:`placeholder`."""
+        """Return the value that backward returns for the weight: the sum, or with fusion a placeholder."""
         if not self._fusion:
             return self._sum
         return placeholder(self._weight, dtype, self._megatron)
 
 
 def placeholder(weight: Any, dtype: torch.dtype, megatron: Megatron) -> Tensor | None:
-    """Return what backward gives to a weight whose gradient is in ``main_grad`` already.
+    """Return the value that backward returns for a weight whose gradient is already in ``main_grad``.
 
-    A tensor, so that hooks run, where Megatron's DDP asks for it (``grad_added_to_main_grad``); else nothing.
+    With Megatron's DDP (``grad_added_to_main_grad``) this is a tensor, so that hooks run; otherwise ``None``.
 
     Args:
-        weight: the parameter; it is marked.
-        dtype: of the placeholder.
-        megatron: whose shared placeholder it may be.
+        weight: parameter; its ``grad_added_to_main_grad`` is set.
+        dtype: dtype of the placeholder.
+        megatron: accessor of Megatron's modules; releases with ``get_dummy_wgrad`` share one placeholder.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -125,16 +125,16 @@ def placeholder(weight: Any, dtype: torch.dtype, megatron: Megatron) -> Tensor |
 # -- deferred gradients ------------------------------------------------------------------------
 
 Gradient = Callable[[], "Tensor | None"]
-"""Computes what goes to the weight: its gradient, or a placeholder (or ``None``) if ``main_grad`` has it."""
+"""Function that returns the weight's gradient, or a placeholder or ``None`` if it added to ``main_grad``."""
 
 
 class DeferredGradient:
-    """One weight's gradient in one forward and backward.
+    """Gradient of one weight in one forward and backward.
 
     Attributes:
-        weight: the parameter, of any shape.
-        taken: whether a function has asked for it.
-        edge: ``[0]``; a function that takes it depends on the weight.
+        weight: parameter of any shape.
+        taken: whether a function has requested the deferral.
+        edge: substitute for the weight in the graph, ``[0]``.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -144,25 +144,25 @@ class DeferredGradient:
         self.edge: Tensor = _Deferral.apply(weight, self._gradients)
 
     def defer(self, gradient: Gradient, operands: Iterable[Tensor] = ()) -> Tensor:
-        """Leave the gradient's computation here; several are added up.
+        """Defer the computation of a gradient. Several gradients of the weight are summed.
 
         Args:
-            gradient: computes it.
-            operands: what it keeps until then.
+            gradient: function that computes it.
+            operands: tensors that ``gradient`` keeps alive.
 
         Returns:
-            ``[0]``, what the caller's backward returns for :attr:`edge`.
+            Gradient for :attr:`edge`, ``[0]``, for the caller's backward to return.
         """
         self._gradients.append(gradient)
         return self.weight.new_empty(0)
 
     def is_in(self, queue: MutableSequence[Queued] | None) -> bool:
-        """Return whether the gradient is left in that queue."""
+        """Return whether the gradient is left in ``queue``."""
         return False
 
 
 class Queued(NamedTuple):
-    """A gradient that backward has left uncomputed."""
+    """Gradient that backward has left uncomputed."""
 
     weight: Tensor
     gradient: Gradient
@@ -170,25 +170,26 @@ class Queued(NamedTuple):
 
 
 class QueuedGradient(DeferredGradient):
-    """A deferred gradient that adds no autograd node, so that backward does not reach the weight.
+    """Deferred gradient without an autograd node, so that backward does not reach the weight.
 
     Args:
-        weight: the parameter.
-        queue: gets the gradient; whoever has it computes that, and gives it to the weight.
+        weight: parameter.
+        queue: queue that receives the gradient. Its owner computes it and passes it to the weight.
     """
 
     def __init__(self, weight: Tensor, queue: MutableSequence[Queued]) -> None:
         self.weight, self.taken = weight, False
+        # A leaf: backward of the function runs, but nothing is accumulated into the weight.
         self.edge = weight.new_empty(0).requires_grad_()
         self._queue = queue
 
     def defer(self, gradient: Gradient, operands: Iterable[Tensor] = ()) -> Tensor:
-        """Leave it in the queue."""
+        """Append the gradient to the queue."""
         self._queue.append(Queued(self.weight, gradient, tuple(operands)))
         return self.weight.new_empty(0)
 
     def is_in(self, queue: MutableSequence[Queued] | None) -> bool:
-        """Return whether it is this one."""
+        """Return whether the gradient goes to ``queue``."""
         return self._queue is queue
 
 
@@ -203,8 +204,8 @@ class _Deferral(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, None]:
         total: Tensor | None = None
         while ctx.gradients:
-            gradient = ctx.gradients.pop(0)()  # each lets go of its operands as soon as it is done
-            if gradient is not None:  # else main_grad has it
+            gradient = ctx.gradients.pop(0)()  # its operands are released right after
+            if gradient is not None:  # None: it is in main_grad
                 total = gradient if total is None else total + gradient
         return total, None
 
@@ -217,13 +218,13 @@ _deferred: ContextVar[Mapping[int, DeferredGradient]] = ContextVar("deferred gra
 def defer_gradients(
     weights: Iterable[Tensor], make: Callable[[Tensor], DeferredGradient] = DeferredGradient
 ) -> Iterator[Collection[DeferredGradient]]:
-    """Defer the gradients of the weights that learn, for functions that are called in the block.
+    """Defer the gradients of trained weights, for functions called in the block.
 
-    A weight that none of them asks for takes its gradient as ever.
+    A weight whose deferral is not requested gets its gradient as usual.
 
     Args:
         weights: parameters.
-        make: makes one.
+        make: constructor of a deferred gradient from its weight.
     """
     learning = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
     made = {id(weight): make(weight) for weight in learning}
@@ -239,11 +240,11 @@ _queue: ContextVar[MutableSequence[Queued] | None] = ContextVar("queue of gradie
 
 @contextlib.contextmanager
 def queue_gradients(weights: Iterable[Tensor], queue: MutableSequence[Queued]) -> Iterator[None]:
-    """Have functions that are called in the block leave their weights' gradients in a queue.
+    """Queue the weight gradients of functions called in the block.
 
     Args:
-        weights: parameters; others come in by :func:`also_queued`.
-        queue: gets the gradients as backward reaches them.
+        weights: parameters; :func:`also_queued` adds others.
+        queue: queue that receives the gradients as backward reaches them.
     """
     token = _queue.set(queue)
     try:
@@ -254,7 +255,7 @@ def queue_gradients(weights: Iterable[Tensor], queue: MutableSequence[Queued]) -
 
 
 def also_queued(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Queue the gradients of more weights, where any are queued; for what a module's call brings forth."""
+    """Queue the gradients of more weights if any are queued, e.g. of weights created by a module's call."""
     queue = _queue.get()
     if queue is None:
         return contextlib.nullcontext()
@@ -262,14 +263,14 @@ def also_queued(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
 
 
 def are_queued() -> bool:
-    """Return whether functions that are called now leave gradients in a queue."""
+    """Return whether functions called now queue their weight gradients."""
     return _queue.get() is not None
 
 
 def queueing_of_now() -> Callable[[], AbstractContextManager[None]]:
-    """Return what has functions leave gradients in the queue of now, or in none; for what is run again later.
+    """Return a context factory that restores the present queue, or no queue, for recomputation later.
 
-    At that time another forward's queue may be in use.
+    At that time another forward's queue may be active.
     """
     queue = _queue.get()
     if queue is None:
@@ -293,7 +294,7 @@ def _nothing_queued() -> Iterator[None]:
 
 
 def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, whose calls leave gradients where they do now; for what is run again later."""
+    """Wrap a function that runs again later: its calls use the queue that is active now."""
     as_now = queueing_of_now()
 
     def queueing(*args: Any, **kwargs: Any) -> Any:
@@ -304,7 +305,7 @@ def queued_as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
-    """Return where the caller is going to leave this weight's gradient; ``None`` where nobody defers it."""
+    """Return the deferred gradient that the caller must use for this weight, or ``None`` for none."""
     deferred = _deferred.get().get(id(weight))
     if deferred is not None:
         deferred.taken = True
@@ -312,7 +313,7 @@ def deferred_gradient_of(weight: Tensor) -> DeferredGradient | None:
 
 
 def is_deferred(weight: Tensor) -> bool:
-    """Return whether :func:`deferred_gradient_of` would find one; asking takes nothing."""
+    """Return whether :func:`deferred_gradient_of` would return one, without requesting it."""
     return id(weight) in _deferred.get()
 
 
@@ -321,11 +322,11 @@ def is_deferred(weight: Tensor) -> bool:
 
 @depends_on(attrgetter("megatron"))
 def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
-    """Decorate ``linear_with_grad_accumulation_and_async_allreduce``.
+    """Wrap ``linear_with_grad_accumulation_and_async_allreduce``: defer weight gradients where requested.
 
-    Layers that defer the gradient themselves, or compute in another dtype, are Megatron's own affair: their
-    weights take their gradients as ever. So do layers that communicate, unless gradients are queued. Several
-    features claim this row; the engine applies it once.
+    Megatron's own code handles layers that defer gradients themselves or compute in another dtype. It also
+    handles layers with communication, unless gradients are queued. Several features list this patch; the
+    engine applies it once.
     """
 
     def linear(
@@ -366,13 +367,13 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
 
 
 class TensorRanks:
-    """Exchanges between the tensor parallel ranks of a layer, by Megatron's own functions.
+    """Communication of a layer with the other tensor parallel ranks, through Megatron's functions.
 
     Args:
-        megatron: whose functions they are.
-        group: of the ranks; ``None``: Megatron's tensor parallel group.
-        sums: gradients of inputs are partial sums, as in a layer that is split by columns.
-        gathers: inputs are parts of the sequence, under sequence parallelism.
+        megatron: accessor of Megatron's modules.
+        group: process group; ``None`` for Megatron's tensor parallel group.
+        sums: whether input gradients are partial sums, as in a column parallel layer.
+        gathers: whether inputs are parts of the sequence, as under sequence parallelism.
     """
 
     def __init__(self, megatron: Megatron, group: Any, sums: bool, gathers: bool) -> None:
@@ -382,14 +383,14 @@ class TensorRanks:
             self._group = group or megatron("core.parallel_state").get_tensor_model_parallel_group()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the whole sequence's rows of ``[rows, ..., in]``."""
+        """Return the whole sequence's rows, from this rank's ``[rows, ..., in]``."""
         if not self._gathers or self._mappings is None:
             return rows
         whole: Tensor = self._mappings._gather_along_first_dim(rows, self._group)
         return whole
 
     def reduce(self, grad_rows: Tensor) -> Tensor:
-        """Return the sum over the ranks, of this rank's part where inputs are such."""
+        """Return the input gradient summed over the ranks; with sequence parallelism, this rank's part."""
         if self._mappings is None:
             return grad_rows
         if self._gathers:
@@ -418,18 +419,18 @@ def linear_later(
     fusion: bool = False,
     ranks: TensorRanks | None = None,
 ) -> Tensor:
-    """Return ``rows @ weight.T + bias``, the weight's gradient deferred.
+    """Return ``rows @ weight.T + bias`` with the weight gradient deferred.
 
-    Its operands stay until it is computed: ``rows``, which backward needs anyway, and the gradient of the
-    output. Under sequence parallelism that is this rank's part of the rows, gathered again.
+    Its operands are kept until it is computed: ``rows``, which are saved for backward anyway, and the
+    output's gradient. Under sequence parallelism only this rank's rows are kept, and gathered again.
 
     Args:
-        rows: ``[..., in]``.
-        bias: ``[out]``.
-        deferred: of the weight, ``[out, in]``.
-        megatron: whose conventions for gradients hold.
+        rows: input, ``[..., in]``.
+        bias: bias, ``[out]``, or ``None``.
+        deferred: deferred gradient of the weight ``[out, in]``.
+        megatron: accessor of Megatron's modules, for its gradient conventions.
         fusion: Megatron's ``gradient_accumulation_fusion``.
-        ranks: those that share the layer.
+        ranks: communication with the ranks that share the layer; default: none.
     """
     ranks = ranks or TensorRanks(megatron, None, False, False)
     output: Tensor = _Linear.apply(rows, deferred.edge, bias, deferred, fusion, megatron, ranks)
