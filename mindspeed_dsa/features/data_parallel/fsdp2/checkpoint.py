@@ -1,9 +1,8 @@
-"""Checkpoints with the keys and shapes that they have without FSDP2.
+"""Checkpoints with the same keys and shapes as without FSDP2.
 
-FSDP2's optimizers also read and write the distributed optimizer's format ``fully_reshardable``. Moments have
-the same keys and shapes in it as elsewhere. Master weights have another key, and those of float32 weights,
-which are the weights, are there as well. Steps are counted in parameter groups, where other optimizers have
-one count beside the moments.
+FSDP2's optimizers also read and write the distributed optimizer's format ``fully_reshardable``. It differs
+from their own format in two points. Master weights have another key, and float32 weights, which are their own
+masters, are stored too. The step count is in the param groups, and not next to the moments.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _WHOLE = "_mindspeed_dsa_whole"
 
 
 def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate Megatron's functions that say where a tensor lies in a checkpoint."""
+    """Decorate Megatron's functions that describe a tensor's place in a checkpoint, to accept shards."""
 
     def make(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tensor, DTensor):
             return original(tensor, *args, **kwargs)
-        # The piece taken for the whole of what this tensor parallel rank has.
+        # Describe the shard as if it were all of this tensor parallel rank's part, then cut that.
         whole = original(local_of(tensor), *args, **kwargs)
         cut = cut_of(tensor)
         placed = _marked(_cut(whole, cut), cut)
@@ -41,7 +40,7 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(whole: Any, cut: Cut) -> Any:
-    """Place one of ``cut.pieces`` pieces, where ``whole`` places what is not cut."""
+    """Return the description of this rank's piece; ``whole`` describes a piece as if it were uncut."""
     axis = cut.dim + whole.prepend_axis_num
     rows = whole.local_shape[cut.dim]
 
@@ -58,10 +57,9 @@ def _cut(whole: Any, cut: Cut) -> Any:
 
 
 def place_gated_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``apply_swiglu_sharded_factory``, which splits stacked gate and up projections.
-
-    Ranks of tensor parallelism have ``[gate, up]`` each, and a checkpoint has all gates before all ups.
-    """
+    """Decorate ``apply_swiglu_sharded_factory``, which splits stacked gate and up projections."""
+    # Each tensor parallel rank stacks [gate, up], but a checkpoint has all gates before all ups.
+    # With 2 ranks: [g0, u0], [g1, u1] -> g0, g1, u0, u1.
 
     def apply(original_sh_ten: Any, sharded_offsets: Any, *args: Any, **kwargs: Any) -> Any:
         cut: Cut | None = getattr(original_sh_ten, _CUT, None)
@@ -86,8 +84,9 @@ def _marked(placed: Any, cut: Cut) -> Any:
 
 
 def _gate_or_up(placed: Any, cut: Cut) -> Any:
-    """Place a piece of rows that all belong to one of the two; the number of pieces is even."""
+    """Describe a shard of rows that is inside one half; the number of pieces is even."""
     axis, rows, half = placed.prepend_axis_num, placed.local_shape[0], cut.pieces // 2
+    # Pieces 0 to half - 1 of a tensor parallel rank are gate, the others are up.
     tensor_rank = placed.global_offset[axis] // rows // cut.pieces
     is_up, piece = divmod(cut.index, half)
     position = is_up * (placed.axis_fragmentations[axis] // 2) + tensor_rank * half + piece
@@ -96,21 +95,21 @@ def _gate_or_up(placed: Any, cut: Cut) -> Any:
 
 
 def place_expert_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``SequentialMLP.sharded_state_dict``, which takes expert data parallel ranks for replicas."""
+    """Decorate ``SequentialMLP.sharded_state_dict``, which treats expert data parallel ranks as replicas."""
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
-        for each in state.values():
-            cut: Cut | None = getattr(each, _CUT, None)
+        for placed in state.values():
+            cut: Cut | None = getattr(placed, _CUT, None)
             if cut is not None:
-                each.replica_id = (*each.replica_id[:-1], cut.replica)
+                placed.replica_id = (*placed.replica_id[:-1], cut.replica)
         return state
 
     return sharded_state_dict
 
 
 def load_everything(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint``, which is told to pass over model and optimizer."""
+    """Decorate ``load_checkpoint`` to load model and optimizer, which Megatron skips for FSDP2."""
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("skip_load_to_model_and_opt", None)
@@ -120,7 +119,7 @@ def load_everything(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the wrapper's ``load_state_dict``, which would leave everything as it is."""
+    """Decorate the wrapper's ``load_state_dict``, which is a no-op in Megatron."""
 
     def load_state_dict(self: Any, state_dict: Any, strict: bool = True) -> Any:
         parameters = self.module.state_dict(keep_vars=True)
@@ -131,7 +130,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_state_dict`` of optimizers whose parameters may be shards."""
+    """Decorate ``load_state_dict`` of optimizers to turn loaded tensors into shards."""
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         inner = with_common_step(self.optimizer, state_dict.get("optimizer", state_dict))
@@ -139,9 +138,11 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         state = {}
         for key, values in inner["state"].items():
             if isinstance(key, int):
-                # Moments that are kept elsewhere are plain tensors there.
+                # Relocated moments are plain tensors, so the state there has priority over the parameter.
                 there = self.optimizer.state.get(parameters[key], {})
-                values = {name: like(each, there.get(name, parameters[key])) for name, each in values.items()}
+                values = {
+                    name: like(value, there.get(name, parameters[key])) for name, value in values.items()
+                }
             state[key] = values
         mains = "fp32_from_fp16_params"
         if LOADED in state_dict:
@@ -165,13 +166,13 @@ _TYPE = "distrib_optim_sharding_type"
 _FORMAT = "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
 LOADED = "masters"
-"""Key of master weights while they are loaded: DDP's rank 0 may have written that there are none."""
+"""Key of master weights while loading, because rank 0 of stock DDP may have saved that there are none."""
 _COPIES = "weights"
 _KEY, _KEY_THERE = "optimizer.state.fp32_param.", "optimizer.state.param."
 
 
 def say_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``_build_sharded_state_dict_metadata``: what a checkpoint says of its contents."""
+    """Decorate ``_build_sharded_state_dict_metadata`` to set the optimizer format of the checkpoint."""
 
     def _build_sharded_state_dict_metadata(args: Any, *rest: Any, **kwargs: Any) -> Any:
         metadata = original(args, *rest, **kwargs)
@@ -185,7 +186,7 @@ def say_format(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``sharded_state_dict`` of the optimizers that FSDP2 works with."""
+    """Decorate ``sharded_state_dict`` of FSDP2's optimizers to support ``fully_reshardable``."""
 
     def sharded_state_dict(
         self: Any,
@@ -201,17 +202,17 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
             _count_for_all(self.optimizer, state.get("optimizer", state))
         if format_ is not None:
             if _MASTERS in state:
-                for master in (each for group in state[_MASTERS] for each in group):
+                for master in (main for group in state[_MASTERS] for main in group):
                     master.key = master.key.replace(_KEY, _KEY_THERE, 1)
             else:
                 state = {"optimizer": state}
-                if not is_loading:  # they are the model's
+                if not is_loading:  # float32 masters are the model's weights, which load with the model
                     state[_COPIES] = _copies(self, model_sharded_state_dict, context.megatron)
             state["param_state_sharding_type"] = format_
             _count_in_groups(self.optimizer, state["optimizer"])
         if _MASTERS in state:
             masters = state.pop(_MASTERS)
-            # Rank 0 would write that there are none, and ranks that have some could not read theirs.
+            # Rank 0 would save that there are none, and ranks with master weights could not read theirs.
             not_saved = context.megatron("core.dist_checkpointing.mapping").LocalNonpersistentObject
             state[LOADED if is_loading else _MASTERS] = masters if any(masters) else not_saved(masters)
         return state
@@ -220,7 +221,7 @@ def in_its_format(original: Callable[..., Any], context: Context[Any]) -> Callab
 
 
 def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
-    """Give every rank the count: rank 0 alone writes it, also where its stage has no experts to count."""
+    """Give every rank the step count, because only rank 0 saves it and its stage may have no experts."""
     if not _counts_beside_moments(optimizer):
         return
     counts: list[Any] = [None] * dist.get_world_size()
@@ -231,7 +232,7 @@ def _count_for_all(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _check(format_: str) -> None:
-    """Refuse what cannot be read, before anything is."""
+    """Raise for a format that cannot be read, before anything is loaded."""
     if format_ != _FORMAT:
         raise SettingsError(
             f"fsdp2: this checkpoint has the distributed optimizer's state as {format_}, pieces of buffers "
@@ -241,7 +242,7 @@ def _check(format_: str) -> None:
 
 
 def _copies(optimizer: Any, model_sharded_state_dict: Any, megatron: Megatron) -> dict[int, Any]:
-    """Return where float32 weights lie as masters, by their numbers in the optimizer."""
+    """Return a dict from parameter index to its place as a master weight, for float32 weights."""
     checkpoints = megatron("core.dist_checkpointing.optimizer")
     places = checkpoints.get_param_id_to_sharded_param_map(
         model_sharded_state_dict, optimizer.get_parameters()
@@ -257,22 +258,20 @@ def _count_in_groups(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``ChainedOptimizer.load_state_dict``: rank 0 may have had no experts' steps to count.
-
-    All optimizers of a chain have done the same number. Fused ones count in their groups, and without a count
-    would begin anew.
-    """
+    """Decorate ``ChainedOptimizer.load_state_dict`` to give all optimizers of the chain the step count."""
+    # Rank 0 may have had no experts, and so saved no count for their optimizer. Optimizers of a chain make
+    # the same number of steps. Fused ones count in param groups, and would restart at 0 without a count.
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         parts = self.chained_optimizers
         states = [state_dict] if len(parts) == 1 else [state_dict[index] for index in range(len(parts))]
-        inner = [each.get("optimizer", each) for each in states]
-        entries = [each.get("state", {}) for each in inner]
-        count = next((each["common_step"] for each in entries if "common_step" in each), None)
-        for part, each in zip(parts, entries, strict=True):
+        inner = [saved.get("optimizer", saved) for saved in states]
+        entries = [saved.get("state", {}) for saved in inner]
+        count = next((entry["common_step"] for entry in entries if "common_step" in entry), None)
+        for part, entry in zip(parts, entries, strict=True):
             if count is not None and _counts_beside_moments(part.optimizer):
-                each.setdefault("common_step", count)
-        groups = [group for each in inner for group in each.get("param_groups", ())]
+                entry.setdefault("common_step", count)
+        groups = [group for saved in inner for group in saved.get("param_groups", ())]
         steps = next((group["step"] for group in groups if group.get("step") is not None), None)
         for group in groups if steps is not None else ():
             if group.get("step") is None:
@@ -283,11 +282,11 @@ def count_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return state of torch's optimizer, as loaded, with the count of steps where Megatron looks for it.
+    """Return a loaded state of torch's optimizer with the step count moved to Megatron's ``common_step``.
 
     Args:
-        optimizer: torch's.
-        state: ``state`` and ``param_groups``.
+        optimizer: torch's optimizer.
+        state: dict with ``state`` and ``param_groups``.
     """
     if not _counts_beside_moments(optimizer):
         return state
@@ -300,5 +299,5 @@ def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts_beside_moments(optimizer: Any) -> bool:
-    """Return whether it is torch's own Adam; others count in their groups themselves."""
+    """Return whether this is torch's Adam; fused optimizers count steps in their param groups."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

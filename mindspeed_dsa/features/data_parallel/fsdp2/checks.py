@@ -1,8 +1,9 @@
-"""Checks of FSDP2's private classes, which the code here builds on: made before it trains.
+"""Checks of FSDP2's private classes, on which this feature is built.
 
-A method that torch renames is overridden no more, and nobody says so: a backward of pairs would end with its
-first graph. So is an attribute that is set and no longer read: sums would be rounded to the weights' type. So
-names and parameters are compared when a model is converted, and gradients once, after their first backward.
+If torch renamed a method, our override would silently stop working: a backward of pairs would end with its
+first graph. If torch stopped reading an attribute that we set, gradient sums would be rounded to the weights'
+dtype. So names and signatures are compared when a model is wrapped, and gradients are checked once, after the
+first backward.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ _ADVICE = "use a torch release that docs/design/compatibility.md lists as tried,
 
 
 def require_overrides(subclass: type) -> None:
-    """Compare every method of a subclass with the one of its base that it takes the place of.
-
-    Class methods are the subclass's own.
+    """Check that every method of a subclass overrides a method of its base with the same parameters.
 
     Raises:
-        SettingsError: the base has no such method, or one with other parameters.
+        SettingsError: the base lacks a method, or its parameters differ.
     """
+    # Class methods are not FunctionType in `vars`: they belong to the subclass only.
     (base,) = subclass.__bases__
     for name, ours in vars(subclass).items():
         if isinstance(ours, FunctionType):
@@ -40,17 +40,17 @@ def require_overrides(subclass: type) -> None:
 
 
 def _parameters(function: Any) -> list[tuple[str, Any]]:
-    return [(each.name, each.kind) for each in inspect.signature(function).parameters.values()]
+    return [(param.name, param.kind) for param in inspect.signature(function).parameters.values()]
 
 
 def require_names(owner: Any, names: Iterable[str]) -> None:
-    """Find attributes that are set here and read by torch, which would take no notice of a wrong one.
+    """Check that attributes which we set exist in torch's class, as torch would ignore a wrong name.
 
     Raises:
-        SettingsError: it has none of a name, nor does its class declare it.
+        SettingsError: an attribute neither exists on the object nor is declared by its class.
     """
     kind = owner if isinstance(owner, type) else type(owner)
-    declared = {name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())}
+    declared = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
     for name in names:
         if not hasattr(owner, name) and name not in declared:
             raise _changed(kind, f"has no attribute {name}")
@@ -66,24 +66,24 @@ def _changed(owner: type, what: str) -> SettingsError:
 def require_reduced(
     groups: Iterable[Any], parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
-    """Look at what a backward has left.
+    """Check that the gradients after a backward are reduced and have the dtype of sums.
 
     Args:
-        groups: ``FSDPParamGroup`` of a model.
-        parameters: of the model, by name.
-        dtype: of sums of gradients.
+        groups: ``FSDPParamGroup`` objects of a model.
+        parameters: pairs of name and parameter of the model.
+        dtype: dtype of gradient sums.
 
     Raises:
-        SettingsError: a gradient is of another type, or has not been reduced.
+        SettingsError: a gradient has another dtype, or was not reduced.
     """
-    found = f"fsdp2: after a backward with torch {torch.__version__}"
+    after = f"fsdp2: after a backward with torch {torch.__version__}"
     for group in groups:
-        for each in group.fsdp_params:
-            if each.unsharded_accumulated_grad is not None or (
-                hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None
+        for param in group.fsdp_params:
+            if param.unsharded_accumulated_grad is not None or (
+                hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
             ):
-                raise SettingsError(f"{found} a gradient has not been summed over ranks; {_ADVICE}")
+                raise SettingsError(f"{after} a gradient has not been summed over ranks; {_ADVICE}")
     for name, parameter in parameters:
         kind = dtype if parameter.grad is None else local_of(parameter.grad).dtype
         if kind != dtype:
-            raise SettingsError(f"{found} the gradient of {name} is {kind}, and sums are {dtype}; {_ADVICE}")
+            raise SettingsError(f"{after} the gradient of {name} is {kind}, and sums are {dtype}; {_ADVICE}")

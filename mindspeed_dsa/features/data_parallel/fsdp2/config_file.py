@@ -1,4 +1,4 @@
-"""The file of ``--fsdp2-config-path``, in MindSpeed's format and with its keys.
+"""Parser for the file of ``--fsdp2-config-path``, in MindSpeed's format with its keys.
 
 Imports neither torch nor Megatron.
 """
@@ -46,10 +46,10 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Fields of ``Options`` that the file sets.
+    """Read the fields of ``Options`` that the file sets.
 
     Raises:
-        SettingsError: it cannot be read, or asks for what is not served; lists everything.
+        SettingsError: the file cannot be read, or has unsupported keys or values; the message lists all.
     """
     content = _load(path)
     if problems := list(_problems(content)):

@@ -1,8 +1,8 @@
-"""Weights out of the buffer that FSDP2 gathers into, each in one pass.
+"""Copy of gathered weights out of FSDP2's all-gather buffer in one pass.
 
-FSDP2 splits the buffer, and copies once more what was not cut on its first dimension, which reads and writes
-all of the weight again. The patched function is asked for while torch is still importing FSDP2, so this file
-imports none of the modules that import that function.
+FSDP2 splits the buffer and then copies weights that are not sharded on dimension 0 once more, which reads and
+writes the whole weight again. torch imports the patched function while FSDP2 is still being imported, so this
+module must not import modules that import that function.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ _Function = Callable[..., Any]
 
 
 def _place(gathered: Tensor, parameters: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Fill the memory of gathered weights.
+    """Copy gathered pieces into the memory of the weights.
 
     Args:
-        gathered: ``[ranks, n]``: of each rank all pieces, one after the other.
-        parameters: ``FSDPParam``, in that order, whose memory is there.
-        sizes: of a piece of each, in elements.
+        gathered: ``[ranks, n]``, each rank's pieces one after the other.
+        parameters: ``FSDPParam`` objects in the same order, with allocated memory.
+        sizes: number of elements of one piece of each parameter.
     """
-    wholes = [each.all_gather_outputs[0] for each in parameters]
+    wholes = [param.all_gather_outputs[0] for param in parameters]
     first, targets, pieces = 0, [], []
-    # Autograd has saved these tensors; recomputation fills them with the values that they had.
+    # Autograd saved these tensors, and recompute refills them with the same values: keep their versions.
     counted = tuple(whole for whole in wholes if not whole.is_inference())
     with torch.no_grad(), _unsafe_preserve_version_counter(counted):
-        for each, flat, size in zip(parameters, wholes, sizes, strict=True):
-            whole, end = flat.view(each._orig_size), first + size
-            targets.append(_by_rank(whole, each.fsdp_placement.dim, gathered.size(0)))
+        for param, flat, size in zip(parameters, wholes, sizes, strict=True):
+            whole, end = flat.view(param._orig_size), first + size
+            targets.append(_by_rank(whole, param.fsdp_placement.dim, gathered.size(0)))
             pieces.append(gathered[:, first:end].view(targets[-1].shape))
             first = end
         torch._foreach_copy_(targets, pieces)
 
 
 def _by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """View a tensor that is cut on ``dim`` as ``[ranks, *piece]``, by the rank that has each piece."""
+    """Return a view ``[ranks, *piece]`` of a tensor that is sharded on ``dim``."""
+    # [6, 4] on dim 1 over 2 ranks: unflatten to [6, 2, 2], move to [2, 6, 2].
     pieces: Tensor = whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     return pieces
 
 
 def in_one_pass(original: _Function) -> _Function:
-    """Decorate ``foreach_all_gather_copy_out``, which splits only, and leaves the rest to further copies."""
+    """Decorate ``foreach_all_gather_copy_out`` to fill the weights directly."""
 
     def foreach_all_gather_copy_out(all_gather_result: Any, fsdp_params: list[Any], group: Any) -> None:
         output = all_gather_result.all_gather_output
@@ -63,24 +64,24 @@ def in_one_pass(original: _Function) -> _Function:
             torch.get_device_module(output.device).current_stream().wait_event(event)
         if work is not None:
             work.wait()
-        for each, size in zip(fsdp_params, sizes, strict=True):
-            each.init_all_gather_outputs([size], [output.dtype], group.size(), output.device)
-            each.alloc_all_gather_outputs()
+        for param, size in zip(fsdp_params, sizes, strict=True):
+            param.init_all_gather_outputs([size], [output.dtype], group.size(), output.device)
+            param.alloc_all_gather_outputs()
         _place(output.view(group.size(), -1), fsdp_params, sizes)
 
     return foreach_all_gather_copy_out
 
 
 def _gains(output: Tensor, parameters: Sequence[Any], sizes: Sequence[int], ranks: int) -> bool:
-    """Return whether more than a split is to do, and the buffer holds one piece of each, as it is."""
+    """Return whether a weight is sharded on another dimension than 0, and the buffer has the plain layout."""
     return (
         output.dtype is not torch.uint8
         and len(sizes) == len(parameters)
         and all(
-            each.sharded_state == ShardedState.SHARDED
-            and not hasattr(each._sharded_local_tensor, "fsdp_post_all_gather")
-            and size * ranks == each._orig_size.numel()  # nothing is padded
-            for each, size in zip(parameters, sizes, strict=True)
+            param.sharded_state == ShardedState.SHARDED
+            and not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
+            and size * ranks == param._orig_size.numel()  # nothing is padded
+            for param, size in zip(parameters, sizes, strict=True)
         )
-        and any(each.fsdp_placement.dim != 0 for each in parameters)
+        and any(param.fsdp_placement.dim != 0 for param in parameters)
     )

@@ -1,4 +1,4 @@
-"""``--use-torch-fsdp2`` repaired, with experts and pipelines, and prefetched."""
+"""Declaration of fsdp2: fixes for ``--use-torch-fsdp2``, with experts, pipelines and prefetch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mindspeed_dsa.patches.spec import Patch
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--use-torch-fsdp2``.
 
     Attributes:
-        prefetch: units whose weights are gathered ahead of the one that computes.
-        reduce_dtype: of sums of gradients, ``fp32`` or ``bf16``.
-        param_dtype: that the file says weights have, ``fp32`` or ``bf16``; None: nothing.
-        sharding_size: data parallel ranks that share one copy of the weights; None: all.
-        reshard: drop gathered weights after forward, or keep them on so many ranks; None: as Megatron says.
-        wrapped: classes of further units, ``"package.module.Class"``.
-        ignored: classes of modules whose weights stay whole.
-        experts: experts are sharded, too, over the ranks that have the same ones.
+        prefetch: number of units whose weights are gathered ahead of the running unit.
+        reduce_dtype: dtype of gradient sums, ``fp32`` or ``bf16``.
+        param_dtype: weights' dtype by the file, ``fp32`` or ``bf16``; ``None`` if it has no such key.
+        sharding_size: number of data parallel ranks that share one copy of the weights; ``None``: all.
+        reshard: whether to free gathered weights after forward, or number of ranks to keep them on;
+            ``None``: Megatron's setting.
+        wrapped: classes of additional units, ``"package.module.Class"``.
+        ignored: classes of modules whose weights are not sharded.
+        experts: whether to shard experts too, over the ranks with the same experts.
     """
 
     prefetch: int = 1
@@ -40,13 +41,13 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings or from arguments; flags outrank the file."""
+        """Build the options from resolved settings or from parsed arguments; flags override the file."""
         path = getattr(settings, "fsdp2_config_path", None)
-        chosen = read_config(path) if path else {}
+        values = read_config(path) if path else {}
         for name in ("prefetch", "reduce_dtype", "sharding_size"):
             if (value := getattr(settings, f"fsdp2_{name}", None)) is not None:
-                chosen[name] = value
-        return cls(**chosen, experts=bool(getattr(settings, "fsdp2_shard_experts", False)))
+                values[name] = value
+        return cls(**values, experts=bool(getattr(settings, "fsdp2_shard_experts", False)))
 
 
 FLAG = "--use-torch-fsdp2"
@@ -86,7 +87,7 @@ _REFUSED = {
 
 
 def wanted(settings: Any) -> bool:
-    """On with Megatron's flag; with an option of ours alone it is refused by :func:`check_fsdp2`."""
+    """Return whether Megatron's flag or one of ours is set; :func:`check_fsdp2` rejects ours without it."""
     return bool(getattr(settings, "use_torch_fsdp2", False)) or any(
         _is_given(settings, name) for name in _OWN
     )
@@ -98,7 +99,7 @@ def _is_given(settings: Any, name: str) -> bool:
 
 
 def check_fsdp2(args: Any, options: Options) -> Iterator[str]:
-    """Refuse what in a job's arguments does not combine with it."""
+    """Yield conflicts in a job's arguments."""
     if not argument(args, "use_torch_fsdp2"):
         for name in _OWN:
             if _is_given(args, name):
@@ -175,11 +176,11 @@ def _check_experts(args: Any, options: Options) -> Iterator[str]:
 
 
 def check_sharding_size(size: int, ranks: int) -> Iterator[str]:
-    """Refuse sizes with which replicas would differ, or none would be shared.
+    """Yield an error for a size that leaves a single rank per copy or does not divide the ranks.
 
     Args:
-        size: ranks that share one copy of the weights.
-        ranks: of data and context parallelism together.
+        size: number of ranks that share one copy of the weights.
+        ranks: number of data and context parallel ranks together.
     """
     if size < 2 or ranks % size:
         yield (
@@ -275,7 +276,7 @@ FEATURE = Feature(
                 f"{_HERE}.checkpoint:load_optimizer",
                 "turns the plain tensors of a checkpoint into shards, which the optimizer works on",
                 params=("state_dict",),
-                priority=-1,  # inside of features that say where state lies while it is loaded
+                priority=-1,  # inside features that move state while it is loaded
             )
             for optimizer in (FLOAT16, FLOAT32)
         ),
@@ -295,7 +296,7 @@ FEATURE = Feature(
             f"{_HERE}.checkpoint:count_in_all",
             "restores the count of experts' steps, which a first stage without experts does not write",
             params=("state_dict",),
-            priority=1,  # outside of features that take states apart
+            priority=1,  # outside features that split states
         ),
         *across_layouts.ROWS,
         Patch(
@@ -373,7 +374,7 @@ FEATURE = Feature(
             f"{_HERE}.pairs:run_layers",
             "gathers the weights of layers that a schedule runs in parts, which FSDP2's hooks never see",
             params=("f_layer", "b_layer", "f_input", "b_grad", "is_last_layer_in_bwd"),
-            priority=1,  # outside of features that run these parts in another order
+            priority=1,  # outside features that reorder these parts
         ),
         Patch(
             f"{_PLAN}:TransformerModelChunkSchedulePlan.run",

@@ -1,15 +1,19 @@
-"""FSDP2 in Megatron's schedule of pairs: parts of layers, one microbatch's forward beside another's backward.
+"""FSDP2 in Megatron's paired schedule, which interleaves one microbatch's forward with another's backward.
 
-FSDP2 gathers and reduces in hooks of modules' calls, and such a schedule calls parts of layers. So it says
-which units it is about to run, in one direction or both, and for them gathers, drops and reductions are done
-here; units that are called as modules keep their hooks. Two more things differ from a backward pass in one
-piece. The end of a graph is not the end of a backward pass: FSDP2 would drop all weights there, those of the
-forward beside it included. And a unit's gradients are complete when the last of its weights' gradients has
-been computed, which may be long after its weights have gone: it needs the layer's input and the gradient of
-its output, and not the weight. What is computed later is reduced to its owners like any other gradient::
+FSDP2 gathers and reduces in hooks of module calls, but this schedule calls parts of layers. It therefore
+announces the units that it is about to run, and this module gathers, frees and reduces for them. Units that
+are called as modules keep FSDP2's hooks. Two more things differ from an ordinary backward pass:
+
+* The end of a graph is not the end of the backward pass. FSDP2 would free all weights there, including
+  weights that the interleaved forward is using.
+* A unit's gradients are complete when its last weight gradient is computed. This may be long after its
+  weights were freed: a weight gradient needs the layer's input and the output's gradient, but not the weight.
+  Gradients that are computed later are reduced like any other gradient.
+
+Use::
 
     forward.begin_forward(); backward.begin_backward()    # models, or chunks of one
-    with beside(one.forward, another.backward):           # units; None where a direction runs alone
+    with beside(one.forward, another.backward):           # units; None without that direction
         ...                                               # parts of both
     another.backward.finish()                             # any time later, in the same order on all ranks
     backward.end_backward()
@@ -49,20 +53,17 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 _PARTS = "_mindspeed_dsa_fsdp2_parts"
 _TAKEN_APART = ("TransformerBlock", "MoELayer", "MultiTokenPredictionBlock", "MultiTokenPredictionLayer")
-"""Megatron's modules that schedule plans take things from, and never call."""
+"""Megatron's modules whose parts a schedule plan calls, but which it never calls as modules."""
 
 
 def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) -> None:
-    """Have schedule plans of the model in ``root`` find what they gather.
-
-    Weight gradients of attention and of dense MLPs wait for the end of a pair; those of a shared expert are
-    what the combine is hidden behind in backward.
+    """Let Megatron's schedule plans of the model in ``root`` find the units to gather.
 
     Raises:
-        SettingsError: a unit would never gather.
+        SettingsError: a unit would never be gathered.
     """
     for module in units:
-        for name in (each.__name__ for each in type(module).__mro__ if each.__name__ in _TAKEN_APART):
+        for name in (base.__name__ for base in type(module).__mro__ if base.__name__ in _TAKEN_APART):
             raise SettingsError(
                 f"fsdp2: a schedule of pairs never calls {name}, whose weights would not be gathered; drop "
                 "it from sub_modules_to_wrap in --fsdp2-config-path, or omit --moe-fb-overlap "
@@ -70,24 +71,26 @@ def follow(root: nn.Module, units: Collection[nn.Module], megatron: Megatron) ->
             )
     layers = megatron("core.transformer.transformer_layer").TransformerLayer
     moe = megatron("core.transformer.moe.moe_layer").MoELayer
+    # Weight gradients of attention and dense MLPs wait for the end of a pair. Shared experts compute theirs
+    # at once, because in backward they hide the combine.
     by_layer = {
         unit: Unit(
-            unit, [part for each in unit.modules() if isinstance(each, moe) for part in each.modules()]
+            unit, [part for child in unit.modules() if isinstance(child, moe) for part in child.modules()]
         )
         for unit in units
         if isinstance(unit, layers)
     }
     model = Model(root, by_layer.values())
-    for each in root.modules():
-        if (unit := by_layer.get(transformer_layer(each))) is not None:
-            setattr(each, _PARTS, unit)
-            hold(each, partial(_alone, ref(each)))
-        elif hasattr(each, "build_schedule_plan"):
-            setattr(each, _PARTS, model)
+    for child in root.modules():
+        if (unit := by_layer.get(transformer_layer(child))) is not None:
+            setattr(child, _PARTS, unit)
+            hold(child, partial(_alone, ref(child)))
+        elif hasattr(child, "build_schedule_plan"):
+            setattr(child, _PARTS, model)
 
 
 def run_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayerSchedulePlan.run``."""
+    """Decorate ``TransformerLayerSchedulePlan.run`` to gather the weights of both layers around it."""
 
     def run(
         f_layer: Any,
@@ -109,7 +112,7 @@ def run_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerModelChunkSchedulePlan.run``."""
+    """Decorate ``TransformerModelChunkSchedulePlan.run`` to begin and end the passes of both chunks."""
 
     def run(
         f_schedule_plan: Any,
@@ -128,7 +131,7 @@ def run_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
         def send_and_finish(*args: Any) -> None:
             post_backward(*args)
             if backward is not None:
-                backward.finish()  # the first layer's, while its input's gradient is on its way
+                backward.finish()  # the first layer's gradients, while its input gradient is being sent
 
         if forward is not None:
             forward.begin_forward()
@@ -154,11 +157,11 @@ def run_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Unit:
-    """A unit that a schedule runs in parts.
+    """Unit that a schedule runs in parts.
 
     Args:
-        module: ``FSDPModule``.
-        at_once: modules inside it whose weights' gradients are computed in backward.
+        module: ``FSDPModule`` of the unit.
+        at_once: inner modules whose weight gradients are computed in backward, and not deferred.
     """
 
     def __init__(self, module: Any, at_once: Iterable[Any] = ()) -> None:
@@ -166,15 +169,15 @@ class Unit:
         self._state = module._get_fsdp_state()
 
     def gather(self) -> None:
-        """Return when the weights are there."""
+        """Gather the weights and wait for them."""
         _gather(self.module)
 
     def ahead(self, direction: TrainingState) -> list[Any]:
-        """Return the states of the units that run next, whose gathers are issued while this one computes."""
+        """Return the states of the next units, whose gathers are issued while this unit computes."""
         return [state for state in _ahead(self._state, direction) if state is not self._state]
 
     def drop(self, direction: TrainingState, kept: Iterable[Any]) -> None:
-        """Free the weights, as is usual after that direction, unless one of ``kept`` is this unit."""
+        """Free the weights as FSDP2 does after this direction, unless ``kept`` has this unit's state."""
         if self._state in kept:
             return
         for group in groups_of(self.module):
@@ -183,15 +186,15 @@ class Unit:
                     group.reshard()
 
     def finish(self) -> None:
-        """Compute what backward has left uncomputed, and start to reduce."""
+        """Compute the deferred gradients, and start to reduce."""
         self.late.run()
 
 
 @contextlib.contextmanager
 def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
-    """Surround all parts of a forward and of a backward that run together; both may be of one unit.
+    """Surround all parts of a forward and a backward that are interleaved, possibly of the same unit.
 
-    Every rank calls it with units at the same place.
+    All ranks must call it with units at the same positions.
     """
     running = [
         (unit, direction)
@@ -200,6 +203,7 @@ def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
     ]
     for unit, _ in running:
         unit.gather()
+    # The next units' gathers run while these two compute.
     next_ones = [(state, direction) for unit, direction in running for state in unit.ahead(direction)]
     for state, direction in next_ones:
         _issue(state, direction)
@@ -211,14 +215,14 @@ def beside(forward: Unit | None, backward: Unit | None) -> Iterator[None]:
 
 
 class Model:
-    """A model, or one chunk of it, whose units a schedule runs in parts.
+    """Model, or chunk of a model, whose units a schedule runs in parts.
 
     Args:
-        root: the outermost ``FSDPModule``.
-        units: those that are run in parts.
+        root: outermost ``FSDPModule``.
+        units: units that are run in parts.
 
     Raises:
-        SettingsError: FSDP2's states are not those that this was written for.
+        SettingsError: FSDP2's state classes are not the supported ones.
     """
 
     def __init__(self, root: Any, units: Iterable[Unit]) -> None:
@@ -235,27 +239,27 @@ class Model:
             state.model = self
 
     def begin_forward(self) -> None:
-        """Gather what is no unit's, and issue the first gathers."""
+        """Gather the root's own weights, and issue the first gathers."""
         state = self._root._get_fsdp_state()
         if state._state_ctx.iter_forward_root is None:
-            state._root_pre_forward(self._root, (), {})  # gathers come after the optimizer's step
-            state._state_ctx.iter_forward_root = None  # each unit is called by itself
+            state._root_pre_forward(self._root, (), {})  # makes gathers wait for the optimizer's step
+            state._state_ctx.iter_forward_root = None  # each unit is called on its own
         self._begin(TrainingState.FORWARD)
 
     def begin_backward(self) -> None:
-        """Begin a backward in the same way; its graphs end where :meth:`end_backward` is called."""
+        """Begin a backward in the same way; it lasts until :meth:`end_backward`."""
         self.in_backward = True
         self._begin(TrainingState.PRE_BACKWARD)
 
     def _begin(self, direction: TrainingState) -> None:
         _gather(self._root)
         state = self._root._get_fsdp_state()
-        for each in _ahead(state, direction):
-            if each is not state:
-                _issue(each, direction)
+        for unit_state in _ahead(state, direction):
+            if unit_state is not state:
+                _issue(unit_state, direction)
 
     def graph_ends(self) -> None:
-        """Note that one of a backward's graphs has been run: units called in it may be called again."""
+        """Reset FSDP2's state after one of a backward's graphs, so that its units may be called again."""
         for state in self._states:
             state._training_state = TrainingState.IDLE
             for group in state._fsdp_param_groups:
@@ -263,33 +267,33 @@ class Model:
         self._states[0]._state_ctx.post_backward_final_callback_queued = False
 
     def finish(self) -> None:
-        """:meth:`Unit.finish` of all units that have left gradients uncomputed."""
+        """Call :meth:`Unit.finish` on all units with deferred gradients."""
         for unit in self._units:
             if len(unit.late):
                 unit.finish()
 
     def end_backward(self) -> None:
-        """Finish, drop all weights, and return when this rank's pieces of all sums are in its gradients."""
+        """Finish, free all weights, and wait until the reduced shards are in this rank's gradients."""
         self.finish()
         self.in_backward = False
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def drop_gradients(self) -> None:
-        """Forget those of a step that failed."""
+        """Drop the gradients of a failed step."""
         self.in_backward = False
         for unit in self._units:
             unit.late.drop()
-        # FSDP2 keeps those that it has not reduced yet, and would add them to the next step's.
+        # FSDP2 keeps gradients that it has not reduced, and would add them to the next step's.
         for state in self._states:
             for group in state._fsdp_param_groups:
-                for each in group.fsdp_params:
-                    each.unsharded_accumulated_grad = None
-                    if hasattr(each, "_unsharded_param"):
-                        each._unsharded_param.grad = None
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
 
 
 class _State(FSDPState):
-    """State of a unit of such a model, run in parts or called as a module."""
+    """FSDP2 state of a unit in a :class:`Model`, run in parts or called as a module."""
 
     model: Model
 
@@ -306,7 +310,7 @@ class _State(FSDPState):
 
 @contextlib.contextmanager
 def gathered(unit: ref[Any]) -> Iterator[None]:
-    """Have a unit's weights for a part of its forward that runs by itself; free them as after a forward."""
+    """Gather a unit's weights for one part of its forward, then reshard."""
     module = unit()
     _gather(module)
     yield
@@ -321,15 +325,16 @@ def _alone(layer: ref[Any]) -> AbstractContextManager[None]:
 
 
 def mark_gathered(unit: Any, *_: Any) -> None:
-    """Mark gathered weights, whose memory is freed and filled again, for whoever moves saved tensors."""
+    """Mark gathered weights as freed storage, for features that move saved tensors."""
+    # FSDP2 frees their memory and fills it again.
     for group in groups_of(unit):
-        for each in group.fsdp_params:
-            saved_tensors.mark_freed(each._unsharded_param)
+        for param in group.fsdp_params:
+            saved_tensors.mark_freed(param._unsharded_param)
 
 
 def _gather(unit: Any) -> None:
     for group in groups_of(unit):
-        # In forward FSDP2 would keep the buffer of a gather until that of the next is full.
+        # In the forward state FSDP2 would keep this gather's buffer until the next gather has finished.
         with group.use_training_state(TrainingState.PRE_BACKWARD):
             group.unshard(group.unshard_async_op)
             group.wait_for_unshard()
@@ -348,58 +353,56 @@ def _issue(state: Any, direction: TrainingState) -> None:
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """Return the ``FSDPParamGroup``s of a unit."""
+    """Return the ``FSDPParamGroup`` objects of a unit."""
     groups: list[Any] = unit._get_fsdp_state()._fsdp_param_groups
     return groups
 
 
-# -- gradients that backward leaves uncomputed ------------------------------------------------------
+# -- gradients that backward defers ----------------------------------------------------------------
 
 
 class Late:
-    """Gradients of one unit's weights that backward leaves uncomputed.
+    """Deferred weight gradients of one unit.
 
     Args:
-        unit: ``FSDPModule``.
-        without: modules inside it whose weights take their gradients as ever.
+        unit: ``FSDPModule`` of the unit.
+        without: inner modules whose weight gradients are not deferred.
     """
 
     def __init__(self, unit: Any, without: Iterable[Any] = ()) -> None:
         self._groups = groups_of(unit)
         apart = set(without)
-        weights = [each for group in self._groups for each in group.fsdp_params]
-        self._weights = [each for each in weights if each._module_info.module not in apart]
+        weights = [param for group in self._groups for param in group.fsdp_params]
+        self._weights = [param for param in weights if param._module_info.module not in apart]
         self._queue: list[Queued] = []
 
     def deferred(self) -> AbstractContextManager[Collection[DeferredGradient]]:
-        """Have functions that are called in the block leave them here; the weights are gathered.
-
-        A schedule that collects gradients gets all of them, as of units that are called.
-        """
+        """Return a context that defers the gradients of the weights, which must be gathered."""
+        # A schedule that collects gradients gets all of them, as from units that are called as modules.
         if are_queued():
             return also_queued(_matrices(self._groups))
-        weights = [each.unsharded_param for each in self._weights]
+        weights = [param.unsharded_param for param in self._weights]
         return defer_gradients(weights, lambda weight: QueuedGradient(weight, self._queue))
 
     def __len__(self) -> int:
-        """Return how many gradients are to be computed."""
+        """Return the number of deferred gradients."""
         return len(self._queue)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute them, and start to reduce all gradients that the unit has.
+        """Compute the deferred gradients, and start to reduce all gradients of the unit.
 
-        Its weights may be in use for another microbatch meanwhile.
+        Another microbatch may use the weights meanwhile.
         """
         while self._queue:
-            weight, computed = _computed(self._queue.pop(0))  # operands go as soon as each is done
+            weight, computed = _computed(self._queue.pop(0))  # frees each gradient's operands
             if computed is not None:
                 weight.grad = computed if weight.grad is None else weight.grad + computed
         for group in self._groups:
             _reduce(group)
 
     def drop(self) -> None:
-        """Forget those of a step that failed."""
+        """Drop the deferred gradients of a failed step."""
         self._queue.clear()
 
 
@@ -408,22 +411,22 @@ def _computed(queued: Queued) -> tuple[Tensor, Tensor | None]:
 
 
 def _reduce(group: Any) -> None:
-    """Do what FSDP2 does at the end of a unit's backward, with weights and state left as they are."""
+    """Run FSDP2's post-backward of a unit without resharding its weights or changing its state."""
     state, reshards = group._training_state, group.reshard_after_backward
-    group.reshard_after_backward = False
+    group.reshard_after_backward = False  # another microbatch may be using the weights
     try:
         group.post_backward()
     finally:
         group._training_state, group.reshard_after_backward = state, reshards
 
 
-# -- gradients that a schedule of whole chunks computes later --------------------------------------
+# -- gradients that a schedule of whole chunks defers ----------------------------------------------
 
 
 def leave_gradients(unit: Any) -> None:
-    """Have a unit's calls leave its weights' gradients where a schedule collects them, if one does.
+    """Make a unit's calls queue their weight gradients if the schedule collects them.
 
-    A gradient needs the input of its layer and the gradient of the output: the weights are dropped as usual.
+    The weights are still freed as usual, since a weight gradient does not need them.
     """
     entered: list[AbstractContextManager[Any]] = []
 
@@ -433,7 +436,7 @@ def leave_gradients(unit: Any) -> None:
         entered.append(queued)
 
     def leave(*_: Any) -> None:
-        if entered:  # none if another hook has raised before
+        if entered:  # empty if another pre-hook raised before ours
             entered.pop().__exit__(None, None, None)
 
     unit.register_forward_pre_hook(enter)
@@ -441,11 +444,11 @@ def leave_gradients(unit: Any) -> None:
 
 
 def _matrices(groups: Iterable[Any]) -> Iterator[Tensor]:
-    weights = (each.unsharded_param for group in groups for each in group.fsdp_params)
-    return (weight for weight in weights if weight.dim() > 1)
+    weights = (param.unsharded_param for group in groups for param in group.fsdp_params)
+    return (weight for weight in weights if weight.dim() > 1)  # only matrix products are deferred
 
 
 def reduce_left(root: ref[Any]) -> None:
-    """Reduce gradients that the weights of a model have got after its backward, as at the end of one."""
+    """Reduce gradients that were computed after a model's backward, as FSDP2 does at its end."""
     module: Any = root()
     module._get_fsdp_state()._root_post_backward_final_callback()

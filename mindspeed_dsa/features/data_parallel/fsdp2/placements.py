@@ -1,7 +1,8 @@
-"""Which parameters of a model are cut, on which dimension, and over which ranks.
+"""Selection of the parameters to shard, with the dimension and the ranks of each.
 
-Dense weights are cut over all data and context parallel ranks, or over those that share a copy. Experts are
-cut, where that is wanted, over the ranks that have the same ones: Megatron's expert data parallel group.
+Dense weights are sharded over all data and context parallel ranks, or over the ranks that share a copy.
+Experts, on request, are sharded over the ranks that hold the same experts: Megatron's expert data parallel
+group.
 """
 
 from __future__ import annotations
@@ -23,49 +24,49 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 @dataclass
 class Placements:
-    """Placements of a model's parameters.
+    """Sharding of a model's parameters.
 
     Attributes:
-        dims: the dimension that each is cut on; those left out stay whole.
-        experts: the mesh of those that are cut over the ranks with the same experts.
+        dims: dict from parameter to the dimension to shard; other parameters stay whole.
+        experts: dict from expert parameter to the mesh of ranks with the same experts.
     """
 
     dims: dict[nn.Parameter, int] = field(default_factory=dict)
     experts: dict[nn.Parameter, DeviceMesh] = field(default_factory=dict)
 
     def counts(self, parameter: nn.Parameter, dense: DeviceMesh) -> bool:
-        """Return whether a whole parameter counts in norms on this rank, which are summed over shards.
-
-        Norms of dense weights and of experts are sums of their own, unless all ranks have all experts.
+        """Return whether this rank counts a whole parameter in norms, which are summed over shards.
 
         Args:
-            parameter: one that is not cut.
-            dense: the mesh of dense weights.
+            parameter: parameter that is not sharded.
+            dense: mesh of the dense weights.
         """
+        # Every shard rank has the whole parameter, so the first one counts it. Dense weights and experts have
+        # separate norms, unless all ranks have all experts.
         if getattr(parameter, "allreduce", True):
-            cut = [each for each in self.dims if each not in self.experts]
+            cut = [param for param in self.dims if param not in self.experts]
             mesh: DeviceMesh | None = dense
         else:
             cut, mesh = list(self.experts), next(iter(self.experts.values()), None)
-        if mesh is None or not any(each.requires_grad for each in cut):
+        if mesh is None or not any(param.requires_grad for param in cut):
             return True
         return mesh.get_local_rank(mesh.ndim - 1) == 0
 
 
 def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Options]) -> Placements:
-    """Place the parameters of a model.
+    """Decide the sharding of a model's parameters.
 
-    Parameters stay whole that have no dimension to be cut into equal pieces, as checkpoints need, and those
-    of another type than the rest of their layer.
+    Checkpoints need equal pieces, so parameters without a divisible dimension stay whole. So do parameters
+    with another dtype than ``params_dtype``, because a layer's weights are gathered in one buffer.
 
     Args:
-        module: the model.
-        config: its configuration.
-        dense: the mesh of dense weights.
-        context: the feature's.
+        module: model to shard.
+        config: configuration of the model.
+        dense: mesh of the dense weights.
+        context: context of the feature.
 
     Raises:
-        SettingsError: experts are to be cut and checkpoints of their module have places of their own.
+        SettingsError: experts are to be sharded, but the checkpoints of their module do not support it.
     """
     megatron, options = context.megatron, context.options
     moe, mlp = megatron("core.transformer.moe.moe_layer").MoELayer, megatron("core.transformer.mlp").MLP
@@ -74,19 +75,19 @@ def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Op
     whole: set[nn.Parameter] = set()
     gated: set[nn.Parameter] = set()
     experts: set[nn.Parameter] = set()
-    for each in module.modules():
-        if isinstance(each, moe):
-            experts.update(each.experts.parameters())
-            if options.experts and not isinstance(each.experts, sequential):
+    for part in module.modules():
+        if isinstance(part, moe):
+            experts.update(part.experts.parameters())
+            if options.experts and not isinstance(part.experts, sequential):
                 raise SettingsError(
-                    f"fsdp2: {EXPERTS}: {type(each.experts).__name__} places experts in checkpoints by their "
+                    f"fsdp2: {EXPERTS}: {type(part.experts).__name__} places experts in checkpoints by their "
                     f"ranks alone; use --transformer-impl local, or drop {EXPERTS}"
                 )
-        elif isinstance(each, mlp) and each.config.gated_linear_unit:
-            gated.update(each.linear_fc1.parameters())
-        if isinstance(each, whole_classes):
-            whole.update(each.parameters())
-    found = Placements()
+        elif isinstance(part, mlp) and part.config.gated_linear_unit:
+            gated.update(part.linear_fc1.parameters())
+        if isinstance(part, whole_classes):
+            whole.update(part.parameters())
+    placements = Placements()
     mesh = _expert_mesh(dense, context) if options.experts and experts else None
     for parameter in module.parameters():
         apart = not getattr(parameter, "allreduce", True)  # reduced over expert data parallel ranks
@@ -94,7 +95,7 @@ def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Op
         is_expert = apart or parameter in experts
         if (
             over is None
-            or over.size(-1) == 1  # FSDP2 would copy every parameter whenever it is used
+            or over.size(-1) == 1  # a single shard: FSDP2 would still copy the parameter on each use
             or parameter in whole
             or parameter.dtype != config.params_dtype
             or (is_expert and not options.experts)
@@ -102,10 +103,10 @@ def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Op
             continue
         dim = _dimension(parameter, over.size(-1), parameter in gated)
         if dim is not None:
-            found.dims[parameter] = dim
+            placements.dims[parameter] = dim
             if apart:
-                found.experts[parameter] = over
-    if experts and options.experts and not any(parameter in found.dims for parameter in experts):
+                placements.experts[parameter] = over
+    if experts and options.experts and not any(parameter in placements.dims for parameter in experts):
         context.log.warning(
             "%s: experts stay whole: %s",
             EXPERTS,
@@ -115,27 +116,27 @@ def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Op
             else "their sizes have no equal pieces",
             once=True,
         )
-    return found
+    return placements
 
 
 def _dimension(parameter: nn.Parameter, pieces: int, gated: bool) -> int | None:
     dims = dimensions_to_cut(parameter)
     if dims is None and gated and pieces % 2:
-        # A piece of rows has to lie within one half of a gated projection.
+        # A piece of rows must be inside one half, gate or up, of a gated projection.
         dims = tuple(range(1, parameter.dim()))
     return shards.dimension(parameter.shape, pieces, dims)
 
 
 def _expert_mesh(dense: DeviceMesh, context: Context[Options]) -> DeviceMesh | None:
-    """Make the mesh of ranks that have the same experts; None where a copy is one rank's.
+    """Return the mesh of ranks with the same experts; ``None`` if each copy belongs to one rank.
 
-    Where fewer ranks than all share a copy of the dense weights, they are neighbours with fast links, and so
-    are the ranks among them that have the same experts: these share a copy.
+    With ``--fsdp2-sharding-size``, ranks that share dense weights are neighbours with fast links. Ranks among
+    them with the same experts then share a copy of these.
     """
     group = context.megatron("core.parallel_state").get_expert_data_parallel_group()
     size = group.size()
     if dense.ndim > 1:
-        # Of n neighbours, every (all ranks / expert replicas)-th has the same experts.
+        # Example: 8 ranks, 4 with the same experts, sharding size 4: 4 * 4 // 8 = 2 ranks share experts.
         size = size * dense.size(-1) // dense.size()
     if size <= 1:
         return None
@@ -148,18 +149,18 @@ def _expert_mesh(dense: DeviceMesh, context: Context[Options]) -> DeviceMesh | N
 
 
 def class_of(name: str) -> type:
-    """Import a class that the file of options names.
+    """Import a class named in the file of ``--fsdp2-config-path``.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: the class does not exist.
     """
     package, _, attribute = name.rpartition(".")
     try:
-        found: type = getattr(import_module(package), attribute)
+        imported: type = getattr(import_module(package), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(
             f"fsdp2: --fsdp2-config-path names {name}, which cannot be imported: {error}"
         ) from error
-    if not isinstance(found, type):
+    if not isinstance(imported, type):
         raise SettingsError(f"fsdp2: --fsdp2-config-path names {name}, which is not a class")
-    return found
+    return imported

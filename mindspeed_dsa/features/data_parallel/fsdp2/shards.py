@@ -1,6 +1,6 @@
-"""FSDP2 with shards of equal size on whatever dimension has them, and gathers ahead of what hides them.
+"""FSDP2 with equal shards on any divisible dimension, and with prefetched gathers.
 
-Gradients are summed in their own type. Nothing here knows Megatron: any job's ``FSDPModule`` will do.
+Gradients are summed in their own dtype. This module does not depend on Megatron: any ``FSDPModule`` works.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mindspeed_dsa.patches.errors import SettingsError
 
 
 def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
-    """Make the mesh ``[replicas, shards]``, or ``[shards]`` alone where there is one replica.
+    """Return the mesh ``[replicas, shards]``, or ``[shards]`` if there is one replica.
 
-    Consecutive ranks of the group share a replica: ranks that lie next to each other have the fastest links.
+    Consecutive ranks of the group share a replica, because neighbours have the fastest links.
 
     Args:
         group: process group of all data parallel ranks.
-        device_type: of the parameters.
-        sharding_size: ranks that share one copy; divides the group's size.
+        device_type: device type of the parameters.
+        sharding_size: number of ranks that share one copy; must divide the group's size.
     """
     ranks = dist.get_process_group_ranks(group)
     if sharding_size == len(ranks):
@@ -42,7 +42,7 @@ def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
     grid = torch.tensor(ranks).view(-1, sharding_size)
     row, column = divmod(ranks.index(dist.get_rank()), sharding_size)
     groups = [
-        # Other ranks make groups of their own, and none of them knows all.
+        # Each rank creates only the two groups that it belongs to.
         subgroup(group, members.tolist())
         for members in (grid[:, column], grid[row])
     ]
@@ -51,16 +51,17 @@ def mesh_of(group: Any, device_type: str, sharding_size: int) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placements and types with which a model is sharded.
+    """Sharding and dtypes of a model.
 
     Attributes:
-        mesh: from :func:`mesh_of`.
-        placements: the dimension each parameter is cut on; others stay whole and are left to the caller.
-        reshard: drop gathered weights after forward; a number: keep them on so many ranks.
-        reduce_dtype: of the sums of gradients, over ranks and microbatches.
-        divide_by: what sums of gradients are divided by.
-        elsewhere: parameters that are cut over other ranks than those of ``mesh``, with their mesh; they are
-            gathered and reduced with their unit's others, in transfers of their own.
+        mesh: mesh from :func:`mesh_of`.
+        placements: dict from parameter to the dimension to shard. Other parameters stay whole and are left to
+            the caller.
+        reshard: whether to free gathered weights after forward, or number of ranks to keep them on.
+        reduce_dtype: dtype of gradient sums over ranks and microbatches.
+        divide_by: divisor of gradient sums.
+        elsewhere: dict from parameters sharded over another mesh to that mesh. They are gathered and reduced
+            together with the rest of their unit, but in separate collectives.
     """
 
     mesh: DeviceMesh
@@ -71,10 +72,10 @@ class Plan:
     elsewhere: Mapping[nn.Parameter, DeviceMesh] = field(default_factory=dict)
 
     def placement_function(self) -> Callable[[nn.Parameter], Any]:
-        """Return what tells ``fully_shard`` how it cuts a parameter, and over which ranks.
+        """Return the ``shard_placement_fn`` for ``fully_shard``.
 
         Raises:
-            SettingsError: this torch cuts all parameters of a unit over the same ranks.
+            SettingsError: this torch cannot shard parameters of one unit over different ranks.
         """
         infos = {mesh: _mesh_info(mesh) for mesh in set(self.elsewhere.values())}
 
@@ -87,7 +88,8 @@ class Plan:
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:
-    """Return FSDP2's description of a mesh from :func:`mesh_of`, one object for all units."""
+    """Return FSDP2's description of a mesh from :func:`mesh_of`."""
+    # Called once per mesh: all units share one object.
     if not hasattr(_fsdp_common, "ShardPlacementResult"):
         raise SettingsError(
             f"fsdp2: --fsdp2-shard-experts: torch {torch.__version__} cuts all weights of a layer over the "
@@ -99,57 +101,59 @@ def _mesh_info(mesh: DeviceMesh) -> Any:
 
 
 def dimension(shape: Sequence[int], pieces: int, dims: Iterable[int] | None = None) -> int | None:
-    """Return the first dimension (of ``dims``) that has ``pieces`` equal pieces."""
-    chosen = range(len(shape)) if dims is None else dims
-    return next((dim for dim in chosen if shape[dim] and shape[dim] % pieces == 0), None)
+    """Return the first dimension (of ``dims``) that divides into ``pieces`` equal pieces, or ``None``."""
+    candidates = range(len(shape)) if dims is None else dims
+    return next((dim for dim in candidates if shape[dim] and shape[dim] % pieces == 0), None)
 
 
 class FirstGradients:
-    """State that the first backward has left, to be looked at once.
+    """One-time check of the gradients after the first backward.
 
     Args:
-        root: a model that :func:`shard` has sharded.
-        dtype: type of sums of gradients.
+        root: model that was sharded with :func:`shard`.
+        dtype: expected dtype of gradient sums.
     """
 
     def __init__(self, root: nn.Module, dtype: torch.dtype) -> None:
         self._left: tuple[nn.Module, torch.dtype] | None = (root, dtype)
 
     def check(self) -> None:
-        """Compare them with what was asked for, once there are any.
+        """Check the gradients, once there are any.
 
         Raises:
-            SettingsError: from :func:`checks.require_reduced`.
+            SettingsError: see :func:`checks.require_reduced`.
         """
         if self._left is None:
             return
         root, dtype = self._left
-        shards = [(name, each) for name, each in root.named_parameters() if isinstance(each, DTensor)]
+        shards = [(name, param) for name, param in root.named_parameters() if isinstance(param, DTensor)]
         checks.require_reduced(_groups(root), shards, dtype)
-        if any(each.grad is not None for _, each in shards):
+        if any(param.grad is not None for _, param in shards):
             self._left = None
 
 
 def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGradients:
-    """Make ``FSDPModule`` of the units and of ``root``, which has the parameters that no unit has.
+    """Convert the units and ``root`` to ``FSDPModule``; ``root`` gets the parameters outside of units.
 
-    Attributes of parameters survive. Classes and hooks of the modules stay for their lifetime.
+    Attributes of parameters are kept. Classes and hooks of the modules change for the rest of their lifetime.
 
     Args:
-        root: the whole model.
-        units: modules inside it, in any order.
-        plan: placements and types.
+        root: whole model.
+        units: modules inside ``root``, in any order.
+        plan: sharding and dtypes.
 
     Returns:
-        What to call after a backward.
+        Check to call after each backward.
 
     Raises:
-        SettingsError: FSDP2's classes are not those that this was written for, or a shard does not take an
-            attribute of its parameter.
+        SettingsError: FSDP2's classes are not the supported ones, or a shard does not accept an attribute of
+            its parameter.
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in root.named_parameters()}
+    # `fully_shard` replaces parameters by shards without their attributes.
     ignored = {parameter for parameter in root.parameters() if parameter not in plan.placements}
     place = plan.placement_function()
+    # Inner modules first: an outer one takes the parameters that are left.
     inner: list[Any] = [module for module in reversed(list(root.modules())) if module in units]
     for module in [*inner, root]:
         fully_shard(
@@ -160,7 +164,7 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
             mp_policy=MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype),
             ignored_params=ignored,
         )
-        # A factor in the reduction itself is what HCCL and gloo lack.
+        # HCCL and gloo have no reduction with a factor, so the sum is divided separately.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(plan.divide_by)
     for name, parameter in root.named_parameters():
@@ -178,10 +182,9 @@ def shard(root: nn.Module, units: Collection[nn.Module], plan: Plan) -> FirstGra
 
 
 def _drop_without_backward(root: nn.Module, *_: Any) -> None:
-    """Drop weights as backward would: parameters that are not shards are in no optimizer and no checkpoint.
-
-    Nor may a gather that turned out to be for nobody be taken for one of the next weights.
-    """
+    """Free the weights after a forward without gradients, as a backward would do."""
+    # Optimizer and checkpoints know the shards only. Also, FSDP2 would take a prefetched gather that no unit
+    # has used for a gather of the next weights.
     if not torch.is_grad_enabled():
         for group in _groups(root):
             group.wait_for_unshard()
@@ -195,17 +198,17 @@ def _groups(root: Any) -> list[Any]:
 
 
 def _keep_sums_in(dtype: torch.dtype, groups: Iterable[Any]) -> None:
-    """Keep sums of gradients in ``dtype``; FSDP2 would round every microbatch's to the parameter's type."""
+    """Keep gradient sums in ``dtype``; FSDP2 would round them to the parameter's dtype every microbatch."""
     for group in groups:
         checks.require_names(group, ("_orig_dtype",))
         if group._orig_dtype is not None and group._orig_dtype != dtype:
             group._orig_dtype = dtype
-            for each in group.fsdp_params:
-                checks.require_names(each.sharded_param, ("grad_dtype",))
-                checks.require_names(each, ("to_sharded_dtensor",))
-                each.sharded_param.grad_dtype = dtype
-                # It would describe a gradient as being of the parameter's type.
-                each.to_sharded_dtensor = partial(_shard_like, each)
+            for param in group.fsdp_params:
+                checks.require_names(param.sharded_param, ("grad_dtype",))
+                checks.require_names(param, ("to_sharded_dtensor",))
+                param.sharded_param.grad_dtype = dtype
+                # FSDP2's method would give the gradient the parameter's dtype.
+                param.to_sharded_dtensor = partial(_shard_like, param)
 
 
 def _shard_like(each: Any, tensor: Tensor) -> Any:
@@ -213,7 +216,7 @@ def _shard_like(each: Any, tensor: Tensor) -> Any:
 
 
 def sharded_gradients(root: nn.Module) -> list[Tensor]:
-    """Return this rank's pieces of all gradients that are there."""
+    """Return this rank's shards of all existing gradients."""
     return [
         local_of(parameter.grad)
         for parameter in root.parameters()
@@ -221,29 +224,30 @@ def sharded_gradients(root: nn.Module) -> list[Tensor]:
     ]
 
 
-# -- gathers ahead of the computation that hides them -----------------------------------------------
+# -- prefetched gathers ------------------------------------------------------------------------------
 
 _graph_task_id = versions.private("torch._C:_current_graph_task_id", "FSDP2's prefetch")
 
 
 class _InForward(list[Any]):
-    """Units that follow in forward; none for a layer that runs again, where they have been used."""
+    """Units to prefetch in forward; empty while a layer is recomputed, as the next units have run already."""
 
     def __iter__(self) -> Iterator[Any]:
+        # A graph task id other than -1: this forward is a recomputation inside a backward.
         again = _graph_task_id() != -1 or runs_apart()
         return iter(()) if again else super().__iter__()
 
 
 def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: bool = False) -> None:
-    """Have each unit start the gathers of its neighbours: the next in forward, those before in backward.
+    """Let each unit issue the gathers of its neighbours: next units in forward, previous ones in backward.
 
-    At most ``ahead`` units are gathered beside the one that computes.
+    At most ``ahead`` units are gathered in addition to the running one.
 
     Args:
-        units: ``FSDPModule``, in the order in which a forward pass runs them.
-        ahead: units; 0: every unit gathers its own weights when it runs.
-        root: the ``FSDPModule`` around them, which runs first in either direction.
-        asynchronous: issue gathers as works to wait for; without streams, only these overlap.
+        units: ``FSDPModule`` objects in the order of a forward pass.
+        ahead: number of units to prefetch; with 0 every unit gathers its own weights when it runs.
+        root: ``FSDPModule`` around the units, which runs first in both directions.
+        asynchronous: whether to issue gathers as asynchronous works; without streams only these overlap.
     """
     units = list(units)
     for number, unit in enumerate(units):
@@ -261,8 +265,7 @@ def prefetch(units: Sequence[Any], ahead: int, root: Any = None, asynchronous: b
 
 
 def _set_backward_prefetch(unit: Any, others: Sequence[Any]) -> None:
-    """Set those alone: with none given FSDP2 gathers what ran before, in a pipeline another microbatch's.
-
-    A unit whose backward runs has its weights, so that its own gather is none.
-    """
+    """Set the units to prefetch in backward, or the unit itself if there are none."""
+    # With an empty list FSDP2 would prefetch by the last order of execution, which in a pipeline belongs to
+    # another microbatch. A unit in backward has its weights already, so prefetching itself does nothing.
     unit.set_modules_to_backward_prefetch(list(others) or [unit])

@@ -1,7 +1,7 @@
-"""Megatron's wrapper for FSDP2, its helpers for sharded tensors, and its check of arguments.
+"""Replacements for Megatron's FSDP2 wrapper, its helpers for sharded tensors, and its argument check.
 
-Dense weights are sharded, and experts' where asked for; everything else is left to Megatron's own DDP.
-Helpers make no copies, and know meshes with replicas.
+The wrapper shards dense weights, and experts on request. Megatron's own DDP handles all other parameters. The
+helpers make no copies and support meshes with replicas.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Whole:
-    """Reduction of gradients of parameters that are not sharded; no module, which would own them.
+    """Gradient handling for parameters that are not sharded.
 
     Attributes:
-        ddp: Megatron's; None where there are no such parameters.
-        sharded: what looks at the first gradients of the others; None where there are no others.
+        ddp: Megatron's DDP of these parameters; ``None`` if there are none.
+        sharded: check of the sharded parameters' first gradients; ``None`` if there are none.
     """
 
+    # Stored in a plain object: an nn.Module attribute would register DDP's parameters a second time.
     ddp: Any = None
     sharded: shards.FirstGradients | None = None
 
 
 def build(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``TorchFullyShardedDataParallel.__init__``; the original is not called."""
+    """Decorate ``TorchFullyShardedDataParallel.__init__``, replacing the original."""
 
     def __init__(
         self: Any,
@@ -67,10 +68,12 @@ def build(original: _Function, context: Context[Options]) -> _Function:
         )
         self.device_mesh = _mesh(self.process_group, options)
         device = torch.device(platforms.current().device)
+        # FSDP2 shards parameters on the mesh's device.
         for parameter in module.parameters():
             parameter.data = parameter.data.to(device)
         placements = place(module, config, self.device_mesh, context)
-        whole = {name: each for name, each in module.named_parameters() if each not in placements.dims}
+        whole = {name: param for name, param in module.named_parameters() if param not in placements.dims}
+        # Megatron leaves parameters with `shared` out of norms.
         for parameter in whole.values():
             if not placements.counts(parameter, self.device_mesh):
                 parameter.shared = True  # type: ignore[attr-defined]
@@ -85,7 +88,8 @@ def _mesh(group: Any, options: Options) -> Any:
     size = options.sharding_size or ranks
     if options.sharding_size is not None and (found := list(check_sharding_size(size, ranks))):
         raise SettingsError(f"fsdp2: {found[0]}")
-    devices = getattr(group, "_device_types", None)  # where torch says it elsewhere, it refuses for itself
+    # Groups without `_device_types` are checked by torch itself.
+    devices = getattr(group, "_device_types", None)
     if devices is not None and platform.device_type not in {device.type for device in devices}:
         raise SettingsError(
             f"fsdp2: data parallel ranks talk over {dist.get_backend(group)}, which does not move tensors of "
@@ -101,6 +105,7 @@ def _shard(
         return None
     config, options, platform = self.config, context.options, platforms.current()
     units = list(_units(self.module, config, classes, context))
+    # A unit without sharded parameters has nothing to gather.
     units = [unit for unit in units if any(each in placements.dims for each in unit.parameters())]
     reshard = options.reshard
     if reshard is None:
@@ -116,6 +121,7 @@ def _shard(
         placements=placements.dims,
         reshard=reshard,
         reduce_dtype=_reduce_dtype(config, options),
+        # A per-token loss is divided by the tokens of all ranks later.
         divide_by=1.0 if config.calculate_per_token_loss else float(self.process_group.size()),
         elsewhere=placements.experts,
     )
@@ -127,7 +133,7 @@ def _shard(
     embeddings = context.megatron("core.models.common.embeddings.language_model_embedding")
     for unit in units:
         if isinstance(unit, embeddings.LanguageModelEmbedding):
-            unit.set_unshard_in_backward(False)  # its backward reads no weight
+            unit.set_unshard_in_backward(False)  # an embedding's backward does not read its weight
         else:
             pairs.leave_gradients(unit)
     on_late_gradients(self, partial(pairs.reduce_left, ref(self.module)))
@@ -138,7 +144,7 @@ def _shard(
 
 
 def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
-    """Return the type of sums, never narrower than what is summed."""
+    """Return the dtype of gradient sums, which is never narrower than the gradients."""
     dtype: torch.dtype = config.params_dtype
     return dtype if dtype.itemsize > 2 else _DTYPES[options.reduce_dtype]
 
@@ -146,20 +152,21 @@ def _reduce_dtype(config: Any, options: Options) -> torch.dtype:
 def _units(
     module: nn.Module, config: Any, classes: Iterable[type], context: Context[Options]
 ) -> Iterator[nn.Module]:
-    """Yield what gathers its weights for itself, in the order of a forward pass."""
+    """Yield the modules that gather their own weights, in the order of a forward pass."""
     megatron = context.megatron
     column = megatron("core.tensor_parallel.layers").ColumnParallelLinear
-    # Parts of layers in Megatron's own modules, and the output layer, which is found by its name.
-    chosen = {each for each in classes if each is not column}
-    chosen.update(class_of(name) for name in context.options.wrapped)
-    for each in module.modules():
-        chosen.update(getattr(each, "_fsdp_modules", ()))
-    # Where the loss is computed together with the logits, the weight is read outside of its layer.
+    # Megatron's list includes ColumnParallelLinear for the output layer, but layers have such parts too. The
+    # output layer is found by its attribute name instead.
+    unit_classes = {kind for kind in classes if kind is not column}
+    unit_classes.update(class_of(name) for name in context.options.wrapped)
+    for child in module.modules():
+        unit_classes.update(getattr(child, "_fsdp_modules", ()))
+    # A loss that is fused with the logits reads the output weight outside of its layer.
     heads_apart = getattr(config, "cross_entropy_fusion_impl", None) != "linear"
-    heads = {getattr(each, "output_layer", None) for each in module.modules()} if heads_apart else set()
-    for each in module.modules():
-        if isinstance(each, tuple(chosen)) or each in heads:
-            yield each
+    heads = {getattr(child, "output_layer", None) for child in module.modules()} if heads_apart else set()
+    for child in module.modules():
+        if isinstance(child, tuple(unit_classes)) or child in heads:
+            yield child
 
 
 def _usual_units(megatron: Megatron) -> tuple[type, ...]:
@@ -169,9 +176,10 @@ def _usual_units(megatron: Megatron) -> tuple[type, ...]:
 
 
 def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, options: Options) -> Any:
-    """Wrap parameters that are not sharded in Megatron's DDP; None where there are none."""
+    """Wrap the parameters that are not sharded in Megatron's DDP; ``None`` without trainable ones."""
     if not any(parameter.requires_grad for parameter in whole.values()):
         return None
+    # DDP takes a module. Names must not contain dots, so they use slashes.
     holder = nn.Module()
     for name, parameter in whole.items():
         holder.register_parameter(name.replace(".", "/"), parameter)
@@ -184,7 +192,7 @@ def _ddp_of(whole: dict[str, nn.Parameter], self: Any, megatron: Megatron, optio
 
 
 def reduce_whole_gradients(original: _Function) -> _Function:
-    """Decorate ``finish_grad_sync``; what is sharded has been reduced during backward."""
+    """Decorate ``finish_grad_sync`` to reduce whole parameters; backward has reduced the sharded ones."""
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         whole = getattr(self, _WHOLE)
@@ -197,7 +205,7 @@ def reduce_whole_gradients(original: _Function) -> _Function:
 
 
 def scale_all_gradients(original: _Function) -> _Function:
-    """Decorate ``scale_gradients``."""
+    """Decorate ``scale_gradients`` to scale both sharded and whole gradients."""
 
     def scale_gradients(self: Any, scaling_factor: Any) -> None:
         for gradient in shards.sharded_gradients(self.module):
@@ -209,7 +217,7 @@ def scale_all_gradients(original: _Function) -> _Function:
 
 
 def zero_whole_gradients(original: _Function) -> _Function:
-    """Decorate ``zero_grad_buffer``; gradients of shards are dropped by the optimizer."""
+    """Decorate ``zero_grad_buffer`` to clear whole gradients; the optimizer drops sharded ones."""
 
     def zero_grad_buffer(self: Any) -> None:
         if (ddp := getattr(self, _WHOLE).ddp) is not None:
@@ -222,16 +230,16 @@ def zero_whole_gradients(original: _Function) -> _Function:
 
 
 def to_local_if_dtensor(tensor: Any) -> Any:
-    """Return this rank's piece, one object; in place of this function and of ``_unshard_if_dtensor``."""
+    """Return this rank's local shard; replaces the function of this name and ``_unshard_if_dtensor``."""
     return local_of(tensor)
 
 
 def shard_group_if_dtensor(tensor: Any, data_parallel_group: Any = None) -> Any:
-    """Return the ranks that have the other pieces, in place of ``get_data_parallel_group_if_dtensor``.
+    """Return the ranks that hold the other shards; replaces ``get_data_parallel_group_if_dtensor``.
 
     Args:
-        tensor: a parameter or gradient.
-        data_parallel_group: of the tensors before, which have the same; None if there is none.
+        tensor: parameter or gradient.
+        data_parallel_group: group of the previous tensors, which is the same; ``None`` for the first one.
     """
     if not isinstance(tensor, DTensor):
         return data_parallel_group
@@ -239,32 +247,31 @@ def shard_group_if_dtensor(tensor: Any, data_parallel_group: Any = None) -> Any:
 
 
 def gradient_in_place(tensor_to_shard: Tensor, reference_tensor: Any) -> Any:
-    """Return the gradient itself, in place of ``_reshard_if_dtensor``.
+    """Return the gradient itself; replaces ``_reshard_if_dtensor``.
 
     Args:
-        tensor_to_shard: what :func:`to_local_if_dtensor` made of the gradient, reduced since.
-        reference_tensor: the gradient.
+        tensor_to_shard: local shard from :func:`to_local_if_dtensor`, reduced in place.
+        reference_tensor: gradient that shares memory with the shard.
     """
     return reference_tensor
 
 
 def describe_whole_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``_collect_main_grad_data_for_unscaling``: one operator works on all of them.
-
-    Pieces come first: by the first one torch decides whether ranks tell each other of infinities.
-    """
+    """Decorate ``_collect_main_grad_data_for_unscaling`` to return only ``DTensor`` objects, if any."""
+    # One fused operator works on all gradients. torch looks at the first one to decide whether ranks exchange
+    # the flag for infinities, so shards come first.
 
     def collect(self: Any) -> Any:
         gradients = original(self) or []
-        pieces = [each for each in gradients if isinstance(each, DTensor)]
+        pieces = [grad for grad in gradients if isinstance(grad, DTensor)]
         if len(pieces) in (0, len(gradients)):
             return gradients
         mesh = pieces[0].device_mesh
         everywhere = [Replicate()] * mesh.ndim
         return pieces + [
-            DTensor.from_local(each, mesh, everywhere, run_check=False)
-            for each in gradients
-            if not isinstance(each, DTensor)
+            DTensor.from_local(grad, mesh, everywhere, run_check=False)
+            for grad in gradients
+            if not isinstance(grad, DTensor)
         ]
 
     return collect
@@ -276,11 +283,9 @@ _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``validate_args``; with pipelines or experts it is not told of FSDP2.
-
-    The feature's own checks refuse what Megatron would refuse beside them, and this wrapper sets what
-    Megatron would derive from the flag.
-    """
+    """Decorate ``validate_args`` to hide FSDP2 from Megatron's check with pipelines or experts."""
+    # `check_fsdp2` makes the checks that Megatron would make otherwise. This wrapper sets the values that
+    # Megatron would derive from the flag.
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         alone = args.pipeline_model_parallel_size == 1 and args.expert_model_parallel_size == 1
@@ -288,7 +293,7 @@ def validate_beside_experts_and_pipelines(original: Callable[..., Any]) -> Calla
             return original(args, *rest, **kwargs)
         args.use_torch_fsdp2 = False
         try:
-            # Tensor parallelism alone would ask for it.
+            # Tensor parallelism without FSDP2 would require CUDA_DEVICE_MAX_CONNECTIONS=1.
             with mock.patch.dict(os.environ, _CONNECTIONS):
                 result = original(args, *rest, **kwargs)
         finally:
