@@ -1,4 +1,4 @@
-"""Names of context parallel algorithms: MindSpeed's, Megatron's, and those of a user's own strategies.
+"""Names of context parallel algorithms: MindSpeed's, Megatron's, and registered strategies.
 
 Imports neither torch nor Megatron.
 """
@@ -24,7 +24,7 @@ COMM_TYPES = {
     "kvallgather_cp_algo": "allgather",
     "hybrid_cp_algo": "a2a+p2p",
 }
-"""MindSpeed's names, and what Megatron calls the same as the communication of an attention layer."""
+"""MindSpeed's algorithm names: dict to Megatron's ``cp_comm_type``."""
 ALGORITHM = Flag(
     "--context-parallel-algo",
     "Algorithm by which context parallel ranks share attention: megatron_cp_algo (ring), ulysses_cp_algo "
@@ -61,19 +61,19 @@ HIERARCHICAL_SIZES = Flag(
     megatron=True,
 )
 MEGATRON_FLAGS = (CONTEXT_PARALLEL_SIZE, COMM_TYPE, HIERARCHICAL_SIZES)
-"""Flags that :meth:`Algorithms.of` reads besides; every feature that calls it lists them."""
+"""Megatron flags that :meth:`Algorithms.of` also reads; every feature that calls it lists them."""
 
 Make = Callable[..., "ContextParallelStrategy"]
 _registered: dict[str, Make] = {}
 
 
 def register(name: str, make: Make) -> None:
-    """Give ``--context-parallel-algo`` one more name; before features are switched on.
+    """Add a name for ``--context-parallel-algo``. Call before features are enabled.
 
     Args:
-        name: of the algorithm.
-        make: called with the process group and the layout of rows for each attention layer; a subclass of
-            ``ContextParallelStrategy``, for example.
+        name: name of the algorithm.
+        make: factory called for each attention layer with the process group and the layout, for example a
+            subclass of ``ContextParallelStrategy``.
 
     Raises:
         SettingsError: the name is taken.
@@ -89,19 +89,19 @@ def unregister(name: str) -> None:
 
 
 def registered(name: str) -> Make | None:
-    """Return what :func:`register` got under this name."""
+    """Return the factory registered under this name, or ``None``."""
     return _registered.get(name)
 
 
 @dataclass(frozen=True)
 class Algorithms:
-    """Algorithms of context parallelism, as a job's flags name them.
+    """Context parallel algorithms selected by a job's flags.
 
     Attributes:
         ranks: context parallel size, 1 without context parallelism.
-        names: Megatron's name of the algorithm, or that of a registered one, for all layers or one per layer;
-            empty: nobody said, so that each attention takes its own default.
-        ulysses_degree: ranks of the inner all-to-all of ``a2a+p2p``; None where nobody said.
+        names: Megatron's or registered names, one for all layers or one per layer. Empty if no flag is given;
+            each attention then uses its own default.
+        ulysses_degree: size of the inner all-to-all of ``a2a+p2p``, or ``None`` if not given.
         block_rows: rows of a block of the repeated zigzag; 0 for one zigzag over the sequence.
     """
 
@@ -112,20 +112,20 @@ class Algorithms:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build from resolved settings, a job's argument namespace or one of Megatron's configurations.
+        """Build from resolved settings, a job's argument namespace or a Megatron configuration.
 
-        Megatron-LM's parser gives ``--cp-comm-type`` a default, ``p2p``, which therefore says nothing
-        beside another name.
+        Megatron-LM's parser sets ``--cp-comm-type`` to ``p2p`` by default, so ``p2p`` does not contradict
+        another name.
 
         Raises:
-            SettingsError: two flags name different algorithms, or one names none that there is.
+            SettingsError: two flags name different algorithms, or a name is unknown.
         """
         ranks = getattr(settings, CONTEXT_PARALLEL_SIZE.dest, None) or 1
         algorithm = getattr(settings, ALGORITHM.dest, None)
         names = _canonical(getattr(settings, COMM_TYPE.dest, None))
         if algorithm is not None:
             named = _named(algorithm)
-            # Resolved settings know what nobody gave, arguments do not.
+            # Only resolved settings tell a default from a given value.
             default = () if isinstance(settings, Settings) else ("p2p",)
             if names not in ((), (named,), default):
                 raise SettingsError(
@@ -141,33 +141,32 @@ class Algorithms:
         return cls(ranks, names, _degree(settings), getattr(settings, BLOCK_ROWS.dest, None) or 0)
 
     def of_layer(self, number: int, default: str) -> str:
-        """Return Megatron's name of a layer's algorithm, or that of a registered one.
+        """Return the name of a layer's algorithm, Megatron's or registered.
 
         Args:
-            number: of the layer, from 1; those after the last one of the list, of multi-token prediction,
-                have the last one's.
-            default: of the attention, where nobody said.
+            number: layer number from 1. MTP layers after the end of the list use its last name.
+            default: name to use if no flag is given.
         """
         if not self.names:
             return default
         return self.names[0] if len(self.names) == 1 else self.names[min(number, len(self.names)) - 1]
 
     def all_of(self, default: str) -> set[str]:
-        """Return the names that occur in any layer."""
+        """Return the names used by any layer."""
         return set(self.names) or {default}
 
     def degree(self, name: str) -> int:
-        """Return the ranks of the all-to-all in an algorithm: all, some, or only the rank itself."""
+        """Return the size of an algorithm's all-to-all: all ranks, some, or 1."""
         if name == "a2a":
             return self.ranks
         return (self.ulysses_degree or 1) if name == "a2a+p2p" else 1
 
 
 def _named(algorithm: str) -> str:
-    """Return Megatron's name of what ``--context-parallel-algo`` names.
+    """Return Megatron's or the registered name for a value of ``--context-parallel-algo``.
 
     Raises:
-        SettingsError: there is no such algorithm.
+        SettingsError: the value is unknown.
     """
     if algorithm in _registered:
         return algorithm
@@ -180,17 +179,17 @@ def _named(algorithm: str) -> str:
 
 
 def _canonical(comm_type: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return Megatron's ``cp_comm_type`` without underscores; one entry if all agree."""
+    """Normalize Megatron's ``cp_comm_type``: lower case, no underscores, one entry if all are equal."""
     names = [comm_type] if isinstance(comm_type, str) else list(comm_type or ())
     names = [name if name in _registered else name.replace("_", "").lower() for name in names]
     return tuple(names[:1] if len(set(names)) == 1 else names)
 
 
 def _degree(settings: Any) -> int | None:
-    """Read the degree from either flag.
+    """Return the degree from either flag.
 
     Raises:
-        SettingsError: they differ.
+        SettingsError: the flags differ.
     """
     degree: int | None = getattr(settings, ULYSSES_DEGREE.dest, None)
     sizes = getattr(settings, HIERARCHICAL_SIZES.dest, None)
@@ -205,7 +204,7 @@ def _degree(settings: Any) -> int | None:
 
 
 def problems(args: Any, algorithms: Algorithms) -> Iterator[str]:
-    """Report what no attention can be trained with; each message says what to do."""
+    """Yield settings that no attention supports, each with a remedy."""
     ranks, names = algorithms.ranks, algorithms.names
     if ranks == 1:
         return
@@ -228,6 +227,7 @@ def _problems_of_degree(algorithms: Algorithms) -> Iterator[str]:
         if degree is not None:
             yield f"--ulysses-degree-in-cp {degree} belongs to hybrid_cp_algo; name that or omit it"
         return
+    # 8 ranks: degrees 2 and 4.
     fitting = [size for size in range(2, ranks) if ranks % size == 0]
     if not fitting:
         yield (
@@ -251,6 +251,7 @@ def _problems_of_blocks(algorithms: Algorithms, length: int | None) -> Iterator[
             f"--cp-block-rows {rows} needs a sequence length divisible by two blocks for each of {ranks} "
             f"ranks, and {length} is not divisible by {run}"
         )
+    # Only gathered keys allow any layout of rows.
     others = algorithms.all_of("allgather") & {"p2p", "a2a", "a2a+p2p"}
     if rows and others:
         yield (

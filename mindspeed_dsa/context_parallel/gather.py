@@ -1,9 +1,8 @@
-"""Rows of all ranks, gathered in the order of the sequence behind other work, in forward and in backward.
+"""Asynchronous gather of all ranks' tokens in sequence order, hidden by other work in forward and backward.
 
-A gather is two nodes of the graph. The first starts the collective in forward, the second waits for it. In
-backward the second comes first and starts the reduce-scatter of the gradient, and the first waits for it:
-autograd runs nodes in the reverse order of their creation, so that what forward does between the two hides
-the transfer in both directions.
+A gather is two autograd nodes. In forward, the first starts the collective and the second waits for it. In
+backward, the second starts the reduce-scatter of the gradient and the first waits for it. Autograd runs nodes
+in the reverse order of their creation, so the work between the two hides the transfer in both directions.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from mindspeed_dsa.parallel.transfers import exchange_pairs
 
 
 class HeldRows:
-    """Rows of a sequence that each member of a group has; without the group, so that it keeps none alive.
+    """Positions of the rows that each member of a group holds. Holds no reference to the group.
 
     Args:
-        rows: ``[members, rows]`` int64 on the CPU, positions in the order in which each member holds them.
+        rows: positions in the sequence, in each member's order, int64 ``[members, rows]`` on the CPU.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -40,21 +39,23 @@ class HeldRows:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def part(self, index: int, step: int) -> HeldRows:
-        """Return the rows of every ``step``-th member, from this one on."""
+        """Return the rows of every ``step``-th member, starting at member ``index``."""
         if (index, step) not in self._parts:
             self._parts[index, step] = HeldRows(self.rows[index::step])
         return self._parts[index, step]
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`rows` of all members in a row, on a device, where they stay."""
+        """Return :attr:`rows` flattened, cached on the device."""
         if device not in self._on_device:
             self._on_device[device] = self.rows.flatten().to(device)
         return self._on_device[device]
 
     @cached_property
     def runs(self) -> list[list[int]]:
-        """Where equal runs of the members' rows begin in the sequence: ``[run][member]``; empty if a member
-        has more than two, or runs of another length.
+        """Begins of the members' runs in the sequence, ``[run][member]``.
+
+        A run is a range of consecutive rows. Every member must have one run, or two of equal length; the list
+        is empty otherwise.
         """
         members, count = self.rows.shape
         for runs in (1, 2):
@@ -68,24 +69,24 @@ class HeldRows:
 
 
 LATEST = 16
-"""Sequences whose rows stay known, each some bytes for a row on the host and on the device. Lengths that are
-never met again go; what is in flight holds its own."""
+"""Number of layouts and lengths whose rows are cached, at 8 bytes per row on host and device. Transfers in
+flight keep their own reference."""
 
 
 @lru_cache(maxsize=LATEST)
-@torch.inference_mode(False)  # what an evaluation finds first, training uses as well
+@torch.inference_mode(False)  # cached tensors of an evaluation are used in training too
 def _held(layout: Layout, length: int, members: int) -> HeldRows:
-    """Make the rows that all layers and groups share."""
+    """Build the rows shared by all layers and groups."""
     return HeldRows(rows_of_all(layout, length).view(members, -1))
 
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks of a group, and which rows of the sequence each of them has.
+    """Ranks of a group with the rows of the sequence that each of them holds.
 
     Attributes:
         group: process group.
-        held: by member.
+        held: rows of each member.
     """
 
     group: ProcessGroup
@@ -93,46 +94,46 @@ class Members:
 
     @classmethod
     def of(cls, group: ProcessGroup, layout: Layout, length: int) -> Members:
-        """Build of context parallel ranks, or of these times tensor parallel ones that share their rows.
+        """Build for a context parallel group, or for its product with the tensor parallel ranks.
 
         Args:
-            group: with more members than the layout has ranks, tensor parallel ones run fastest.
-            layout: of context parallel ranks.
+            group: process group. In a product, tensor parallel ranks vary fastest and split the rows.
+            layout: layout of the context parallel ranks.
             length: rows of the whole sequence.
         """
         return cls(group, _held(layout, length, group.size()))
 
     @property
     def rows(self) -> Tensor:
-        """Return the rows of all members, as :class:`HeldRows` has them."""
+        """Rows of all members; see :class:`HeldRows`."""
         return self.held.rows
 
     def part(self, group: ProcessGroup, index: int) -> Members:
-        """Return the members of a smaller group of this rank's: one of each neighbours, all at one place.
+        """Return the members of the context parallel group inside this product group.
 
         Args:
-            group: context parallel ranks, of members that are these times tensor parallel ones.
-            index: tensor parallel rank.
+            group: context parallel process group of this rank.
+            index: tensor parallel rank, shared by all its members.
         """
         return Members(group, self.held.part(index, self.group.size() // group.size()))
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """Return the rows on a device, as :meth:`HeldRows.on` does."""
+        """Return the rows on a device; see :meth:`HeldRows.on`."""
         return self.held.on(device)
 
     @property
     def runs(self) -> list[list[int]]:
-        """Return the runs of rows, as :attr:`HeldRows.runs` has them."""
+        """Runs of rows; see :attr:`HeldRows.runs`."""
         return self.held.runs
 
     def parts_of(self, whole: Tensor) -> list[list[Tensor]]:
-        """Return each member's runs of the sequence's rows, as views; the members must have runs."""
+        """Return views of each member's runs in the whole sequence; requires non-empty :attr:`runs`."""
         size = self.rows.size(1) // len(self.runs)
         return [[whole[begin : begin + size] for begin in begins] for begins in zip(*self.runs, strict=True)]
 
 
 class _Transfer:
-    """One gather: what is on its way, and where to."""
+    """Buffers and handles of one gather and of its gradient's reduce-scatter."""
 
     def __init__(self, members: Members, sums: Members) -> None:
         self.members, self.sums = members, sums
@@ -144,7 +145,7 @@ class _Transfer:
         self._is_here = False
 
     def start(self, local: Tensor) -> None:
-        """Start to gather ``[rows, ...]``."""
+        """Start to gather ``local``, ``[rows, ...]``."""
         self.local = local.detach().contiguous()
         self._whole = local.new_empty((self.members.rows.numel(), *local.shape[1:]))
         self._launch()
@@ -155,22 +156,24 @@ class _Transfer:
         assert whole is not None
         self._is_here = False
         if not self.members.runs:
+            # Without runs, gather by member and reorder in wait().
             self._by_member = buffer_pool.take(whole)
             self._works = [dist.all_gather_into_tensor(self._by_member, local, group=group, async_op=True)]
             return
-        parts, own = self.members.parts_of(whole), local.chunk(len(self.members.runs))
+        parts, own_runs = self.members.parts_of(whole), local.chunk(len(self.members.runs))
         if whole.device.type == "cpu":
-            self._works = exchange_pairs([own] * len(parts), parts, group)
-            for view, part in zip(parts[group.rank()], own, strict=True):
+            # gloo: each pair exchanges its runs, written straight to their places.
+            self._works = exchange_pairs([own_runs] * len(parts), parts, group)
+            for view, part in zip(parts[group.rank()], own_runs, strict=True):
                 view.copy_(part)
             return
         self._works = [
             dist.all_gather(list(views), part, group=group, async_op=True)
-            for views, part in zip(zip(*parts, strict=True), own, strict=True)
+            for views, part in zip(zip(*parts, strict=True), own_runs, strict=True)
         ]
 
     def wait(self) -> Tensor:
-        """Wait, and return ``[members * rows, ...]`` in the order of the sequence."""
+        """Wait, and return ``[members * rows, ...]`` in sequence order."""
         assert self._whole is not None
         if not self._is_here:
             for work in self._works:
@@ -182,18 +185,19 @@ class _Transfer:
         return self._whole
 
     def hand_out(self) -> Tensor:
-        """Hand out the rows; another tensor on their memory stays here, without a graph and a version."""
+        """Return the gathered rows; keep an alias of their memory without graph and version counter."""
         whole = self.wait()
         self._whole = whole.data
         return whole
 
     def start_sum(self, gradient: Tensor) -> None:
-        """Start to add up the gradient over ranks, ``[members * rows, ...]`` of any floating point type."""
+        """Start the reduce-scatter of the gradient ``[members * rows, ...]``, in fp32 or wider."""
         self._whole = self.local = None
         sums, group = self.sums, self.sums.group
-        # Sums of several ranks' parts are rounded once.
+        # Summed in fp32 or wider, so that the sum over ranks is rounded only once.
         gradient = gradient.to(wide(gradient.dtype))
         if gradient.device.type == "cpu" and sums.runs:
+            # Reduce-scatter by pairwise exchange: receive the other ranks' parts, and add them in summed().
             gradient = gradient.contiguous()
             parts = sums.parts_of(gradient)
             ours = torch.cat(parts[group.rank()])
@@ -208,7 +212,7 @@ class _Transfer:
         self._sum = ours, [work], [], by_member
 
     def summed(self) -> Tensor:
-        """Return this rank's rows of the sum, in fp32 or wider."""
+        """Wait, and return this rank's rows of the sum, in fp32 or wider."""
         assert self._sum is not None
         ours, works, others, _ = self._sum
         for work in works:
@@ -220,22 +224,23 @@ class _Transfer:
         return ours
 
     def free(self) -> None:
-        """Give back the memory of what was gathered until :meth:`start_again`."""
+        """Free the gathered rows' memory until :meth:`start_again`."""
         assert self._whole is not None
         storage = self._whole.untyped_storage()
         saved_tensors.mark_freed(self._whole)
         storage.resize_(0)
 
     def start_again(self) -> None:
-        """Gather to the same memory again; nothing happens where that is done or under way."""
+        """Gather into the same memory again; does nothing if this has been done or is in flight."""
         if self._whole is None or self._whole.untyped_storage().size():
             return
+        # The same storage again, so tensors that backward has saved see the rows.
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
         self._launch()
 
 
 class _Start(torch.autograd.Function):
-    """Its output is a view of the input: autograd checks that gradients fit, and a buffer would not."""
+    """Start of a gather. Returns a view of the input, since gradients must match the output's shape."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, transfer: _Transfer) -> Tensor:
@@ -251,7 +256,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Rows, and, if they are narrow, a receiver of their gradient in fp32: a tensor's own is as narrow."""
+    """Wait for a gather. For narrow dtypes, also returns a tensor that receives the gradient in fp32."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> tuple[Tensor, Tensor | None]:
@@ -259,6 +264,7 @@ class _Wait(torch.autograd.Function):
         whole = transfer.hand_out()
         ctx.transfer, ctx.nothing = transfer, started.new_zeros(()).expand(started.shape)
         ctx.whole_shape = whole.shape
+        # A gradient has its tensor's dtype, so bf16 rows need an fp32 tensor to receive fp32 gradients.
         if wide(whole.dtype) == whole.dtype:
             return whole, None
         return whole, whole.new_zeros((), dtype=wide(whole.dtype)).expand(whole.shape)
@@ -267,7 +273,7 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
         arrived = [gradient for gradient in gradients if gradient is not None]
-        # Other ranks wait for this one's part of the sum, whether or not anything read the rows here.
+        # Always reduce: other ranks wait for this rank's part even if nothing here read the rows.
         total = arrived[-1] if arrived else ctx.nothing.new_zeros(()).expand(ctx.whole_shape)
         for gradient in arrived[:-1]:
             total = total + gradient
@@ -277,7 +283,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """Identity on the output of what read the gathered rows; in backward these are gathered again."""
+    """Identity on an output computed from gathered rows; backward gathers them again first."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, transfers: list[_Transfer]) -> Tensor:
@@ -295,16 +301,15 @@ class _Again(torch.autograd.Function):
 
 
 class GatheredRows:
-    """Rows of all members on their way here.
+    """Gather in flight.
 
     Args:
-        local: ``[rows, ...]``, this rank's.
-        members: who has which rows.
-        sums: over whom gradients are added up, each of whom gets its own rows of the sum; default: the
-            members.
+        local: this rank's rows, ``[rows, ...]``.
+        members: ranks to gather from, with their rows.
+        sums: ranks to sum gradients over, each of which gets its own rows of the sum; default: ``members``.
 
     Attributes:
-        started: ``local``, of which nothing but :meth:`wait` may depend.
+        started: view of ``local`` that only :meth:`wait` may use.
     """
 
     def __init__(self, local: Tensor, members: Members, sums: Members | None = None) -> None:
@@ -312,37 +317,37 @@ class GatheredRows:
         self.started: Tensor = _Start.apply(local, self._transfer)
 
     def wait(self, started: Tensor | None = None) -> Tensor:
-        """Wait, once, and return ``[members * rows, ...]`` in the order of the sequence.
+        """Wait, and return ``[members * rows, ...]`` in sequence order. Call once.
 
         Args:
-            started: :attr:`started`, where it came by another way.
+            started: :attr:`started`, if it was passed through other autograd nodes.
         """
         return self.wait_with_receiver(started)[0]
 
     def wait_with_receiver(self, started: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Do as :meth:`wait`, with a tensor of the same shape that is never read.
+        """Wait as :meth:`wait`; also return a gradient receiver of the same shape, never read.
 
-        Whoever computes the gradient of narrow rows in fp32 gives it to the second tensor instead of the
-        first: it is then not rounded before it is added up. None: the rows are fp32 or wider.
+        A consumer that computes the gradient of narrow rows in fp32 returns it for the receiver instead of
+        the rows, so it is not rounded before the sum. ``None`` if the rows are fp32 or wider.
         """
         started = self.started if started is None else started
         del self.started
         return _Wait.apply(started, self._transfer)  # type: ignore[no-any-return]
 
     def start_again(self) -> None:
-        """Start to gather what :func:`freed_until_backward` has freed."""
+        """Start to gather the rows freed by :func:`freed_until_backward` again."""
         self._transfer.start_again()
 
 
 def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
-    """Free gathered rows that backward reads, and gather them again when the gradient of ``out`` arrives.
+    """Free gathered rows that backward reads; gather them again when the gradient of ``out`` arrives.
 
     Args:
-        out: output of everything that reads them.
-        gathered: on which :meth:`GatheredRows.wait` has been called.
+        out: output of all consumers of the rows.
+        gathered: gathers that have been awaited.
 
     Returns:
-        ``out``, to be used in its place.
+        Replacement of ``out``.
     """
     transfers = [one._transfer for one in gathered]
     for transfer in transfers:
@@ -351,20 +356,20 @@ def freed_until_backward(out: Tensor, gathered: list[GatheredRows]) -> Tensor:
 
 
 class KeyGather(ContextParallelStrategy):
-    """Strategy that gathers keys and values, in any layout of rows; ``kvallgather_cp_algo``."""
+    """Strategy ``kvallgather_cp_algo``: gather keys and values, in any layout."""
 
     def members(self, length: int, group: ProcessGroup | None = None) -> Members:
-        """Return who has which rows of a sequence.
+        """Return the members that hold a sequence.
 
         Args:
             length: rows of the whole sequence.
-            group: default: the context parallel ranks; or these times tensor parallel ranks, which have
-                equal parts of their rows under sequence parallelism.
+            group: default: context parallel group. Alternatively its product with the tensor parallel ranks,
+                which split the rows evenly under sequence parallelism.
         """
         return Members.of(self.group if group is None else group, self.layout, length)
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Gather key and value, which may have any number of dimensions."""
+        """Gather key and value, both of any number of dimensions."""
         members = self.members(key.size(0) * self.ranks)
         keys, values = GatheredRows(key, members), GatheredRows(value, members)
         return Exchanged(

@@ -1,4 +1,4 @@
-"""Packed documents: where they lie, which rows each context parallel rank holds, and one rank's rows."""
+"""Packed documents: their places, their distribution over context parallel ranks, and one rank's rows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mindspeed_dsa.context_parallel.layout import Layout, rolled
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.platforms.host_pool import upload
 
-# -- where documents lie -----------------------------------------------------------------------
+# -- places of documents -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Places of documents in a row of tokens; rows of no document are padding.
+    """Places of documents in a sequence of packed tokens. Rows outside documents are padding.
 
     Attributes:
-        documents: first row of each document, and one past its last, in order; none is empty.
-        length: number of rows, padding included.
+        documents: ``(begin, end)`` rows of each document, in order; none is empty.
+        length: number of rows, including padding.
     """
 
     documents: tuple[tuple[int, int], ...]
@@ -34,17 +34,17 @@ class Pack:
 
     @classmethod
     def of(cls, params: Any, length: int) -> Pack:
-        """Read Megatron's description; waits for the device if its tensors are on one, once for each tensor.
+        """Build from Megatron's ``PackedSeqParams``. Waits for the device once per device tensor.
 
-        Takes prefix sums of any shape, documents without tokens, rows behind the last document, and padding
-        between documents (``cu_seqlens_q_padded``). Fields that are not about lengths are not read.
+        Accepts prefix sums of any shape, empty documents, rows after the last document, and padding between
+        documents (``cu_seqlens_q_padded``). Fields unrelated to lengths are not read.
 
         Args:
-            params: a ``PackedSeqParams`` of any release.
+            params: ``PackedSeqParams`` of any release.
             length: rows of the whole pack, over all context parallel ranks.
 
         Raises:
-            ValueError: it describes no documents of this many rows.
+            ValueError: ``params`` does not describe documents within this many rows.
         """
         kind = getattr(params, "qkv_format", None)
         if kind != "thd" or getattr(params, "local_cp_size", None) is not None:
@@ -66,15 +66,16 @@ class Pack:
 
     @classmethod
     def of_prefix_sums(cls, ends: list[int], begins: list[int] | None, length: int) -> Pack:
-        """Build from prefix sums of their lengths.
+        """Build from prefix sums of the documents' lengths.
 
         Args:
-            ends: begins with 0.
-            begins: the same with padding after each document included; None: there is none between them.
+            ends: prefix sums of the lengths, the first 0.
+            begins: prefix sums of the lengths including padding after each document. ``None``: no padding
+                between documents.
             length: number of rows.
 
         Raises:
-            ValueError: there are not so many rows.
+            ValueError: the documents do not fit in ``length`` rows, or the sums are not ascending from 0.
         """
         begins = begins or ends
         sizes, rooms = ([after - before for before, after in pairwise(sums)] for sums in (ends, begins))
@@ -87,32 +88,32 @@ class Pack:
                 + (f", in places that end at {begins}" if begins is not ends else "")
                 + "; prefix sums begin with 0, never fall, and end with at most the number of rows"
             )
-        places = zip(begins, sizes, strict=False)  # begins ends with the end of the last
+        places = zip(begins, sizes, strict=False)  # begins has one entry more, the end of the last document
         return cls(tuple((begin, begin + size) for begin, size in places if size), length)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, end: int) -> Pack:
-        """Build from tokens: documents end with a token of their own, the last one also with the row.
+        """Build from tokens. A document ends with the end token; the last one may also end with the sequence.
 
         Args:
-            tokens: ``[length]`` or ``[1, length]``.
-            end: the token.
+            tokens: token ids, ``[length]`` or ``[1, length]``.
+            end: id of the end token.
         """
         after = (tokens.flatten() == end).nonzero().flatten() + 1
         length = tokens.numel()
         return cls.of_prefix_sums([0, *after.tolist(), length], None, length)
 
     def params(self, megatron: Megatron, device: torch.device, block_rows: int = 0, padding: int = 0) -> Any:
-        """Make Megatron's description, which its own code understands too: padding belongs to a place.
+        """Build ``PackedSeqParams`` that Megatron's own code understands: padding belongs to a document.
 
         Args:
-            megatron: whose ``PackedSeqParams`` it is.
-            device: of its tensors.
-            block_rows: of the blocks in which context parallel ranks were dealt the rows; says
-                ``dealt_block_rows`` of the result.
-            padding: rows at the end, which the last rank was dealt; says ``dealt_padding`` of the result.
+            megatron: accessor of Megatron's modules.
+            device: device of the tensors.
+            block_rows: rows of the blocks distributed to context parallel ranks, for ``dealt_block_rows``.
+            padding: rows of padding on the last rank, for ``dealt_padding``.
         """
         places = list(self.documents)
+        # Padding before the first document becomes the padding of an empty document.
         if not places or places[0][0] > 0:
             places.insert(0, (0, 0))
         bounds = [*(begin for begin, _ in places), self.length]
@@ -120,11 +121,12 @@ class Pack:
         longest = self.longest
         if self.tokens < self.length:
             sums["cu_seqlens_padded"] = torch.tensor(bounds)
-            # Megatron's own rotary embedding makes as many angles.
+            # Megatron's rotary embedding makes this many angles.
             longest = max(after - before for before, after in pairwise(bounds))
         fields = {}
         for name, tensor in sums.items():
             listed, on_device = tensor.tolist(), upload(tensor.to(torch.int32), device)
+            # The lengths are known here, so reading them back need not wait for the device.
             if _host_waits_for(on_device):
                 _read[on_device] = on_device._version, listed
             fields.update({name.replace("seqlens", f"seqlens_{kind}"): on_device for kind in ("q", "kv")})
@@ -145,32 +147,32 @@ class Pack:
 
     @property
     def tokens(self) -> int:
-        """Rows that belong to a document."""
+        """Number of rows that belong to a document."""
         return sum(end - begin for begin, end in self.documents)
 
     @cached_property
     def starts(self) -> Tensor:
-        """``[length]`` int32 on the host: first row of each row's document; 0 for padding."""
+        """First row of each row's document; 0 for padding. int32 ``[length]`` on the host."""
         return self._by_row[0]
 
     @cached_property
     def ends(self) -> Tensor:
-        """``[length]`` int32 on the host: one past each row, where its view ends; 0 for padding."""
+        """End of each row's causal view, one past the row; 0 for padding. int32 ``[length]`` on the host."""
         return self._by_row[1]
 
     @property
     def positions(self) -> Tensor:
-        """``[length]`` int64 on the host: of each row in its document; 0 for padding."""
+        """Position of each row in its document; 0 for padding. int64 ``[length]`` on the host."""
         return (self.ends - self.starts - 1).clamp_min(0).long()
 
     @property
     def counted(self) -> Tensor | None:
-        """``[length]`` bool on the host, False for padding; None without any."""
+        """Mask of rows that are not padding, bool ``[length]`` on the host; ``None`` without padding."""
         return None if self.tokens == self.length else self.ends > 0
 
     @property
     def followed(self) -> Tensor:
-        """``[length]`` bool on the host: rows behind which another one of their document comes."""
+        """Mask of rows followed by a row of the same document, bool ``[length]`` on the host."""
         sees = self.ends > 0
         followed = torch.zeros_like(sees)
         followed[:-1] = sees[:-1] & sees[1:] & (self.starts[:-1] == self.starts[1:])
@@ -182,6 +184,7 @@ class Pack:
         bounds = torch.tensor(self.documents, dtype=torch.int64).view(-1, 2)
         sizes = bounds[:, 1] - bounds[:, 0]
         begins = bounds[:, 0].repeat_interleave(sizes)
+        # Rows of all documents: documents (2, 4) and (5, 8) give 2 3 5 6 7.
         rows = torch.arange(self.tokens) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes) + begins
         starts[rows], ends[rows] = begins.int(), (rows + 1).int()
         return starts, ends
@@ -192,33 +195,33 @@ class Pack:
 
 @cache
 def _with_block_rows(params: type) -> Any:
-    """Make a ``PackedSeqParams`` that also says how context parallel ranks were dealt the rows."""
+    """Return a subclass of ``PackedSeqParams`` with fields for the distribution of rows."""
     dealt = [("dealt_block_rows", int, 0), ("dealt_padding", int, 0)]
     return make_dataclass(params.__name__, dealt, bases=(params,))
 
 
 def places_of(params: Any) -> tuple[tuple[int, int], ...]:
-    """Return the rows that each document of Megatron's description takes, padding behind it included."""
+    """Return the rows that each document of a ``PackedSeqParams`` takes, including padding after it."""
     sums = _prefix_sums(params, "cu_seqlens_q_padded") or _prefix_sums(params, "cu_seqlens_q") or [0]
     return tuple(pairwise(sums))
 
 
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Lengths that device tensors held, with the number of changes seen by then; layers share a microbatch's."""
+"""Lengths read from a device tensor, with the tensor's version; all layers share a microbatch's tensors."""
 
 
 def _prefix_sums(params: Any, name: str) -> list[int] | None:
     sums = getattr(params, name, None)
     if not isinstance(sums, Tensor) or not _host_waits_for(sums):
         return None if sums is None else _listed(sums)
-    known: tuple[int, list[int]] | None = _read.get(sums)
-    if known is None or known[0] != sums._version:
-        known = _read[sums] = sums._version, _listed(sums)
-    return known[1]
+    cached: tuple[int, list[int]] | None = _read.get(sums)
+    if cached is None or cached[0] != sums._version:
+        cached = _read[sums] = sums._version, _listed(sums)
+    return cached[1]
 
 
 def _host_waits_for(sums: Tensor) -> bool:
-    """Return whether reading is slow; tensors of inference mode do not tell when they have changed."""
+    """Return whether reading waits for the device. Inference tensors have no version, so are not cached."""
     return sums.device.type != "cpu" and not sums.is_inference()
 
 
@@ -226,22 +229,22 @@ def _listed(sums: Any) -> list[int]:
     return [int(end) for end in torch.as_tensor(sums).flatten().tolist()]
 
 
-# -- layouts: rows of each context parallel rank -----------------------------------------------
+# -- layouts of packs --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BalancedBlocks:
-    """Blocks of rows dealt by the work in them: the heaviest to the first rank, and back from the last one.
+    """Blocks of rows distributed by their work: the heaviest to rank 0, then back and forth over the ranks.
 
-    A row costs as much as its position in its document. Chunks of the pack, or of its documents, do not
-    balance that: documents are long and short, and short ones cannot be cut into equal parts without padding.
-    Where every rank has the keys of all rows, any rows may be its own.
+    A row costs as much as its position in its document. Zigzag chunks of the pack or of its documents do not
+    balance this: documents differ in length, and short ones cannot be cut into equal parts without padding.
+    Requires that every rank has the keys of all rows.
 
     Attributes:
         ranks: context parallel size.
-        pack: where documents lie.
-        block_rows: rows of a block; fewer, where these do not deal the pack out evenly.
-        padding: rows at the end that the last rank gets in any case, so that every layer knows them.
+        pack: places of the documents.
+        block_rows: largest number of rows of a block; smaller if needed to distribute the pack evenly.
+        padding: rows at the end of the pack that the last rank always gets, so that every layer knows them.
     """
 
     ranks: int
@@ -250,7 +253,7 @@ class BalancedBlocks:
     padding: int = 0
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Do as :class:`.layout.Layout` says; padding costs nothing."""
+        """Return a rank's rows; see :class:`.layout.Layout`. Padding costs nothing."""
         if length != self.pack.length or length % self.ranks:
             raise ValueError(
                 f"packed sequences: {length} rows of a pack of {self.pack.length} cannot be dealt evenly to "
@@ -261,10 +264,13 @@ class BalancedBlocks:
 
 @lru_cache(maxsize=64)
 def _assigned(layout: BalancedBlocks) -> Tensor:
-    """Return ``[ranks, length / ranks]`` int64; microbatches on their way have one each."""
+    """Return the rows of all ranks, int64 ``[ranks, length / ranks]``; cached per microbatch in flight."""
     ranks, pack = layout.ranks, layout.pack
+    # 1536 rows per rank and blocks of 128: 128. 1000 rows per rank: gcd(1000, 128) = 8.
     block = math.gcd(pack.length // ranks, layout.block_rows)
+    # Keys that each row sees, summed per block.
     work = (pack.ends - pack.starts).view(-1, block).sum(1)
+    # [turns, ranks]. 2 ranks, blocks by weight a > b > c > d: turns [a, b], [d, c].
     heaviest = work.argsort(descending=True, stable=True).view(-1, ranks)
     heaviest[1::2] = heaviest[1::2].flip(1)
     _give_to_last_rank(heaviest, len(work) - -(-layout.padding // block))
@@ -273,11 +279,11 @@ def _assigned(layout: BalancedBlocks) -> Tensor:
 
 
 def _give_to_last_rank(dealt: Tensor, first: int) -> None:
-    """Exchange blocks, from ``first`` on, for others of the last rank, if possible of the same turn.
+    """Exchange the blocks from ``first`` on for blocks of the last rank, of the same turn if possible.
 
     Args:
-        dealt: ``[turns, ranks]``, blocks by weight; changed in place.
-        first: the number of the first one.
+        dealt: blocks by weight, ``[turns, ranks]``; changed in place.
+        first: number of the first block that the last rank must get.
     """
     for turn, rank in (dealt[:, :-1] >= first).nonzero().tolist():
         free = (dealt[:, -1] < first).nonzero().flatten().tolist()
@@ -287,19 +293,20 @@ def _give_to_last_rank(dealt: Tensor, first: int) -> None:
 
 @dataclass(frozen=True)
 class DocumentZigzag:
-    """Each document in two chunks for each rank, ``r`` and ``2c - 1 - r`` of ``2c``, as Transformer Engine
-    cuts packs.
+    """Zigzag per document, as Transformer Engine cuts packs: rank ``r`` gets chunks ``r`` and ``2c - 1 - r``.
+
+    Each document has ``2c`` chunks.
 
     Attributes:
         ranks: context parallel size ``c``.
-        places: rows that each document takes, padding included.
+        places: rows that each document takes, including padding.
     """
 
     ranks: int
     places: tuple[tuple[int, int], ...]
 
     def rows_of_rank(self, rank: int, length: int) -> Tensor:
-        """Do as :class:`.layout.Layout` says."""
+        """Return a rank's rows; see :class:`.layout.Layout`."""
         parts = []
         for begin, end in self.places:
             chunk, rest = divmod(end - begin, 2 * self.ranks)
@@ -309,6 +316,7 @@ class DocumentZigzag:
                     f"equal chunks for each of {self.ranks} context parallel ranks; pad documents to "
                     f"multiples of {2 * self.ranks}, or let --pack-documents deal out the rows"
                 )
+            # 4 ranks, 16 rows from 0: rank 1 gets rows 2 3 (chunk 1) and 12 13 (chunk 6).
             front, back = begin + rank * chunk, end - (rank + 1) * chunk
             parts += [torch.arange(front, front + chunk), torch.arange(back, back + chunk)]
         rows = torch.cat(parts)
@@ -321,11 +329,11 @@ class DocumentZigzag:
 
 
 def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
-    """Return which rows of a pack context parallel ranks hold: dealt out here, or cut by Transformer Engine.
+    """Return the layout of a pack: our balanced blocks if ``params`` says so, else Transformer Engine's.
 
     Args:
-        params: Megatron's description of the pack.
-        pack: the same.
+        params: ``PackedSeqParams`` of the pack.
+        pack: the same pack.
         ranks: context parallel size.
     """
     block_rows = getattr(params, "dealt_block_rows", 0)
@@ -339,12 +347,12 @@ def layout_of(params: Any, pack: Pack, ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class PackRows:
-    """Rows of a pack.
+    """Rows of a pack on one rank.
 
     Attributes:
-        pack: the whole.
-        layout: which rows context parallel ranks hold; None: this one holds all.
-        rank: in the context parallel group.
+        pack: the whole pack.
+        layout: layout of its rows, or ``None`` if this rank holds all of them.
+        rank: index in the context parallel group.
     """
 
     pack: Pack
@@ -353,15 +361,15 @@ class PackRows:
 
     @classmethod
     def of(cls, params: Any, rows: int, group: ProcessGroup) -> PackRows:
-        """Read Megatron's description.
+        """Build from ``PackedSeqParams``.
 
         Args:
-            params: a ``PackedSeqParams`` of the whole pack.
-            rows: on this rank.
-            group: context parallel ranks.
+            params: ``PackedSeqParams`` of the whole pack.
+            rows: number of rows on this rank.
+            group: context parallel group.
 
         Raises:
-            ValueError: it describes no documents of so many rows.
+            ValueError: ``params`` does not describe documents within this many rows.
         """
         ranks = group.size()
         pack = Pack.of(params, rows * ranks)
@@ -369,7 +377,7 @@ class PackRows:
 
     @property
     def starts(self) -> Tensor:
-        """As of :class:`Pack`, and so are the next four."""
+        """This rank's part of :attr:`Pack.starts`; the next two properties likewise."""
         return self._own(self.pack.starts)
 
     @property
@@ -382,50 +390,53 @@ class PackRows:
         return None if counted is None else self._own(counted)
 
     def next_rows(self, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        """Return, for each row, the one behind it in its document, zeros behind the last; a collective.
+        """Return each row's successor in its document, zeros after the last. Collective over the group.
 
         Args:
-            tensor: this rank's rows along ``dim``; no gradient.
-            dim: which one.
-            group: context parallel ranks.
+            tensor: this rank's rows along ``dim``; gradients are not supported.
+            dim: dimension of the rows.
+            group: context parallel group.
         """
+        # Successors in the pack; those in another document are zeroed below.
         moved = tensor.roll(-1, dim) if self.layout is None else rolled(tensor, dim, group, self.layout)
         last = upload(~self._own(self.pack.followed), tensor.device)
         return moved.movedim(dim, -1).masked_fill_(last, 0).movedim(-1, dim)
 
     @property
     def end(self) -> int | None:
-        """The first row of the padding at the end, if this rank has all rows and there is such."""
+        """First row of the padding at the end; ``None`` without it, or if this rank holds only a part."""
         last = self.pack.documents[-1][1] if self.pack.documents else 0
         return last if self.layout is None and 0 < last < self.pack.length else None
 
     @property
     def sequences(self) -> tuple[int, ...] | None:
-        """Lengths of the documents, if this rank has all rows, and none before :attr:`end` is padding."""
+        """Lengths of the documents; ``None`` for padding before :attr:`end`, or if this rank holds a part."""
         if self.layout is not None:
             return None
         lengths = tuple(end - begin for begin, end in self.pack.documents)
         return lengths if lengths and sum(lengths) == (self.end or self.pack.length) else None
 
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """List runs of one document, or of padding: first row, end, and the keys that the last row sees."""
+        """Return runs of a document or padding: first row, end, first key, end of the last row's keys."""
         starts, ends = self.starts, self.ends
         sees = ends > 0
         leaps = (ends.diff() != 1) | (starts.diff() != 0)
+        # A run ends at a change between data and padding, or where data leaps to another document or place.
         breaks = ((sees[1:] != sees[:-1]) | (sees[1:] & leaps)).nonzero().flatten() + 1
         bounds = [0, *breaks.tolist(), len(ends)]
         return [(first, end, int(starts[first]), int(ends[end - 1])) for first, end in pairwise(bounds)]
 
     def angles(self, embedding: Any) -> tuple[Tensor, float]:
-        """Return rotary angles, from position 0 in each document, and YaRN's magnitude.
+        """Return rotary angles that start at position 0 in each document, and YaRN's magnitude.
 
         Args:
             embedding: Megatron's rotary embedding, plain or YaRN.
 
         Returns:
-            ``[rows, 1, 1, rope]``, and 1 for plain RoPE.
+            Angles ``[rows, 1, 1, rope]``, and the magnitude, 1 for plain RoPE.
         """
         made = embedding(self.pack.length, packed_seq=True)
+        # Plain RoPE returns only the angles, YaRN also its magnitude.
         angles, mscale = made if isinstance(made, tuple) else (made, 1.0)
         return angles.index_select(0, upload(self._own(self.pack.positions), angles.device)), mscale
 

@@ -1,7 +1,7 @@
-"""Rows behind the data of each sequence, where ranks do not divide its length.
+"""Padding after the data of each sequence, for lengths that the ranks do not divide.
 
-Padding follows the data, so that rows of causal attention never see it, and it is the same in every
-microbatch: which of a rank's rows it takes follows from the layout alone, in a recomputation too.
+Padding follows the data, so causal rows of data never see it. It is the same in every microbatch, so the
+layout alone tells which rows of a rank are padding, in recomputation too.
 
 Imports neither torch nor Megatron.
 """
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _RELEASES = SpecifierSet(">=0.16", prereleases=True)
-"""Releases whose routers can leave tokens out of their losses and counts."""
+"""Releases with routers that can exclude tokens from their losses and counts."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Length of a job's sequences, before and after padding.
+    """Length of a job's sequences before and after padding.
 
     Attributes:
-        tokens: rows of data in each sequence, or in each pack of documents; 0: unknown.
-        length: rows with padding.
+        tokens: rows of data in each sequence or pack of documents; 0 if unknown.
+        length: rows including padding.
         ranks: context parallel size.
-        block_rows: of blocks dealt to the ranks; 0: two chunks for each rank.
-        is_pack: sequences are packs of documents, which are dealt out by work; the last rank has the padding.
+        block_rows: rows of the blocks distributed to ranks; 0 for two chunks per rank.
+        is_pack: whether sequences are packs of documents, with rows distributed by work. The last rank then
+            has the padding.
     """
 
     tokens: int = 0
@@ -43,7 +44,7 @@ class Padding:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Build from resolved settings or a job's arguments; older releases of Megatron-core pad nothing."""
+        """Build from resolved settings or job arguments. Without padding in older Megatron-core releases."""
         tokens = getattr(settings, "seq_length", None) or 0
         ranks = getattr(settings, "context_parallel_size", None) or 1
         tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
@@ -59,19 +60,20 @@ class Padding:
 
     @property
     def rows(self) -> int:
-        """Rows of padding in a sequence."""
+        """Number of rows of padding in a sequence."""
         return self.length - self.tokens
 
 
 def padded_length(tokens: int, ranks: int, parts: int, block_rows: int = 0) -> int:
-    """Return the least length that can be dealt out evenly.
+    """Return the smallest length that can be distributed evenly.
 
     Args:
-        tokens: in a sequence.
+        tokens: number of tokens in a sequence.
         ranks: context parallel size; each rank has two chunks, or two blocks at a time.
-        parts: tensor parallel ranks that split a context parallel rank's rows, or 1.
+        parts: number of tensor parallel ranks that split a context parallel rank's rows, or 1.
         block_rows: rows of a block; 0 for chunks.
     """
+    # 1000 tokens, 4 ranks, 2 parts: multiples of lcm(8, 8) = 8, so 1000. 1001 tokens: 1008.
     dealt = 2 * ranks * max(block_rows, 1) if ranks > 1 else 1
     unit = math.lcm(dealt, ranks * parts)
     return -(-tokens // unit) * unit

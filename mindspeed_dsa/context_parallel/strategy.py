@@ -1,4 +1,4 @@
-"""Strategy of context parallel attention: which rows a rank has, and what it tells the others."""
+"""Strategy of context parallel attention: the rows of each rank, and the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mindspeed_dsa.context_parallel.layout import Layout, Zigzag, split
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Tensors that one rank attends with after the exchange, in Megatron's layout, sequence first.
+    """Tensors for one rank's attention after the exchange, in Megatron's layout, sequence first.
 
     Attributes:
-        query: ``[rows, b, heads, dim]``.
-        key: ``[keys, b, heads, dim]``, in the order of the sequence, from its first row.
-        value: ``[keys, b, heads, value_dim]``.
-        positions: ``[rows]`` int64, of the queries in the sequence: a row sees the keys up to its own. None:
-            queries and keys are the whole sequence, plain causal rows.
+        query: query rows, ``[rows, b, heads, dim]``.
+        key: key rows in sequence order from the first row on, ``[keys, b, heads, dim]``.
+        value: value rows, ``[keys, b, heads, value_dim]``.
+        positions: positions of the queries in the sequence, int64 ``[rows]``. A query sees the keys up to its
+            own. ``None``: queries and keys are the whole sequence, with a plain causal mask.
     """
 
     query: Tensor
@@ -32,18 +32,18 @@ class Exchanged:
 
 
 Inner = Callable[[Exchanged], Tensor]
-"""An attention on one rank: ``[rows, b, heads, value_dim]``, differentiable."""
+"""Differentiable attention on one rank; returns ``[rows, b, heads, value_dim]``."""
 
 
 class ContextParallelStrategy(ABC):
-    """One algorithm of one attention layer.
+    """Context parallel algorithm of one attention layer.
 
-    A subclass says what is exchanged before attention and what is brought back after it; an algorithm that
-    attends in several steps, like a ring, overrides :meth:`attend` as a whole.
+    A subclass defines the exchange before attention, and optionally the merge after it. An algorithm with
+    several attention steps, such as a ring, overrides :meth:`attend` as a whole.
 
     Args:
-        group: context parallel ranks.
-        layout: which rows each of them holds; default: Megatron's zigzag.
+        group: context parallel group.
+        layout: layout of the rows; default: Megatron's zigzag.
     """
 
     def __init__(self, group: ProcessGroup, layout: Layout | None = None) -> None:
@@ -52,7 +52,7 @@ class ContextParallelStrategy(ABC):
 
     @property
     def rank(self) -> int:
-        """This process among the ranks."""
+        """Index of this process in the group."""
         return self.group.rank()
 
     @property
@@ -61,42 +61,42 @@ class ContextParallelStrategy(ABC):
         return self.group.size()
 
     def split(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's rows of a tensor that has those of the whole sequence along ``dim``."""
+        """Return this rank's rows of a tensor that has the whole sequence along ``dim``."""
         return split(whole, self.layout, self.rank, dim)
 
     def positions(self, rows: int, device: torch.device | None = None) -> Tensor:
         """Return the positions of this rank's rows in the sequence, ``[rows]`` int64.
 
         Args:
-            rows: how many this rank has.
-            device: of the result.
+            rows: number of rows of this rank.
+            device: device of the result; default: CPU.
         """
         return self.layout.rows_of_rank(self.rank, rows * self.ranks).to(device or "cpu")
 
     @abstractmethod
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Bring here what this rank's attention reads; differentiable.
+        """Collect the tensors that this rank's attention reads. Differentiable.
 
         Args:
-            query: ``[rows, b, heads, dim]``, this rank's rows.
-            key: ``[rows, b, heads, dim]``, likewise.
-            value: ``[rows, b, heads, value_dim]``, likewise.
+            query: this rank's queries, ``[rows, b, heads, dim]``.
+            key: this rank's keys, ``[rows, b, heads, dim]``.
+            value: this rank's values, ``[rows, b, heads, value_dim]``.
         """
 
     def merge(self, out: Tensor) -> Tensor:
-        """Return this rank's rows with all heads, ``[rows, b, heads, value_dim]``, of attention's output."""
+        """Return this rank's rows of attention's output with all heads, ``[rows, b, heads, value_dim]``."""
         return out
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally with this rank's rows to the whole sequence; arguments as of :meth:`exchange`.
+        """Attend causally with this rank's rows to the whole sequence.
 
         Args:
             inner: attention on one rank.
-            query: this rank's rows.
-            key: likewise.
-            value: likewise.
+            query: this rank's queries, shaped as for :meth:`exchange`.
+            key: this rank's keys.
+            value: this rank's values.
 
         Returns:
-            ``[rows, b, heads, value_dim]``.
+            Attention output, ``[rows, b, heads, value_dim]``.
         """
         return self.merge(inner(self.exchange(query, key, value)))
