@@ -1,4 +1,4 @@
-"""Platforms: the differences between devices, behind one small interface. Importing this loads no torch."""
+"""Platforms: one small interface over CPU, CUDA and NPU devices. Importing this package imports no torch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _current: Platform | None = None
 
 
 def get(name: str) -> Platform:
-    """The platform of that name.
+    """Return the platform of that name.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: no platform has this name.
     """
     try:
         return PLATFORMS[name]
@@ -45,14 +45,16 @@ def get(name: str) -> Platform:
 
 
 def detect(requested: str = "auto") -> str:
-    """The platform to run on; imports torch (so that it is complete when patches arrive), no Megatron.
+    """Return the name of the platform to run on. Imports torch, but not Megatron.
+
+    torch is imported now so that it is complete when patches are applied.
 
     Args:
-        requested: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first of NPU, GPU and CPU that is there.
+        requested: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first available one of NPU, GPU and CPU.
 
     Raises:
-        SettingsError: unknown name, no torch or one whose torch_npu does not load, or a device that was
-            asked for and is not there.
+        SettingsError: unknown name, no torch, a torch_npu that does not load, or a requested device that is
+            not available.
     """
     platform = None if requested == "auto" else get(requested)
     try:
@@ -62,7 +64,7 @@ def detect(requested: str = "auto") -> str:
     except RuntimeError as error:
         if error.__cause__ is None or "torch_npu" not in str(error):
             raise
-        # torch loads torch_npu by itself, and with it fails.
+        # torch loads torch_npu automatically, and fails if torch_npu does.
         raise SettingsError(
             f"torch is not imported, because {not_loaded(error.__cause__)}; to go on without the NPU set "
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
@@ -80,11 +82,11 @@ def detect(requested: str = "auto") -> str:
 
 
 def _npu_answers() -> bool:
-    """Return whether an NPU is there; a torch_npu that cannot be loaded is reported, never skipped."""
+    """Return whether an NPU is available. A torch_npu that cannot be loaded is logged, not ignored."""
     try:
         return PLATFORMS["npu"].is_available()
     except SettingsError as error:
-        # On every rank: another node's NPUs may be well.
+        # Logged on every rank, because other nodes may have working NPUs.
         log.get().warning("%s; going on without the NPU", error, ranks="all")
         return False
 
@@ -93,8 +95,8 @@ def prepare(name: str, needed: bool = True) -> Platform:
     """Make a platform the current one.
 
     Args:
-        name: what :func:`detect` returned.
-        needed: whether anything is going to be switched on; if not, nothing in torch is touched.
+        name: result of :func:`detect`.
+        needed: whether any feature is going to be on; if not, torch is left unchanged.
 
     Raises:
         SettingsError: the device cannot be used.
@@ -108,7 +110,7 @@ def prepare(name: str, needed: bool = True) -> Platform:
 
 
 def current() -> Platform:
-    """The platform chosen by :func:`prepare`, else the detected one."""
+    """Return the platform chosen by :func:`prepare`, or else the detected one."""
     return _current if _current is not None else get(detect())
 
 
@@ -116,7 +118,7 @@ host_pool.pin_with(current)
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Device facts for ``doctor``."""
+    """Return device facts for ``doctor``."""
     platform = get(name)
     memory = platform.memory()
     return {

@@ -1,4 +1,4 @@
-"""The CPU as a platform: everything is done when the call returns, so streams and events are inert."""
+"""CPU platform. Every call completes before it returns, so streams and events have no effect."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class CpuEvent:
-    """An event on a device that has no queue; takes ``torch.cuda.Event``'s arguments.
+    """Event of a device without a queue; takes ``torch.cuda.Event``'s arguments.
 
-    ``elapsed_time`` comes from the host clock.
+    ``elapsed_time`` uses the host clock.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class CpuEvent:
         pass
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
-        """Milliseconds between the two records.
+        """Return the milliseconds between the two records.
 
         Raises:
-            ValueError: an event without ``enable_timing``, or one that was never recorded.
+            ValueError: an event has no ``enable_timing``, or was never recorded.
         """
         for event in (self, end_event):
             if not event._timing or event._seconds is None:
@@ -59,10 +59,10 @@ class CpuEvent:
 
 
 class CpuStream:
-    """A stream on a device that has no queue; takes ``torch.cuda.Stream``'s arguments."""
+    """Stream of a device without a queue; takes ``torch.cuda.Stream``'s arguments."""
 
     cuda_stream = 0
-    """Handle, as ``torch.cuda.Stream`` has it; 0 is the default stream."""
+    """Handle as in ``torch.cuda.Stream``; 0 is the default stream."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.priority = priority
@@ -97,20 +97,20 @@ _thread = threading.local()
 
 
 def current_stream() -> CpuStream:
-    """The stream that :func:`use_stream` or :func:`set_stream` chose on this thread."""
+    """Return this thread's stream, set by :func:`use_stream` or :func:`set_stream`."""
     stream: CpuStream = getattr(_thread, "stream", DEFAULT_STREAM)
     return stream
 
 
 def set_stream(stream: CpuStream | None) -> None:
-    """Choose this thread's current stream; ``None`` changes nothing."""
+    """Set this thread's current stream; ``None`` changes nothing."""
     if stream is not None:
         _thread.stream = stream
 
 
 @contextlib.contextmanager
 def use_stream(stream: CpuStream | None) -> Iterator[None]:
-    """:func:`set_stream` for the length of a ``with`` block."""
+    """Set the current stream inside a ``with`` block."""
     before = current_stream()
     set_stream(stream)
     try:
@@ -120,7 +120,7 @@ def use_stream(stream: CpuStream | None) -> Iterator[None]:
 
 
 def processor_name() -> str:
-    """Model of the host's processor."""
+    """Return the model name of the host's processor."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("model name"):
@@ -129,7 +129,7 @@ def processor_name() -> str:
 
 
 class CpuPlatform(Platform):
-    """Host memory and host threads; gloo between processes."""
+    """Host memory and host threads, with gloo between processes."""
 
     name = "cpu"
     device_type = "cpu"
@@ -137,7 +137,7 @@ class CpuPlatform(Platform):
     asynchronous = False
 
     def prepare(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def is_available(self) -> bool:
         return True
@@ -170,8 +170,10 @@ class CpuPlatform(Platform):
         pass
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the system, not of torch's allocator: that one stands for the device, so the two
-        pools can be told apart, and their bytes counted, as on an accelerator.
+        """Return memory of the system, outside of torch's allocator.
+
+        torch's allocator plays the role of device memory here, so the two pools can be told apart and counted
+        as on an accelerator.
         """
         import torch
 
@@ -179,15 +181,15 @@ class CpuPlatform(Platform):
         nbytes = shape.numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        # Private: a process that is forked to write a checkpoint has the pages as they were then.
+        # MAP_PRIVATE: a process forked to write a checkpoint keeps the pages as they were at the fork.
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return tensor_on(pages).view(dtype).view(shape)
 
     def release_pinned(self) -> None:
-        """Nothing to do: pages go back with their tensor."""
+        """Do nothing: pages are returned with their tensor."""
 
     def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """Memory of the pool that stands for the host's."""
+        """Return memory of the host pool."""
         return shared.keep(math.prod(size) * dtype.itemsize, owner).view(dtype).view(*size)
 
     def memory(self) -> MemoryFigures:

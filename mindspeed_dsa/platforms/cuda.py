@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: a thin cover over ``torch.cuda``, shared with other accelerators of the same shape."""
+"""NVIDIA GPUs: a thin layer over ``torch.cuda``, shared with accelerators that have the same interface."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class _OnDevice:
-    """Bytes of the host as CUDA's array interface shows them, which torch makes a tensor of the device of."""
+    """Host bytes with CUDA's array interface, from which torch makes a device tensor without a copy."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory  # lives as long as the tensor that is made of this object
+        self._memory = memory  # torch's tensor keeps this object alive, and this object the memory
         self.__cuda_array_interface__ = {
             "shape": tuple(memory.shape),
             "typestr": "|u1",
@@ -31,7 +31,7 @@ class _OnDevice:
 
 
 class CudaPlatform(Platform):
-    """One GPU per process; NCCL between them."""
+    """One GPU per process, with NCCL between processes."""
 
     name: ClassVar[PlatformName] = "cuda"
     device_type = "cuda"
@@ -45,7 +45,7 @@ class CudaPlatform(Platform):
         return torch.cuda
 
     def prepare(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def is_available(self) -> bool:
         return bool(self._module.is_available())
@@ -85,7 +85,7 @@ class CudaPlatform(Platform):
         self._module.synchronize()
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Pages of the system that the CUDA runtime pins; torch's pinned memory if it cannot."""
+        """Return system pages pinned by the CUDA runtime, or torch's pinned memory if it cannot pin them."""
         import torch
 
         shape = torch.Size([size] if isinstance(size, int) else size)
@@ -95,24 +95,26 @@ class CudaPlatform(Platform):
         pages = RegisteredPages(-1, nbytes)
         flat = tensor_on(pages)
         if not pages.register(self._module.cudart(), flat.data_ptr(), self._module.synchronize):
-            rounded = 1 << (nbytes - 1).bit_length()  # as torch does anyway, but seen in the storage's size
+            # torch rounds pinned memory up to a power of two anyway; this way the storage's size shows it.
+            rounded = 1 << (nbytes - 1).bit_length()
             flat = torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=True)[:nbytes]
         return flat.view(dtype).view(shape)
 
     def release_pinned(self) -> None:
         import torch
 
-        release = getattr(torch._C, "_host_emptyCache", None)  # not in every torch
+        release = getattr(torch._C, "_host_emptyCache", None)  # missing in some torch releases
         if release is not None:
             release()
 
     def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """Pinned memory of the pool: with unified addressing its pointer is valid on the device, too."""
+        """Return pinned memory of the pool. With unified addressing the device can use its pointer."""
         import torch
 
         memory = shared.keep(math.prod(size) * dtype.itemsize, owner)
         mapped = torch.as_tensor(_OnDevice(memory), device=self.device)
-        if mapped.data_ptr() == memory.data_ptr():  # else it is a copy
+        if mapped.data_ptr() == memory.data_ptr():  # otherwise torch made a copy
+            # Check that a write on the device is visible to the host.
             memory[-1] = 0
             mapped[-1:].fill_(1)
             self.synchronize()
@@ -140,28 +142,29 @@ _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 class RegisteredPages(mmap.mmap):
-    """Pages that a CUDA runtime has pinned: as many as asked for, where torch pins a power of two."""
+    """Pages pinned by the CUDA runtime with their exact size; torch itself pins a power of two."""
 
     _runtime: Any = None
     _address: int
 
     def register(self, runtime: Any, address: int, synchronize: Callable[[], None]) -> bool:
-        """Pin the pages until they go back to the system.
+        """Pin the pages until they are unmapped.
 
         Args:
             runtime: ``torch.cuda.cudart()``.
-            address: where they are.
-            synchronize: blocks until no copy is under way; called before they go back.
+            address: address of the pages.
+            synchronize: function that blocks until no copy is in flight, called before the pages are
+                unpinned.
 
         Returns:
-            Whether the runtime could.
+            Whether the runtime could pin them.
         """
         if int(runtime.cudaHostRegister(address, len(self), _PORTABLE_AND_MAPPED)) != 0:
             return False
         self._runtime, self._address, self._synchronize = runtime, address, synchronize
         return True
 
-    # A weak reference's callback comes after the pages are unmapped, which is too late.
+    # __del__ rather than weakref.finalize: a weak reference's callback runs after the pages are unmapped.
     def __del__(self) -> None:
         if self._runtime is not None and not sys.is_finalizing():
             self._synchronize()

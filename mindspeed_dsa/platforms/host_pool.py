@@ -1,8 +1,9 @@
-"""Host memory: how much there is, and one pool of the buffers that a device copies from and to.
+"""Host memory: available amount, and one pool of the buffers that a device copies from and to.
 
-The pool accounts for every byte. Pinning memory costs far more than using it, so buffers are reused, in size
-classes. On a CPU the pool is memory of its own kind as well (see :meth:`CpuPlatform.empty_pinned`), so what
-torch's allocator holds is the device's and what the pool holds is the host's.
+Pinning memory costs far more than using it, so buffers are reused in size classes. The pool accounts for
+every byte. On a CPU the pool's memory is also separate from torch's allocator (see
+:meth:`CpuPlatform.empty_pinned`): the allocator's memory counts as device memory and the pool's as host
+memory.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ if TYPE_CHECKING:
 
 _CGROUP = "/sys/fs/cgroup"
 _SMALLEST = 4096  # a page
-_STEPS = 4  # size classes between a power of two and the next: at most a fifth of a buffer is unused
+# Size classes between a power of two and the next one: 4, 5, 6, 7, 8 KiB, and so on. At most a fifth of a
+# buffer is unused.
+_STEPS = 4
 
 
 # How much memory the host and this process have, in bytes.
 
 
 def _kilobytes(path: str, key: str) -> int | None:
-    """Return the bytes of a ``key: 123 kB`` line below ``/proc``; ``None`` where there is no such file."""
+    """Return the bytes of a ``key: 123 kB`` line of a file in ``/proc``, or ``None`` without that file."""
     try:
         with open(path, encoding="ascii", errors="replace") as lines:
             for line in lines:
@@ -54,21 +57,21 @@ def _lifetime_peak() -> int:
 def process_memory() -> MemoryFigures:
     """Return the resident set of this process, its peak, and the host's memory.
 
-    Linux reports all of it. Elsewhere only the peak since the start of the process is known, which is
-    then reported as the current figure too: it is the nearest upper bound.
+    Linux reports all of these. Elsewhere only the peak since the start of the process is known, and is also
+    returned as the current value, as the best upper bound.
     """
     peak = _kilobytes("/proc/self/status", "VmHWM") or _lifetime_peak()
     current = _kilobytes("/proc/self/status", "VmRSS") or peak
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _kilobytes("/proc/meminfo", "MemAvailable") or max(total - current, 0)
-    # The kernel counts lazily: the high-water mark may lag behind the current figure by some pages.
+    # The kernel updates counters lazily, so the peak may lag behind the current value by some pages.
     return MemoryFigures(current=current, peak=max(peak, current), total=total, free=free)
 
 
 def host_memory_free() -> int:
-    """Return the bytes that this process could still get: the system's, or its container's if less."""
+    """Return the bytes that this process can still allocate, on the system and in its container."""
     free = process_memory().free
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+    with contextlib.suppress(OSError, ValueError):  # no container, or a container without a limit ("max")
         figures = []
         for name in ("memory.max", "memory.current"):
             with open(f"{_CGROUP}/{name}", encoding="ascii") as file:
@@ -76,21 +79,22 @@ def host_memory_free() -> int:
         limit, current = figures
         with open(f"{_CGROUP}/memory.stat", encoding="ascii") as file:
             lines = dict(line.split() for line in file)
-        free = min(free, limit - current + int(lines.get("inactive_file", 0)))  # files give way
+        free = min(free, limit - current + int(lines.get("inactive_file", 0)))  # page cache is reclaimable
     return max(free, 0)
 
 
 def reset_peak_memory() -> None:
-    """Let the peak start again; where the system does not allow it, the peak stays that of the process."""
+    """Restart the peak, if the system allows it. Otherwise it stays the peak since the process started."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as control:
         control.write("5")  # proc(5): 5 resets VmHWM to the current resident set
 
 
-_free_at_start = host_memory_free()  # processes import this while they start, before any takes its share
+# Processes import this module while they start, before any of them allocates its share.
+_free_at_start = host_memory_free()
 
 
 def local_processes() -> int:
-    """Return the processes of the job on this host, as torchrun counts them; one without a launcher."""
+    """Return the number of the job's processes on this host, as set by torchrun; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -98,11 +102,11 @@ def local_processes() -> int:
 
 
 _platform: Callable[[], Platform]
-"""Returns the platform that pins the memory."""
+"""Function that returns the platform that pins the memory."""
 
 
 def pin_with(platform: Callable[[], Platform]) -> None:
-    """Pin memory by what ``platform`` returns at that time; platforms themselves take from the pool."""
+    """Set the function that returns the pinning platform. It is injected because platforms use the pool."""
     global _platform
     _platform = platform
 
@@ -112,18 +116,18 @@ class HostFigures:
     """Bytes of a pool."""
 
     in_use: int
-    """In buffers that were taken and not given back."""
+    """Bytes of buffers that are taken and not given back."""
     held: int
-    """In all buffers, those kept for reuse included."""
+    """Bytes of all buffers, including those kept for reuse."""
     peak: int
-    """Most bytes held so far."""
+    """Largest number of bytes held so far."""
 
 
 class HostBuffer:
-    """Bytes on the host, taken from a pool.
+    """Host memory taken from a pool.
 
     Attributes:
-        tensor: uint8, shape ``[nbytes]``; the length asked for.
+        tensor: uint8 ``[nbytes]``, of the requested length.
     """
 
     def __init__(self, pool: HostPool, whole: torch.Tensor, nbytes: int) -> None:
@@ -131,24 +135,24 @@ class HostBuffer:
         self.tensor = whole[:nbytes]
 
     def as_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the same bytes as a tensor of that type and shape."""
+        """Return the same bytes as a tensor of this dtype and shape."""
         return self.tensor.view(dtype).view(shape)
 
     def give_back(self, after: Event | None = None) -> None:
-        """Let the pool hand the bytes out again.
+        """Return the buffer to the pool.
 
         Args:
-            after: recorded behind the last copy from or to the buffer; the bytes are not handed out
-                before it is done. ``None``: no copy is under way.
+            after: event recorded after the last copy from or to the buffer. The pool reuses the bytes only
+                when it is done. ``None`` means that no copy is in flight.
         """
         self._pool._take_back(self._whole, after)
 
 
 class HostPool:
-    """Buffers in pinned host memory of the current platform, reused by size class."""
+    """Pool of buffers in pinned host memory of the current platform, reused by size class."""
 
     def __init__(self) -> None:
-        # Buffers may be given back by the garbage collector, which runs anywhere, in here too.
+        # Reentrant: the garbage collector may give buffers back at any point, also while the lock is held.
         self._lock = threading.RLock()
         self._kept: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._pending: list[tuple[torch.Tensor, Event]] = []
@@ -156,15 +160,15 @@ class HostPool:
         self._in_use = self._held = self._peak = 0
 
     def take(self, nbytes: int, exact: bool = False, remedy: str = "use less of it") -> HostBuffer:
-        """Return a buffer of at least ``nbytes`` bytes, with what was in it before.
+        """Return a buffer of at least ``nbytes`` bytes with arbitrary content.
 
         Args:
             nbytes: length of :attr:`HostBuffer.tensor`.
-            exact: not rounded up to a size class; for buffers that are kept for good.
-            remedy: what the user can do if the host has no memory left.
+            exact: whether to skip rounding up to a size class; for buffers that are never given back.
+            remedy: advice for the user if the host has no memory left.
 
         Raises:
-            SettingsError: it has none left.
+            SettingsError: the host has too little free memory.
         """
         import torch
 
@@ -175,10 +179,10 @@ class HostPool:
             if kept:
                 whole = kept.pop()
             else:
-                if size > host_memory_free():  # what is kept in other size classes may be enough
+                if size > host_memory_free():  # buffers kept in other size classes may free enough
                     self.release_kept()
                 held = f"host pool, beside the {self._held / 2**30:.2f} GiB that it holds"
-                # The other processes hold theirs already, or ask for themselves when they grow.
+                # processes=1: other processes have allocated theirs, or check for themselves when they grow.
                 require_host_memory(size, held, remedy, processes=1)
                 whole = _platform().empty_pinned((size,), torch.uint8)
                 self._addresses.add(whole.untyped_storage().data_ptr())
@@ -188,14 +192,14 @@ class HostPool:
         return HostBuffer(self, whole, nbytes)
 
     def keep(self, nbytes: int, owner: object) -> torch.Tensor:
-        """Return bytes that count as in use for as long as ``owner`` lives, and are never handed out again.
+        """Return bytes that count as in use while ``owner`` lives, and are never reused.
 
         Args:
-            nbytes: how many.
-            owner: outlives every use of the bytes that the pool's figures should count.
+            nbytes: number of bytes.
+            owner: object that outlives every use of the bytes.
 
         Returns:
-            uint8, shape ``[nbytes]``.
+            uint8 tensor ``[nbytes]``.
         """
         buffer = self.take(nbytes, exact=True)
         address = buffer.tensor.untyped_storage().data_ptr()
@@ -203,17 +207,17 @@ class HostPool:
         return buffer.tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in a buffer of this pool."""
+        """Return whether the tensor is in a buffer of this pool."""
         return tensor.untyped_storage().data_ptr() in self._addresses
 
     def figures(self) -> HostFigures:
-        """Return the bytes now."""
+        """Return the current byte counts."""
         with self._lock:
             self._collect()
             return HostFigures(self._in_use, self._held, self._peak)
 
     def release_kept(self) -> None:
-        """Give unused memory back to the system."""
+        """Return unused memory to the system."""
         with self._lock:
             self._collect()
             for whole in (buffer for kept in self._kept.values() for buffer in kept):
@@ -249,32 +253,32 @@ class HostPool:
 
 
 def upload(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a few numbers of the host on a device, in the order of its current stream; nobody waits.
+    """Copy a small tensor from the host to a device on its current stream, without blocking.
 
-    NPUs copy memory that is not pinned only when all work on the stream is done, and CUDA by way of a
-    buffer.
+    The copy uses pinned memory. Without it NPUs copy only when all work on the stream is done, and CUDA
+    stages the copy in a buffer.
 
     Args:
-        numbers: on the host, or on the device already.
-        device: any; a CPU gets the tensor itself.
+        numbers: tensor on the host, or already on the device.
+        device: target device; on a CPU the tensor itself is returned.
 
     Returns:
-        A tensor like ``numbers``.
+        Tensor like ``numbers`` on the device.
     """
     if numbers.device.type == "cpu" and device.type not in ("cpu", "meta"):
-        # Torch's own pinned memory: it is handed out again once the copy is done.
+        # torch's pinned allocator reuses the memory only after the copy is done.
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
 
 
 def download(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to copy a few numbers of a device to the host.
+    """Start copying a small tensor from a device to the host.
 
     Args:
-        numbers: not to be changed by another stream before the result is called.
+        numbers: tensor that no other stream may change before the result is called.
 
     Returns:
-        A function that waits for the copy, but not for work that came after it, and returns the numbers.
+        Function that waits for the copy, but not for later work, and returns the host tensor.
     """
     import torch
 
@@ -291,18 +295,19 @@ def download(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def tensor_on(pages: mmap.mmap) -> torch.Tensor:
-    """Return uint8 ``[len(pages)]`` on pages of the system; they live as long as the tensor's storage."""
+    """Return uint8 ``[len(pages)]`` over system pages. The pages live as long as the tensor's storage."""
     import torch
 
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def size_class(nbytes: int) -> int:
-    """Return the smallest size class of at least ``nbytes``: powers of two from a page on, and quarters."""
+    """Return the smallest size class of at least ``nbytes``: 4096, or powers of two with quarter steps."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
     half = 1 << (nbytes - 1).bit_length() - 1  # the largest power of two below nbytes
     step = half // _STEPS
+    # 9000 bytes: half 8192, step 2048, result 10240.
     return half + -(-(nbytes - half) // step) * step
 
 
@@ -312,19 +317,20 @@ def _pinned(tensor: torch.Tensor) -> int:
 
 
 def require_host_memory(nbytes: int, who: str, remedy: str, processes: int | None = None) -> None:
-    """Refuse, before training starts, a demand that the host has no room for.
+    """Refuse a demand for pinned host memory that the host cannot serve, before training starts.
 
-    Each process asks for itself, before or after others have taken theirs. So what all of them need is
-    compared with what the host had when this process started, and what this one needs with what is left.
+    Each process checks for itself, before or after others have allocated. The demand of all processes is
+    therefore compared with the memory that was free when this process started, and its own demand with the
+    memory free now.
 
     Args:
         nbytes: pinned memory that this process is going to need.
-        who: name of the feature.
-        remedy: what the user can do.
-        processes: of this host that need as much; default: all of the job's.
+        who: feature's name.
+        remedy: advice for the user.
+        processes: number of processes on this host that need as much; default: all of the job's.
 
     Raises:
-        SettingsError: less is free.
+        SettingsError: too little memory is free.
     """
     processes = local_processes() if processes is None else processes
     free = host_memory_free()
@@ -341,4 +347,4 @@ def require_host_memory(nbytes: int, who: str, remedy: str, processes: int | Non
 
 
 shared = HostPool()
-"""The pool of this process; every feature takes its buffers here, so they share what is kept."""
+"""Pool of this process. All features use it, so that they share the buffers kept for reuse."""

@@ -1,6 +1,6 @@
-"""Ascend NPUs: torch_npu, with its own redirection of ``torch.cuda``, and the environment it reads.
+"""Ascend NPUs: torch_npu with its redirection of ``torch.cuda``, and the environment variables that it reads.
 
-Importing this loads no torch.
+Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CANN = (
 
 
 class NpuPlatform(CudaPlatform):
-    """One NPU per process; HCCL between them. ``torch.npu`` has the shape of ``torch.cuda``."""
+    """One NPU per process, with HCCL between processes. ``torch.npu`` has the interface of ``torch.cuda``."""
 
     name = "npu"
     device_type = "npu"
@@ -44,10 +44,10 @@ class NpuPlatform(CudaPlatform):
         return find_spec("torch_npu") is not None and bool(self._module.is_available())
 
     def prepare(self) -> None:
-        """Import torch_npu and its ``transfer_to_npu``, which sends ``torch.cuda`` calls to the NPU.
+        """Import torch_npu and its ``transfer_to_npu``, which redirects ``torch.cuda`` calls to the NPU.
 
-        The redirection is torch_npu's own and cannot be undone. The device gets a capability where the
-        environment gives it none.
+        The redirection is torch_npu's own and cannot be undone. If the environment does not set the device
+        capability, it is set here.
 
         Raises:
             SettingsError: torch_npu is missing, does not load, or sees no NPU.
@@ -56,7 +56,7 @@ class NpuPlatform(CudaPlatform):
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
         os.environ.setdefault(_CAPABILITY.name, _CAPABILITY.recommended)
         import_module("torch_npu.contrib.transfer_to_npu")
-        # The redirection of 2.9 leaves this name empty, by which Megatron sets a device's random state.
+        # torch_npu 2.9 leaves torch.cuda.default_generators empty; Megatron sets random states through it.
         self._module._lazy_call(self._share_generators)
 
     def _share_generators(self) -> None:
@@ -65,7 +65,7 @@ class NpuPlatform(CudaPlatform):
         torch.cuda.default_generators = self._module.default_generators
 
     def facts(self) -> dict[str, Any]:
-        """Return CANN's release, the product, its limits, and the environment beside what is recommended."""
+        """Return CANN's release, the product with its limits, and environment variables with advice."""
         product = product_of(self.device_name())
         return {
             "CANN": cann_here(),
@@ -75,7 +75,7 @@ class NpuPlatform(CudaPlatform):
         }
 
     def empty_pinned(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return torch_npu's pinned memory; whatever it rounds the size up to is not seen."""
+        """Return torch_npu's pinned memory. Its rounding to larger sizes is not visible in the storage."""
         import torch
 
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
@@ -84,23 +84,21 @@ class NpuPlatform(CudaPlatform):
         """Do nothing: torch_npu keeps its pinned memory."""
 
     def empty_mapped(self, size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """Return torch_npu's swapped memory: the driver's, not the pool's."""
+        """Return torch_npu's swapped memory, which the driver allocates outside of the pool."""
         swapped: torch.Tensor = _torch_npu().empty_with_swapped_memory(
             list(size), dtype=dtype, device=self.device
         )
         return swapped
 
     def read_mapped(self, mapped: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host, by way of the device: swapped memory is no source of a copy.
-
-        The factor of a tensor of the device is the form in which torch_npu's manual reads it.
-        """
+        """Return a copy on the host. Swapped memory cannot be copied directly, so a kernel reads it."""
+        # ones * mapped: torch_npu's manual supports swapped memory as a factor of a device tensor.
         import torch
 
         return torch.ones(mapped.shape, dtype=mapped.dtype, device=mapped.device).mul_(mapped).cpu()
 
     def write_mapped(self, mapped: torch.Tensor, values: torch.Tensor) -> None:
-        """Multiply the values in: swapped memory is no destination of a copy."""
+        """Write by multiplication with ones, because swapped memory cannot be the destination of a copy."""
         mapped.fill_(1).mul_(values.to(mapped.device))
 
 
@@ -114,15 +112,15 @@ def _torch_npu() -> Any:
 
 
 def not_loaded(error: BaseException) -> str:
-    """Say what ails a torch_npu that raises when it is imported, and what to do about it."""
+    """Describe why torch_npu fails to import, with a remedy."""
     torch, torch_npu = versions.of_package("torch"), versions.of_package("torch_npu")
-    found = next(disagreements(torch, torch_npu, installed_cann(os.environ)), None)
-    cure = _CANN if found is None else f"{found.what}: {found.do}"
+    mismatch = next(disagreements(torch, torch_npu, installed_cann(os.environ)), None)
+    cure = _CANN if mismatch is None else f"{mismatch.what}: {mismatch.do}"
     return f"torch_npu {torch_npu} does not load ({error}); {cure}"
 
 
-# Variables of the environment that decide speed and memory on NPUs. From the manuals of torch_npu, CANN and
-# HCCL, and from MindSpeed-LLM's script that trains DeepSeek-V3.2.
+# Environment variables that affect speed and memory on NPUs. Sources: the manuals of torch_npu, CANN and
+# HCCL, and MindSpeed-LLM's training script for DeepSeek-V3.2.
 
 UNSET = "not set"
 _MANUAL, _SCRIPT = "manual", "MindSpeed-LLM"
@@ -130,15 +128,15 @@ _MANUAL, _SCRIPT = "manual", "MindSpeed-LLM"
 
 @dataclass(frozen=True)
 class Variable:
-    """Variable of the environment that decides speed or memory on NPUs.
+    """Environment variable that affects speed or memory on NPUs.
 
     Attributes:
-        name: of the environment.
-        does: a clause that begins with a verb.
-        recommended: a value, or :data:`UNSET`.
-        why: of the recommendation.
-        sources: where it is from.
-        accepts: whether another value is as good, or better.
+        name: variable's name.
+        does: effect, as a clause that begins with a verb.
+        recommended: recommended value, or :data:`UNSET`.
+        why: reason for the recommendation.
+        sources: documents that it comes from.
+        accepts: function that returns whether another value is at least as good.
     """
 
     name: str
@@ -149,10 +147,10 @@ class Variable:
     accepts: Callable[[str], bool] = lambda value: False
 
     def said_of(self, value: str | None) -> str:
-        """Return the value, and what is recommended in its place if anything is.
+        """Return the value, with the recommendation if it differs.
 
         Args:
-            value: None where it is not set.
+            value: current value, ``None`` if not set.
         """
         shown = UNSET if value is None else value
         if shown == self.recommended or (value is not None and self.accepts(value)):
@@ -260,5 +258,5 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def environment() -> dict[str, str]:
-    """Return what is set in this process, by name, with what is recommended in its place."""
+    """Return the variables' values in this process by name, with the recommendations that differ."""
     return {variable.name: variable.said_of(os.environ.get(variable.name)) for variable in VARIABLES}

@@ -1,8 +1,9 @@
-"""Operators of torch_npu that this package calls: which releases have them first, and products' limits.
+"""Operators of torch_npu that this package calls, with the first releases that have them, and product limits.
 
-The first releases are those of torch_npu's branches (op-plugin's branches have the same names), with the CANN
-that the vendor's table pairs with each. Tests hold them against the schemas in published wheels. The
-limits that differ between Ascend's products are from the operators' manuals. Importing this loads no torch.
+First releases are named after torch_npu's branches (op-plugin's branches have the same names), with the CANN
+release that the vendor's table pairs with each. Tests compare them with the schemas in published wheels.
+Limits that differ between Ascend products are from the operators' manuals. Importing this does not import
+torch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class Operator:
 
     name: str
     part: str
-    """Callers, for pages."""
+    """Features or layers that call it, for pages."""
     since: Release
     symbols: tuple[str, ...] = ()
-    """Functions of CANN's operator library of which torch_npu calls one, whichever is there; empty where
-    torch_npu has another way for a CANN without them."""
+    """Functions of CANN's operator library. torch_npu calls whichever is present. Empty if it has a fallback
+    for a CANN without them."""
 
 
 _INDEXER, _ATTENTION = "Lightning Indexer", "sparse flash attention"
@@ -119,37 +120,37 @@ BY_NAME: dict[str, Operator] = {operator.name: operator for operator in OPERATOR
 
 
 def needs(name: str) -> str:
-    """Return which releases have an operator, for messages."""
+    """Return the releases that have an operator, for messages."""
     operator = BY_NAME.get(name)
     return f"{name} needs {operator.since}" if operator else f"no release of torch_npu has {name}"
 
 
 INDEXER_GRADIENT_HEADS, INDEXER_GRADIENT_TOPK = 64, 2048
-"""The one size that ``npu_lightning_indexer_grad`` has, in every release of CANN that has the operator."""
+"""The only sizes that ``npu_lightning_indexer_grad`` supports, in all CANN releases that have it."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Family of devices for which one set of limits holds."""
+    """Family of devices with the same limits."""
 
     name: str
     devices: tuple[str, ...]
-    """Beginnings of what ``torch.npu.get_device_name()`` says."""
+    """Prefixes of ``torch.npu.get_device_name()``."""
     indexer_heads: tuple[int, ...]
-    """Heads that ``npu_lightning_indexer`` takes."""
+    """Head counts that ``npu_lightning_indexer`` supports."""
     indexer_gradient: bool
-    """Whether ``npu_lightning_indexer_grad`` runs."""
+    """Whether ``npu_lightning_indexer_grad`` is supported."""
     loss_index_heads: tuple[int, ...]
-    """Index heads that ``npu_sparse_lightning_indexer_grad_kl_loss`` takes."""
+    """Index head counts that ``npu_sparse_lightning_indexer_grad_kl_loss`` supports."""
     loss_sequences: int
-    """Sequences of one call of it."""
+    """Largest number of sequences in one call of that operator."""
     fused_ranks: tuple[int, ...]
-    """Ranks of a group of MC2's operators."""
+    """Group sizes that MC2's operators support."""
     norm_weight_in_fp32: bool
-    """Whether ``npu_rms_norm`` takes a weight in fp32 beside an input in 16 bits."""
+    """Whether ``npu_rms_norm`` takes an fp32 weight with a 16-bit input."""
 
     def limits(self) -> dict[str, str]:
-        """Return the lines that ``doctor`` prints."""
+        """Return the limits as ``doctor`` prints them."""
         heads = self.indexer_heads
         whole = heads == tuple(range(1, heads[-1] + 1))
         fused = f"fused for {INDEXER_GRADIENT_HEADS} heads and topk {INDEXER_GRADIENT_TOPK}"
@@ -192,7 +193,7 @@ A950 = Product(
     indexer_gradient=False,
     loss_index_heads=(32, 64),
     loss_sequences=128,
-    # No manual seen names ranks for it.
+    # No known manual states group sizes for it.
     fused_ranks=A2.fused_ranks,
     norm_weight_in_fp32=False,
 )
@@ -217,9 +218,9 @@ UNKNOWN = Product(
 
 
 def product_of(device_name: str) -> Product:
-    """Return the product of a device, or :data:`UNKNOWN` with its narrowest limits.
+    """Return the product of a device, or :data:`UNKNOWN` with the narrowest limits of all products.
 
     Args:
-        device_name: what ``torch.npu.get_device_name()`` says, such as ``"Ascend910B3"``.
+        device_name: result of ``torch.npu.get_device_name()``, such as ``"Ascend910B3"``.
     """
     return next((product for product in PRODUCTS if device_name.startswith(product.devices)), UNKNOWN)

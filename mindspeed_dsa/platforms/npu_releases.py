@@ -1,7 +1,7 @@
-"""Releases of torch_npu and of CANN: which go together by the vendor's tables, and which are here.
+"""Releases of torch_npu and CANN: compatible pairs by the vendor's tables, and the installed ones.
 
-The tables are torch_npu's ``COMPATIBILITY.md`` and the release notes of its releases 7.2.0 and 26.1.0, as of
-August 2026. Importing this loads no torch.
+The tables are torch_npu's ``COMPATIBILITY.md`` and its release notes for 7.2.0 and 26.1.0, from August 2026.
+Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mindspeed_dsa.environment import Finding
 
 @dataclass(frozen=True)
 class Release:
-    """Release of Ascend's extension, which is built for several releases of PyTorch.
+    """Release of Ascend's torch extension, which is built for several PyTorch releases.
 
     Attributes:
-        name: the vendor's number.
-        cann: the CANN that it was released with.
-        torch_npu: its wheel for each PyTorch.
+        name: vendor's release number.
+        cann: CANN release that it was published with.
+        torch_npu: versions of its wheels, one per PyTorch release.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Release:
         return f"torch_npu {wheels} with CANN {self.cann}, or newer ones"
 
     def wheel(self, torch: str) -> str | None:
-        """Return its wheel for a torch; None where it has none."""
+        """Return the version of its wheel for a torch release, or ``None``."""
         return next((each for each in self.torch_npu if _release(each) == _release(torch)), None)
 
 
@@ -49,12 +49,12 @@ V7_3 = Release("7.3.0", "8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "
 V26_0 = Release("26.0.0", "9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"))
 V26_1 = Release("26.1.0", "9.1.0", ("2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0"))
 RELEASES = (V7_1, V7_2, V7_3, V26_0, V26_1)
-"""Oldest first."""
+"""Releases, oldest first."""
 _TOGETHER = (
     ((V7_1, V7_2), ("8.0", "8.1", "8.2", "8.3")),
     ((V7_3, V26_0, V26_1), ("8.5", "9.0", "9.1")),
 )
-"""Releases of the extension, and series of CANN that the vendor calls compatible with each of them."""
+"""Groups of extension releases with the CANN series that the vendor calls compatible with all of them."""
 _HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _INSTALLED = re.compile(r"^version\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 _CONFIGURED = re.compile(r"^toolkit_(?:running|installed)_version=.*:([^\]:]+)\]", re.MULTILINE)
@@ -62,14 +62,14 @@ _SERIES = re.compile(r"(\d+)\.(\d+)")
 
 
 def compatible(release: Release) -> tuple[str, ...]:
-    """Return the series of CANN that the vendor calls compatible with a release, its own among them."""
+    """Return the CANN series that the vendor calls compatible with a release, including its own."""
     return next(canns for releases, canns in _TOGETHER if release in releases)
 
 
 def release_of(torch_npu: str) -> Release | None:
-    """Return the release that a wheel belongs to; None for wheels of a torch that no release is for.
+    """Return the release that a wheel belongs to, or ``None`` if no release supports its torch.
 
-    Wheels between those of two releases correct the older one.
+    A wheel whose version is between two releases is a patch of the older one.
     """
     number = _version(torch_npu)
     for release in reversed(RELEASES):
@@ -80,13 +80,13 @@ def release_of(torch_npu: str) -> Release | None:
 
 
 def installed_cann(variables: Mapping[str, str]) -> str | None:
-    """Read the release of the CANN whose ``set_env.sh`` was sourced; None where nothing says it.
+    """Return the release of the CANN whose ``set_env.sh`` was sourced, or ``None`` if unknown.
 
     Args:
-        variables: the environment, which names CANN's folder.
+        variables: environment variables, which name CANN's folder.
     """
     for home in filter(None, map(variables.get, _HOMES)):
-        # Toolkits for both processors may lie beside each other.
+        # Toolkits for both processor architectures may be installed; prefer this machine's.
         own = Path(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info")
         files = [own, *sorted(Path(home).glob("*-linux/ascend_toolkit_install.info"))]
         for pattern, names in ((_INSTALLED, files), (_CONFIGURED, [Path(home, "version.cfg")])):
@@ -98,20 +98,20 @@ def installed_cann(variables: Mapping[str, str]) -> str | None:
 
 
 def cann_here() -> str:
-    """Return the release of CANN in words, for ``doctor``."""
-    found = installed_cann(os.environ)
+    """Return the CANN release in words, for ``doctor``."""
+    release = installed_cann(os.environ)
     named = [f"{name}={os.environ[name]}" for name in _HOMES if os.environ.get(name)]
     where = f"no version in {', '.join(named)}" if named else f"neither {' nor '.join(_HOMES)} is set"
-    return found or f"unknown: {where}"
+    return release or f"unknown: {where}"
 
 
 def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) -> Iterator[Finding]:
-    """Yield what does not go together, the first of it; nothing that the tables leave open.
+    """Yield the first mismatch between torch, torch_npu and CANN; nothing if the tables do not decide.
 
     Args:
-        torch: its release; None where it is unknown, as of the others.
-        torch_npu: its wheel.
-        cann: its release, in the vendor's spelling.
+        torch: release of torch, ``None`` if unknown.
+        torch_npu: version of the torch_npu wheel, ``None`` if unknown.
+        cann: CANN release in the vendor's spelling, ``None`` if unknown.
     """
     number = _release(torch_npu)
     if number is None or torch_npu is None:
@@ -122,15 +122,15 @@ def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) ->
         return
     if cann is None or (series := _series(cann)) is None:
         return
-    release, known = release_of(torch_npu), [each for _, canns in _TOGETHER for each in canns]
+    release, listed = release_of(torch_npu), [each for _, canns in _TOGETHER for each in canns]
     if release is None:
         newest = max(RELEASES[-1].torch_npu, key=Version)
-        if number > Version(newest).release and series in known:
+        if number > Version(newest).release and series in listed:
             what = f"the vendor's table pairs CANN {cann} with older ones; the newest of it is {newest}"
             yield Finding("warning", f"torch_npu {torch_npu}", what, _advice(torch, cann))
         return
     served = compatible(release)
-    if series in known and series not in served:
+    if series in listed and series not in served:
         what = f"it is of release {release.name} for CANN {release.cann}, and CANN {cann} is installed"
         also = "" if len(served) == 1 else f"; the vendor calls CANN {', '.join(served)} compatible with it"
         do = f"{_advice(torch, cann)}, or install CANN {release.cann}"
@@ -138,7 +138,7 @@ def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) ->
 
 
 def _advice(torch: str | None, cann: str | None) -> str:
-    """Return what to install in torch_npu's place, for this CANN as far as it is known."""
+    """Return installation advice: a torch_npu for this torch and, if known, this CANN."""
     series = None if cann is None else _series(cann)
     release = next((each for each in RELEASES if series == _series(each.cann)), None)
     if release is None:
@@ -155,7 +155,7 @@ def _advice(torch: str | None, cann: str | None) -> str:
 
 
 def _series(cann: str) -> str | None:
-    """Return ``8.3`` of ``8.3.RC1``."""
+    """Return the series of a CANN release: ``8.3`` for ``8.3.RC1``."""
     found = _SERIES.match(cann)
     return None if found is None else ".".join(found.groups())
 
@@ -168,6 +168,6 @@ def _version(text: str | None) -> Version | None:
 
 
 def _release(text: str | None) -> tuple[int, ...] | None:
-    """Return the three numbers of the torch that a release of torch or of torch_npu is for."""
+    """Return the first three numbers of a torch or torch_npu version, which name the torch release."""
     found = _version(text)
     return None if found is None else found.release[:3]
