@@ -1,4 +1,4 @@
-"""``--accept-mindspeed-flags``: a job's command line is translated before anyone reads it."""
+"""``--accept-mindspeed-flags``: translates a job's command line before Megatron parses it."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from mindspeed_dsa.tools.migrate.translate import Translation, translate, words
 
 _log = log.get("accept-mindspeed-flags")
 _done: list[str] | None = None
-"""The last command line that was translated: imported again, the one-liner finds it."""
+"""Last translated command line, so that a second import of the adaptor does not translate again."""
 
 
 def accept(argv: MutableSequence[str], environ: Mapping[str, str] | None = None) -> bool:
-    """Translate a job's arguments in place, if they or the environment ask for it; says whether they did.
+    """Translate a job's arguments in place if the flag or the environment requests it; return whether it did.
 
     Args:
-        argv: without the program's name.
-        environ: default: the process's environment.
+        argv: arguments without the program's name.
+        environ: environment variables; default: the process's own.
 
     Raises:
-        SettingsError: flags that change results are not served, or some contradict others; all of them in
-        one message.
+        SettingsError: some flags that change results are not served, or contradict others; lists all of them.
     """
     global _done
     environ = os.environ if environ is None else environ
     if argv == _done:
         return True
     asked = ACCEPT_MINDSPEED.name in argv
-    if ACCEPT_MINDSPEED.env in environ:  # the environment outranks the command line
+    if ACCEPT_MINDSPEED.env in environ:  # the environment overrides the command line, as for every flag
         try:
             asked = truth(environ[ACCEPT_MINDSPEED.env], ACCEPT_MINDSPEED.env)
         except ValueError as error:
             raise SettingsError(f"mindspeed_dsa: {error}") from error
     if not asked:
         return False
+    # Words after -- are for the job's own parser.
     end = argv.index("--") if "--" in argv else len(argv)
-    given, rest = [word for word in argv[:end] if word != ACCEPT_MINDSPEED.name], argv[end:]
-    first, flags = split(given)
-    found = translate(flags, _release(given))
-    _refuse(found)
-    argv[:] = [*first, *words(found.flags), *rest]
+    own_words, rest = [word for word in argv[:end] if word != ACCEPT_MINDSPEED.name], argv[end:]
+    first, flags = split(own_words)
+    translation = translate(flags, _release(own_words))
+    _refuse(translation)
+    argv[:] = [*first, *words(translation.flags), *rest]
     _done = list(argv)
-    _report(found)
+    _report(translation)
     return True
 
 
 def _release(argv: Sequence[str]) -> Version | None:
-    """Return the release of the Megatron that this job has; its fork's, where the command line names one."""
+    """Return the release of the job's Megatron, or of the fork that the command line names."""
     names = [
         word.partition("=")[2] or following
         for word, following in zip(argv, [*argv[1:], ""], strict=False)
@@ -78,15 +78,17 @@ def _refuse(found: Translation) -> None:
 
 
 def _report(found: Translation) -> None:
-    """One line for each kind of change."""
+    """Log one line for each kind of change."""
     changed = [
-        f"{each.given} -> {each.now}" for each in found.outcomes if each.now not in ("", str(each.given))
+        f"{outcome.given} -> {outcome.now}"
+        for outcome in found.outcomes
+        if outcome.now not in ("", str(outcome.given))
     ]
     if changed:
         _log.info("flags by Megatron's names: %s", "; ".join(changed), once=True)
-    needless = [each.given.flag for each in found.of("not needed")]
+    needless = [outcome.given.flag for outcome in found.of("not needed")]
     if needless:
         _log.info("not needed here: %s", ", ".join(needless), once=True)
-    unserved = [f"{each.given.flag} ({each.why})" for each in found.of("not served")]
+    unserved = [f"{outcome.given.flag} ({outcome.why})" for outcome in found.of("not served")]
     if unserved:
         _log.warning("not served, same results without: %s", " ".join(unserved), once=True)

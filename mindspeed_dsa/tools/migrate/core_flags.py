@@ -1,4 +1,4 @@
-"""Flags of MindSpeed core, by family: its features, and the older ones of its own parser."""
+"""Verdicts on the flags of MindSpeed core, by family; includes older flags of its parser."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ PARALLEL = [
     ),
     *different("dist-train", "Several models on separate devices are not served."),
 ]
-"""Tensor, context, pipeline and data parallelism."""
+"""Flags for tensor, context, pipeline and data parallelism."""
 
 MEMORY = [
     *same("reuse-fp32-param swap-optimizer swap-attention virtual-optimizer"),
@@ -134,7 +134,7 @@ MEMORY = [
         _LISTS,
     ),
 ]
-"""What is kept, recomputed or moved away."""
+"""Flags for memory: recomputation, swapping, optimizer state."""
 
 MOE = [
     *same("moe-alltoall-overlap-comm moe-fb-overlap balanced-moe-experts moe-tp-extend-ep"),
@@ -179,7 +179,7 @@ MOE = [
     ),
     *different("expert-interval", "Megatron's --moe-layer-freq says which layers have experts.", ("1",)),
 ]
-"""Experts and routers."""
+"""Flags for experts and routers."""
 
 ATTENTION = [
     *kept(
@@ -222,7 +222,7 @@ ATTENTION = [
     ),
     *different("noop-layers pipeline-num-transformer-layers num-layer-list", "A layout of layers."),
 ]
-"""Attention and models."""
+"""Flags for attention and models."""
 
 TRAINING = [
     *not_needed("optimization-level", "Each feature has its switch; what a platform needs is always on."),
@@ -293,6 +293,6 @@ TRAINING = [
     *slower("te-gmm-mode te-comparison-with-cpu te-comparison-with-bf16 fp8-reuse-quantized-weight", _FP8),
     *not_needed("no-use-gmm-fp8", "Experts' products are in fp8 only in Transformer Engine."),
 ]
-"""Optimizer, precision, data, profiles and launching."""
+"""Flags for optimizer, precision, data, profiling and launching."""
 
 CORE = [*PARALLEL, *MEMORY, *MOE, *ATTENTION, *TRAINING]

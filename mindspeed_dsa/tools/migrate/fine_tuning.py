@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of MindSpeed-LLM as Megatron-LM's ``--sft``, where the release has what it takes."""
+"""Rule for MindSpeed-LLM's supervised fine-tuning, which becomes Megatron-LM's ``--sft``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEMPLATE = ("--prompt-type", "--prompt-type-path")
 
 
 def tune(job: Job) -> None:
-    """Translate ``--stage sft`` with ``--is-instruction-dataset``; other stages are not served."""
+    """Translate ``--stage sft`` with ``--is-instruction-dataset``; other stages stay for the tables."""
     if job.text(_STAGE) != "sft" or _DATA not in job:
         return
     if why := _unserved(job):
@@ -30,7 +30,7 @@ def tune(job: Job) -> None:
         "they do not see each other."
     )
     now = [made("--sft"), made("--sft-tokenizer-prompt-format", "default"), made(MASK_PROMPTS.name)]
-    now.append(made("--no-create-attention-mask-in-dataloader"))  # which its data set asserts
+    now.append(made("--no-create-attention-mask-in-dataloader"))  # Megatron's SFT data set asserts it
     job.becomes(_STAGE, now, why)
     job.is_dropped(_DATA, "--sft says it.")
     tokenizer = made(_TOKENIZER, "SFTTokenizer")
@@ -54,7 +54,7 @@ def tune(job: Job) -> None:
 
 
 def _unserved(job: Job) -> str:
-    """Say why this fine-tuning is not served; empty where it is."""
+    """Return the reason why this fine-tuning is not served, or an empty string."""
     if job.before("0.13"):
         return "Megatron-core before 0.13 has no --sft; train with 0.17 or later."
     if job.before("0.17"):

@@ -1,7 +1,7 @@
-"""New flags where the old ones stand: in a shell script's arrays, strings and command.
+"""Replaces flags in a shell script where they are written: in arrays, strings and the command.
 
-Texts are edited by the places of words, and the result is read again: only a script that gives the translated
-flags is handed out. Where none does, the caller writes all flags behind the command.
+Edits replace words of the text by position. The result is parsed again and only used if it gives the
+translated flags. Otherwise the caller writes all flags after the command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END = re.compile(r"[ \t]*(\\?)\r?(\n|$)")
 
 @dataclass(frozen=True)
 class _Area:
-    """Text with flags, from ``start`` to ``end``: the value of a variable, or the command without a name."""
+    """Text with flags from ``start`` to ``end``: a variable's value, or the command, whose name is empty."""
 
     name: str
     start: int
@@ -39,7 +39,7 @@ class _Area:
 
 @dataclass(frozen=True)
 class _Place:
-    """One flag with its values: from ``start`` to ``end``; ``name_end`` is where the flag's name ends."""
+    """A flag with its values, from ``start`` to ``end`` in the text; the flag's name ends at ``name_end``."""
 
     area: _Area
     flag: str
@@ -49,53 +49,58 @@ class _Place:
 
 
 def rewrite(text: str, start: Start, given: Sequence[Given], found: Translation) -> str | None:
-    """Write a script's new flags where the old ones stand.
+    """Replace a script's old flags by the new ones.
 
     Args:
-        text: the script's text.
-        start: command that it starts.
-        given: the old flags, in order.
-        found: their translation.
+        text: script's text.
+        start: command that starts the training.
+        given: old flags, in order.
+        found: translation of the old flags.
 
     Returns:
-        the new text; None where some flag is not found, or the new text does not give the translated flags.
+        New text; None if an old flag is not in the text, or the new text does not give the translated flags.
     """
     edits: list[tuple[int, int, str]] = []
     behind: list[str] = []
     places: dict[str, list[_Place]] = {}
     for place in _places(text, start):
         places.setdefault(place.flag, []).append(place)
-    old = {each.flag: each for each in given}
-    kept = {id(each) for each in found.flags}
+    old = {flag_given.flag: flag_given for flag_given in given}
+    kept = {id(flag_given) for flag_given in found.flags}
     for flag, new in _new(given, found).items():
         if flag not in places:
             return None
         first, *others = places[flag]
+        # A flag may be in the script several times: the new flag replaces the first, the others are removed.
         edits += [_edit(text, other, []) for other in others if id(old[flag]) not in kept]
         lines = [text[first.start : first.end]] if id(old[flag]) in kept else []
-        for each in new:
-            line = _line(text, first, old[flag], each)
-            (behind if line is None else lines).append(line or _of(each))
+        for flag_given in new:
+            line = _line(text, first, old[flag], flag_given)
+            (behind if line is None else lines).append(line or _of(flag_given))
         edits.append(_edit(text, first, lines))
     edits.append((start.end, start.end, "".join(f" \\\n    {line}" for line in behind)))
+    # From the end of the text to its start, so that earlier positions stay valid.
     for begin, end, line in sorted(edits, reverse=True):
         text = text[:begin] + line + text[end:]
     return text if _gives(text, start, found) else None
 
 
 def _new(given: Sequence[Given], found: Translation) -> dict[str, list[Given]]:
-    """Return new flags by the old one where they go; none for an old one that goes without any."""
-    old, kept = {each.flag: each for each in given}, {id(each) for each in found.flags}
-    new: dict[str, list[Given]] = {flag: [] for flag, each in old.items() if id(each) not in kept}
-    for each in found.flags:
-        if not any(each is one for one in given):
-            place = each.flag if each.flag in old else found.places[each.flag]
-            new.setdefault(place, []).append(each)
+    """Return a dict from old flag to the new flags in its position; an empty list removes the old flag."""
+    old, kept = (
+        {flag_given.flag: flag_given for flag_given in given},
+        {id(flag_given) for flag_given in found.flags},
+    )
+    new: dict[str, list[Given]] = {flag: [] for flag, flag_given in old.items() if id(flag_given) not in kept}
+    for flag_given in found.flags:
+        if not any(flag_given is one for one in given):
+            place = flag_given.flag if flag_given.flag in old else found.places[flag_given.flag]
+            new.setdefault(place, []).append(flag_given)
     return new
 
 
 def _gives(text: str, start: Start, found: Translation) -> bool:
-    """Return whether a new script starts the same program with the translated flags."""
+    """Return whether the new script starts the same program with the translated flags."""
     try:
         again = shell.read(text)
     except ShellError:
@@ -107,9 +112,9 @@ def _gives(text: str, start: Start, found: Translation) -> bool:
 
 
 def _read(flags: Sequence[Given]) -> tuple[dict[str, str], set[str]]:
-    """Return what a parser reads: the last value of each flag, and all that a collecting one gets.
+    """Return the last value of each flag, and all (flag, value) pairs for flags that collect values.
 
-    A variable that the script does not set may stand behind another flag in the new script: it is no value.
+    Variables without a value in the script are left out, as they may follow another flag in the new script.
     """
     said = [(each.flag, [word for word in each.values if not _VARIABLE.fullmatch(word)]) for each in flags]
     return {flag: " ".join(values) for flag, values in said}, {f"{flag} {values}" for flag, values in said}
@@ -119,7 +124,7 @@ def _read(flags: Sequence[Given]) -> tuple[dict[str, str], set[str]]:
 
 
 def _places(text: str, start: Start) -> Iterator[_Place]:
-    """Yield flags of the command, and of the variables that it is made of, in the order of the text."""
+    """Yield the flags in the command and in the variables that it uses, in the order of the text."""
     assigned = [
         _Area(name, begin + 1, end - 1, text[begin] != "(")
         if text[begin] in "(\"'" and text[end - 1] in ")\"'"
@@ -127,20 +132,21 @@ def _places(text: str, start: Start) -> Iterator[_Place]:
         for name, begin, end in shell.assignments(text)
     ]
     command = _Area("", start.start, start.end)
+    # Variables used by the command, directly or inside of other variables.
     reached, waiting = {""}, [command]
     while waiting:
         area = waiting.pop()
         names = {match[1] for match in _NAME.finditer(text, area.start, area.end)} - reached
         reached |= names
-        waiting += [each for each in assigned if each.name in names]
-    holding = {each.name for each in assigned if "--" in text[each.start : each.end]}
-    areas = [each for each in (*assigned, command) if each.name in reached]
+        waiting += [area_ for area_ in assigned if area_.name in names]
+    holding = {area_.name for area_ in assigned if "--" in text[area_.start : area_.end]}
+    areas = [area_ for area_ in (*assigned, command) if area_.name in reached]
     for area in sorted(areas, key=lambda each: each.start):
         yield from _of_area(text, area, holding)
 
 
 def _of_area(text: str, area: _Area, holding: set[str]) -> Iterator[_Place]:
-    """Yield the flags of one text; a variable that holds flags ends the values before it."""
+    """Yield the flags in one area; a variable that holds flags ends the values before it."""
     pattern = _WORD_IN_QUOTES if area.quotes else _WORD
     flag, begin, name_end, end = "", 0, 0, 0
     for match in pattern.finditer(text, area.start, area.end):
@@ -162,7 +168,7 @@ def _of_area(text: str, area: _Area, holding: set[str]) -> Iterator[_Place]:
 
 
 def _line(text: str, place: _Place, old: Given, new: Given) -> str | None:
-    """Write a new flag as its place takes it; None where it takes no such text."""
+    """Return a new flag's text for its position; None if the text cannot be put inside the quotes there."""
     if new.written == old.written and new.values == old.values and text[place.start] == "-":
         return new.flag + text[place.name_end : place.end]
     if not place.area.quotes:
@@ -178,7 +184,7 @@ def _of(new: Given) -> str:
 
 
 def _edit(text: str, place: _Place, lines: Sequence[str]) -> tuple[int, int, str]:
-    """Return what replaces a flag: from place to place of the text, new lines as it stands in lines."""
+    """Return the edit (begin, end, new text) for a flag; new flags get their own lines if the old one had."""
     begin = text.rfind("\n", 0, place.start) + 1
     indent = text[begin : place.start]
     behind = _END.match(text, place.end)

@@ -1,4 +1,4 @@
-"""A job's flags as they are taken apart: what was given, what becomes of each, and the new command line."""
+"""Data of a translation: verdicts on flags, the flags of a command line, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Verdict = Literal["same", "megatron", "not needed", "not served"]
 
 @dataclass(frozen=True)
 class Row:
-    """One flag.
+    """Verdict on one flag of MindSpeed.
 
     Attributes:
         flag: MindSpeed's name.
-        verdict: ``same``: a flag of this library with that name serves it; ``megatron``: a flag of Megatron
-            does, or one of this library with another name; ``not needed``; ``not served``.
-        why: one sentence; of a value, where the values say more.
-        name: what the flag is called now, where that differs.
-        values: values that are written otherwise now.
-        inert: values with which the flag does nothing, whatever the verdict says.
-        refused: values that are not served although the flag is, and why.
-        results: of a flag that is not served: whether training without it computes something else.
+        verdict: ``same``: served by this library's flag of the same name; ``megatron``: served by a flag of
+            Megatron, or by one of this library with another name; ``not needed``; ``not served``.
+        why: one sentence for the report.
+        name: new name, if it differs.
+        values: dict from old to new value, for values that are spelt differently.
+        inert: values for which the flag has no effect, whatever the verdict.
+        refused: dict from value to reason, for values that are not served although the flag is.
+        results: whether training without a flag that is not served computes something else.
         switch: flag without which MindSpeed ignores this one.
     """
 
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def now(self) -> str:
-        """The flag's present name, where it has one."""
+        """The flag's new name; empty if it is not needed or not served."""
         return (self.name or self.flag) if self.verdict in ("same", "megatron") else ""
 
 
@@ -50,62 +50,62 @@ def _each(flags: str) -> Iterator[str]:
 
 
 def same(flags: str, why: str = "", *, switch: str = "") -> list[Row]:
-    """Rows of flags that this library has; names are given without dashes in front."""
+    """Return rows for flags that this library has under the same name; names are given without dashes."""
     return [Row(flag, "same", why, switch=switch) for flag in _each(flags)]
 
 
 def renamed(names: Mapping[str, str], why: str = "", *, switch: str = "") -> list[Row]:
-    """Rows of flags by their present names."""
+    """Return rows for renamed flags, from a dict of old to new names."""
     return [Row(f"--{old}", "megatron", why, f"--{new}", switch=switch) for old, new in names.items()]
 
 
 def kept(flags: str, why: str = "Megatron's own flag.") -> list[Row]:
-    """Rows of flags that Megatron has taken over by name."""
+    """Return rows for flags that Megatron has under the same name."""
     return [Row(flag, "megatron", why) for flag in _each(flags)]
 
 
 def not_needed(flags: str, why: str) -> list[Row]:
-    """Rows of flags whose work is done without them."""
+    """Return rows for flags that are not needed."""
     return [Row(flag, "not needed", why) for flag in _each(flags)]
 
 
 def slower(flags: str, why: str, inert: tuple[str, ...] = ()) -> list[Row]:
-    """Rows of flags without which a job computes the same, at another speed or with other memory."""
+    """Return rows for flags that only affect speed or memory, and are not served."""
     return [Row(flag, "not served", why, inert=inert) for flag in _each(flags)]
 
 
 def different(flags: str, why: str, inert: tuple[str, ...] = ()) -> list[Row]:
-    """Rows of flags without which a job computes something else."""
+    """Return rows for flags that affect results, and are not served."""
     return [Row(flag, "not served", why, inert=inert, results=True) for flag in _each(flags)]
 
 
 def by_flag(*tables: Iterable[Row]) -> dict[str, Row]:
-    """Rows of several tables; where two have a flag, the later one counts."""
+    """Return a dict from flag to row; a later table overrides an earlier one."""
     return {row.flag: row for table in tables for row in table}
 
 
 Kind = Literal["same", "megatron", "not needed", "not served", "unchanged", "unknown"]
-"""Verdicts of MindSpeed's flags; ``unchanged`` is a flag of Megatron's or of this library."""
+"""Verdicts on flags; ``unchanged`` is for flags of Megatron or of this library."""
 
 
 LATENT = {"--multi-latent-attention", "--multi-head-latent-attention"}
-"""Flags of which a command line with latent attention has at least one."""
+"""Flags that switch on latent attention; a command line may have either."""
 FLAG = re.compile(r"--?[A-Za-z]")
-"""How a word begins that is a flag."""
+"""Beginning of a word that is a flag."""
 
 
 class Source(str):
-    """A word in a shell's own notation, quotes included: it is written as it is."""
+    """A word in shell notation with its quotes, written to the new script without changes."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """One flag with its values.
+    """One flag of a command line with its values.
 
     Attributes:
-        flag: with the dashes.
-        values: as the program would read them.
-        written: as the script has them: :class:`Source`, where variables may stand for values.
+        flag: name with dashes.
+        values: values as the program reads them.
+        written: values as in the script: :class:`Source` words, which may be variables.
     """
 
     flag: str
@@ -114,7 +114,7 @@ class Given:
 
     @property
     def value(self) -> str:
-        """The value of a flag that takes one; empty without one."""
+        """The value of a flag with one value; empty without values."""
         return " ".join(self.values)
 
     def __str__(self) -> str:
@@ -122,20 +122,20 @@ class Given:
 
 
 def made(name: str, *values: str) -> Given:
-    """Return a flag that no command line has written."""
+    """Return a new flag, which is not from the command line."""
     return Given(name, values, values)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one flag.
+    """Outcome for one flag.
 
     Attributes:
-        given: the flag.
-        kind: how it is served.
-        now: flags that stand in its place, as they are written now; empty if none does.
-        why: a sentence, where there is something to say.
-        results: of a flag that is not served: whether the job computes something else without it.
+        given: original flag.
+        kind: verdict.
+        now: flags that replace it, as text; empty if none does.
+        why: one sentence, or empty.
+        results: whether the job computes something else without a flag that is not served.
     """
 
     given: Given
@@ -146,14 +146,13 @@ class Outcome:
 
 
 def split(words: Sequence[str], written: Sequence[str] | None = None) -> tuple[list[str], list[Given]]:
-    """Words before the first flag, and the flags.
+    """Split words into those before the first flag, and the flags.
 
-    A word that begins with two dashes begins a flag, and so does one dash before a letter; ``--flag=value``
-    is a flag with one value.
+    A flag begins with two dashes, or with one dash and a letter; ``--flag=value`` is a flag with one value.
 
     Args:
-        words: of a command line, as the program would read them.
-        written: the same flags as the script has them.
+        words: words of a command line as the program reads them.
+        written: same words in the script's notation.
     """
     first, flags = _split(words)
     if written is not None:
@@ -179,7 +178,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[Given]]:
 
 
 def equal(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether two flags have the same values, numbers by their value."""
+    """Return whether two lists of values are equal; numbers are compared by value."""
     return len(one) == len(other) and all(
         a == b or _number(a) == _number(b) for a, b in zip(one, other, strict=True)
     )
@@ -193,11 +192,11 @@ def _number(text: str) -> float | str:
 
 
 class Job:
-    """The flags of one command line while rules and tables take their turns.
+    """State of a translation, to which rules and tables add outcomes.
 
     Attributes:
-        release: of Megatron-core, that the new flags are for; ``None``: the newest one known.
-        outcomes: by flag, in the order in which flags were given.
+        release: Megatron-core release of the new command line; None for the newest known one.
+        outcomes: dict from flag to outcome.
         problems: contradictions, each a sentence.
     """
 
@@ -216,68 +215,68 @@ class Job:
         return flag in self.given
 
     def text(self, flag: str, default: str = "") -> str:
-        """The value of a flag, or what it has without being given."""
+        """Return the value of a flag, or the default if the flag is not given."""
         return self.given[flag].value if flag in self.given else default
 
     def number(self, flag: str, default: int | None = None) -> int | None:
-        """The value of a flag as an integer; ``None`` where it is no number, such as an unknown variable."""
+        """Return the value of a flag as an integer; None if it is no number, such as an unset variable."""
         if flag not in self.given:
             return default
         text = self.text(flag)
         return int(text) if re.fullmatch(r"\d+", text) else None
 
     def unknown(self, flag: str) -> bool:
-        """Return whether only a shell knows the value."""
+        """Return whether the value contains a variable or command that only a shell can evaluate."""
         return bool(set(self.text(flag)) & set("$`"))
 
     def open(self) -> Iterator[Given]:
-        """Flags that have no outcome yet."""
+        """Yield the flags without an outcome."""
         return (given for given in list(self.given.values()) if given.flag not in self.outcomes)
 
     def before(self, release: str) -> bool:
-        """Return whether the job runs on an older Megatron-core than that."""
+        """Return whether the job's Megatron-core is older than ``release``."""
         return self.release is not None and self.release < Version(release)
 
     # -- outcomes ------------------------------------------------------------------------------
 
     def is_kept(self, flag: str, kind: Verdict | Literal["unchanged", "unknown"], why: str = "") -> None:
-        """The flag stays as it is."""
+        """Keep the flag as it is."""
         given = self.given[flag]
         self.outcomes[flag] = Outcome(given, kind, str(given), why)
 
     def is_dropped(self, flag: str, why: str, *, results: bool | None = None) -> None:
-        """The flag goes: not needed, or, where ``results`` says so or not, not served."""
+        """Drop the flag: not needed if ``results`` is None, else not served, with that effect on results."""
         kind: Kind = "not needed" if results is None else "not served"
         self.outcomes[flag] = Outcome(self.given[flag], kind, "", why, bool(results))
-        if not results:  # one that changes results stays, and no parser takes it
+        if not results:  # a flag that changes results stays in the command, which parsers then refuse
             self._out.pop(flag, None)
 
     def becomes(self, flag: str, now: Sequence[Given], why: str = "") -> None:
-        """The flag is replaced by others; what the job gives of them already must agree."""
-        given = self.given[flag]
-        self.outcomes[flag] = Outcome(given, "megatron", " ".join(map(str, now)), why)
+        """Replace the flag by others; record a problem if the job gives one of them another value."""
+        old = self.given[flag]
+        self.outcomes[flag] = Outcome(old, "megatron", " ".join(map(str, now)), why)
         for new in now:
-            self._place(given, new)
+            self._place(old, new)
         if flag not in {new.flag for new in now}:
             self._out.pop(flag, None)
 
     def overrides(self, flag: str, new: Given, why: str = "") -> None:
-        """The flag changes the value of one of Megatron's, which MindSpeed reads otherwise."""
-        given = self.given[flag]
-        known = self.outcomes.get(flag)
-        now = f"{known.now} {new}" if known and known.now else str(new)
-        self.outcomes[flag] = Outcome(given, "megatron", now, why or (known.why if known else ""))
+        """Let the flag set the value of ``new``, a flag that MindSpeed reads in another way than Megatron."""
+        old = self.given[flag]
+        earlier = self.outcomes.get(flag)
+        now = f"{earlier.now} {new}" if earlier and earlier.now else str(new)
+        self.outcomes[flag] = Outcome(old, "megatron", now, why or (earlier.why if earlier else ""))
         if new.flag in self.given and new.flag != flag:
             self.outcomes[new.flag] = Outcome(
                 self.given[new.flag], "unchanged", str(new), f"{flag} changes it."
             )
-        self._made_by[new.flag] = given
+        self._made_by[new.flag] = old
         self._out[new.flag] = new
-        if self._out.get(flag) is given:
+        if self._out.get(flag) is old:
             del self._out[flag]
 
     def omits(self, flag: str, why: str) -> None:
-        """A flag of Megatron's is not written, because another one says it."""
+        """Remove a flag of Megatron, because another one has the same information."""
         if self._out.pop(flag, None) is not None and flag in self.given:
             self.outcomes[flag] = Outcome(self.given[flag], "unchanged", "", why)
 
@@ -294,14 +293,14 @@ class Job:
             self._out[new.flag] = new
 
     def places(self) -> dict[str, str]:
-        """Return new flags with the given flag in whose place each of them stands."""
+        """Return a dict from new flag to the original flag whose position it takes."""
         return {name: by.flag for name, by in self._made_by.items()}
 
     def command(self) -> list[Given]:
-        """The flags of the new command line: where those that they replace stood, added ones last.
+        """Return the new command line's flags, in the positions of the old ones; added ones are last.
 
-        Of a flag that was given more than once and stays, every occurrence stays: a job's own parser may
-        collect them.
+        If a kept flag was given several times, all occurrences stay, because the job's own parser may collect
+        them.
         """
         order = {flag: number for number, flag in enumerate(self.given)}
         places = {name: order[flag] for name, flag in self.places().items()}

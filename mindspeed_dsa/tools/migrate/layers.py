@@ -1,4 +1,4 @@
-"""Which layers a model has and where they lie, as MindSpeed's flags say and as Megatron's do."""
+"""Rule for the number of layers, their kinds and their split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEEDS = {
     _LIST: (_LAYERS, _LIST, _NOOP, _STAGES, _MTP),
     _UNEVEN: (_LAYERS, _UNEVEN, _STAGES, _MTP),
 }
-"""By flag, those that say where its layers lie."""
+"""Dict from flag to the flags that must be readable to translate it."""
 _READABLE = {
     _NOOP: r"[\d,]+",
     _LIST: r"[\d,]+",
@@ -27,18 +27,20 @@ _READABLE = {
     _DENSE: r"-?\d+",
     _PATTERN: r"-?[1-9]\d*",
 }
-"""How values look, where they are not a plain number."""
+"""Patterns of values that are not a plain number."""
 
 
 def arrange(job: Job) -> None:
-    """Layers that do nothing, uneven stages, and dense layers before those with experts."""
+    """Translate flags for no-op layers, uneven stages, and leading dense layers."""
     noop = _numbers(job.text(_NOOP))
     total = job.number(_LAYERS)
     for flag in filter(job.__contains__, _NEEDS):
         unread = [
-            each
-            for each in _NEEDS[flag]
-            if not re.fullmatch(_READABLE.get(each, r"\d+"), job.text(each, "" if each == _LAYERS else "1"))
+            flag_read
+            for flag_read in _NEEDS[flag]
+            if not re.fullmatch(
+                _READABLE.get(flag_read, r"\d+"), job.text(flag_read, "" if flag_read == _LAYERS else "1")
+            )
         ]
         if unread:
             why = f"{unread[0]} cannot be read: it may hang on a variable that is not set."
@@ -62,7 +64,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _nested(text: str) -> list[list[int]]:
-    """``[[2,3],[3,2]]`` or ``[[1]*2]*4``: by stage, the layers of its virtual stages."""
+    """Parse ``[[2,3],[3,2]]`` or ``[[1]*2]*4``, the numbers of layers by stage and virtual stage."""
     stages: list[list[int]] = []
     for inner, times in re.findall(r"\[([\d,\s*]+)\](?:\s*\*\s*(\d+))?", text):
         counts: list[int] = []
@@ -73,7 +75,7 @@ def _nested(text: str) -> list[list[int]]:
 
 
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
-    """``--moe-layer-freq`` as a pattern; MindSpeed-LLM counts layers that do nothing as well."""
+    """Write ``--moe-layer-freq`` as a pattern; MindSpeed-LLM's numbers count no-op layers, too."""
     dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
     pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
     text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
@@ -81,16 +83,16 @@ def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
 
 
 def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
-    """Fewer layers, and stages of unequal length in place of layers that do nothing."""
+    """Remove no-op layers: reduce the number of layers, and use uneven stages."""
     stages, per = job.number(_STAGES, 1) or 1, job.number(_PER_STAGE)
-    in_v = job.text(_SCHEDULE) == "dualpipev"  # whose two chunks of a stage are equal there as well
+    in_v = job.text(_SCHEDULE) == "dualpipev"  # also in MindSpeed both chunks of a stage are equal
     size = per or max(1, total // (2 * stages if in_v else stages))
     chunks = [sum(layer not in noop for layer in range(at, at + size)) for at in range(0, total, size)]
     left = total - len(set(noop))
     job.overrides(_NOOP, _one(_LAYERS, left))
-    # Virtual stages are dealt out in turns: chunk c lies on stage c % stages. In a V the second ones return
-    # over the stages, which a layout, in the model's order, does not say.
-    if len(set(chunks)) == 1:  # each stage skips as many
+    # Chunk c is on stage c % stages. In a V the second chunks are on the stages in reverse order, but a
+    # layout lists them in the model's order.
+    if len(set(chunks)) == 1:  # every stage has the same number of no-op layers
         if per and per != chunks[0]:
             job.overrides(_NOOP, _one(_PER_STAGE, chunks[0]))
     else:
@@ -107,7 +109,7 @@ def _one(flag: str, number: int) -> Given:
 
 
 def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
-    """The layers of each stage as Megatron's layout, or as its first and last stage where that says it."""
+    """Write layers per stage as flags for the first and last stage if possible, else as a layout."""
     if LAYOUT in job:
         job.problems.append(
             f"{job.given[flag]} lays out the pipeline, and so does {job.given[LAYOUT]}: keep one"
@@ -131,6 +133,7 @@ def _lay_out(job: Job, flag: str, stages: list[list[int]], why: str) -> None:
         text = "Only Megatron-core 0.14 and later lay out such stages."
         job.is_dropped(flag, text, results=True)
         return
+    # A layout lists chunks in forward order: first chunks of all stages, then second chunks.
     order = [stages[stage][turn] for turn in range(virtual) for stage in range(len(stages))]
     text = layout_text(order, job.number(_MTP) or 0)
     job.overrides(flag, Given(LAYOUT, (text,), (text,)), why)

@@ -1,4 +1,4 @@
-"""Lists of arguments in Python files, and flags in YAML files."""
+"""Reads argument lists from Python files, and flags from YAML files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mindspeed_dsa.tools.migrate.shell import ShellError
 
 
 def of_python(text: str) -> list[str]:
-    """The longest list of arguments that a Python file builds of literals.
+    """Return the longest argument list that a Python file builds from literals.
 
-    Lists and tuples of literals, joined with ``+``, ``+=``, ``*NAME``, ``append`` and ``extend``, ``split()``
-    of a string, and f-strings of literals are followed, in the order of the file; nothing is executed.
+    Follows lists and tuples of literals, joined with ``+``, ``+=``, ``*NAME``, ``append`` and ``extend``,
+    ``split()`` of a string, and f-strings of literals, in the order of the file. Nothing is executed.
 
     Raises:
-        ShellError: the text is no Python, or holds no such list.
+        ShellError: the text is not valid Python, or has no such list.
     """
     try:
         tree = ast.parse(text)
@@ -27,15 +27,17 @@ def of_python(text: str) -> list[str]:
     except ValueError as error:  # a null byte
         raise ShellError(str(error)) from error
     names: dict[str, Any] = {}
-    found: list[list[str]] = []
+    lists_found: list[list[str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             _follow(node, names)
         if isinstance(node, ast.expr) and isinstance(value := _value(node, names), list):
-            found.append(value)
-    found += [value for value in names.values() if isinstance(value, list)]
+            lists_found.append(value)
+    lists_found += [value for value in names.values() if isinstance(value, list)]
     lists = [
-        [str(word) for word in words] for words in found if any(str(word).startswith("--") for word in words)
+        [str(word) for word in words]
+        for words in lists_found
+        if any(str(word).startswith("--") for word in words)
     ]
     if not lists:
         raise ShellError("no list of arguments in it is built of literals")
@@ -43,7 +45,7 @@ def of_python(text: str) -> list[str]:
 
 
 def _follow(node: ast.stmt, names: dict[str, Any]) -> None:
-    """Apply a statement to the names that hold lists or texts."""
+    """Update the known values of names by a statement."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         names[node.targets[0].id] = _value(node.value, names)
     elif (
@@ -56,7 +58,7 @@ def _follow(node: ast.stmt, names: dict[str, Any]) -> None:
 
 
 def _follow_call(call: ast.Call, names: dict[str, Any]) -> None:
-    """``append`` and ``extend``."""
+    """Update a list by a call of ``append`` or ``extend``."""
     if len(call.args) != 1 or not isinstance(call.func, ast.Attribute):
         return
     if not isinstance(call.func.value, ast.Name):
@@ -69,7 +71,7 @@ def _follow_call(call: ast.Call, names: dict[str, Any]) -> None:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """A list, a text or a number; ``None`` where it is not built of literals."""
+    """Evaluate an expression to a list, string or number; None if it is not built from literals."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float)):
         return node.value
     if isinstance(node, ast.Name):
@@ -78,6 +80,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         words: list[Any] = []
         for item in node.elts:
             value = _value(item.value if isinstance(item, ast.Starred) else item, names)
+            # Keep unknown words as <expression>, so that the words around them stay readable.
             if value is None:
                 value = f"<{ast.unparse(item)}>"
             words += value if isinstance(item, ast.Starred) and isinstance(value, list) else [value]
@@ -109,7 +112,7 @@ def parsed(text: str) -> Any:
     """Parse a YAML file.
 
     Raises:
-        ShellError: the text is no YAML, or PyYAML is missing.
+        ShellError: the text is not valid YAML, or PyYAML is not installed.
     """
     try:
         import yaml  # type: ignore[import-untyped]
@@ -122,14 +125,14 @@ def parsed(text: str) -> Any:
 
 
 def of_yaml(text: str) -> list[str]:
-    """The flags of a YAML file.
+    """Return the flags of a YAML file as words of a command line.
 
-    Keys are flags, with or without dashes in front, with dashes or underscores; sections do not count.
-    ``true`` is a flag without a value, ``false`` its ``--no-`` form where Megatron has that; lists are
-    several values. Lists and texts with words that begin with two dashes are command lines.
+    Keys are flags, with or without leading dashes, with dashes or underscores; sections are ignored. ``true``
+    is a flag without value, ``false`` its ``--no-`` form if Megatron has one, a list several values. A list
+    or string with words that begin with two dashes is a command line.
 
     Raises:
-        ShellError: the text is no YAML, or holds no flags; or PyYAML is missing.
+        ShellError: the text is not valid YAML or has no flags, or PyYAML is not installed.
     """
     words = list(_flags(parsed(text)))
     if not any(word.startswith("--") for word in words):
@@ -178,7 +181,7 @@ def _flag(name: str, value: Any) -> list[str]:
             (f"--{no}-{name}" for no in ("no", "disable") if megatron_flags.known(f"--{no}-{name}")), ""
         )
         if value and negative and not megatron_flags.known(f"--{name}"):
-            return []  # what the flag would switch off is on
+            return []  # true is the default, and only the --no- form exists
         return [f"--{name}"] if value else [negative] if negative else []
     values = [str(each) for each in _flat(value)]
     if len(values) == 1 and values[0].startswith("-"):
@@ -187,7 +190,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _flat(value: Any) -> list[Any]:
-    """A value's words: lists in lists, such as weights with paths, are one row of words to a parser."""
+    """Return the words of a value; nested lists, such as data paths with weights, are flattened."""
     return [word for item in value for word in _flat(item)] if isinstance(value, list) else [value]
 
 

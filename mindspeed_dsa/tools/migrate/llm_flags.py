@@ -1,4 +1,4 @@
-"""Flags of MindSpeed-LLM: those of pretraining first, then those of its other tasks."""
+"""Verdicts on the flags of MindSpeed-LLM: for pretraining, then for its other tasks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ MODEL = [
     *not_needed("no-enable-linear-qkv", "Query, key and value lie in one weight; the function is the same."),
     *not_needed("input-jitter", "Megatron has none unless --moe-input-jitter-eps asks for it."),
 ]
-"""Sizes and parts of a model."""
+"""Flags for sizes and parts of a model."""
 
 ATTENTION = [
     Row("--enable-dsa-indexer", "megatron", "With the value dsa.", "--experimental-attention-variant"),
@@ -139,7 +139,7 @@ ATTENTION = [
         "kv-head-repeat-before-uly-alltoall", "Heads are repeated where ranks need it, with the same result."
     ),
 ]
-"""Latent and sparse attention."""
+"""Flags for latent and sparse attention."""
 
 TRAINING = [
     *different(
@@ -190,7 +190,7 @@ TRAINING = [
     ),
     *different("layerwise-disaggregated-training", "Split learning is not here."),
 ]
-"""Loss, optimizer, data and checkpoints."""
+"""Flags for loss, optimizer, data and checkpoints."""
 
 OTHER_TASKS = [
     *different(
@@ -220,6 +220,6 @@ OTHER_TASKS = [
         _PREPARED,
     ),
 ]
-"""Fine-tuning, inference, evaluation and the preparation of data."""
+"""Flags for fine-tuning, inference, evaluation and data preparation."""
 
 LLM = [*MODEL, *ATTENTION, *TRAINING, *OTHER_TASKS]

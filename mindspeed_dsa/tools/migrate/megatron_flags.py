@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM by release: a record of its parsers, a parser made from it, and how it is made.
+"""Record of Megatron-LM's flags by release, parsers built from it, and the command that updates it.
 
-``python -m mindspeed_dsa.tools.migrate.megatron_flags RELEASE [FILE]`` adds the parser of the Megatron
-that is on the path, a checkout of that release, to the record.
+``python -m mindspeed_dsa.tools.migrate.megatron_flags RELEASE [FILE]`` adds the parser of the Megatron-LM on
+the path, a checkout of that release, to the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindspeed_dsa import session
 
 
 def pattern(text: str) -> int | list[int]:
-    """``2``, ``[0,1,1]`` or ``([0]*1+[1]*3)``, as Megatron's ``--moe-layer-freq`` takes them."""
+    """Parse a value of ``--moe-layer-freq``: ``2``, ``[0,1,1]`` or ``([0]*1+[1]*3)``."""
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -36,35 +36,37 @@ def pattern(text: str) -> int | list[int]:
         raise ValueError
 
     try:
-        found: int | list[int] = value(ast.parse(text.strip(), mode="eval").body)
+        parsed: int | list[int] = value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number nor a list such as '([0]*1+[1]*3)'"
         ) from None
-    return found
+    return parsed
 
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "pattern": pattern}
-"""Kinds whose values are converted; those of others stay words."""
+"""Dict from kind to converter of values; values of other kinds stay strings."""
 _UNSET = {"on": False, "off": True}
-"""Defaults that the record omits; those of flags with a value are None."""
+"""Defaults of switches, omitted in the record; flags with a value default to None."""
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 
 @cache
 def _kept() -> tuple[tuple[str, ...], dict[str, list[list[Any]]]]:
-    """Return the recorded releases and, by flag, its variants: releases as bits, kind, and the rest."""
+    """Return the releases, and a dict from flag to variants: one bit per release, kind, other properties."""
     kept = json.loads(RECORD.read_text(encoding="utf-8"))
     return tuple(kept["releases"]), kept["flags"]
 
 
 @cache
 def record() -> dict[str, tuple[str, ...]]:
-    """By flag, the recorded releases that have it, oldest first."""
+    """Return a dict from flag to the recorded releases with it, oldest first."""
     return {
         flag: tuple(
-            release for at, release in enumerate(releases()) if any(bits[at] == "1" for bits, *_ in variants)
+            release
+            for position, release in enumerate(releases())
+            if any(bits[position] == "1" for bits, *_ in variants)
         )
         for flag, variants in _kept()[1].items()
     }
@@ -81,10 +83,10 @@ def known(flag: str) -> bool:
 
 
 def around(release: Version | None) -> list[str]:
-    """Return the recorded releases that stand for another one: the nearer older one, and the next.
+    """Return the recorded releases next to another one: the newest older one, then the oldest newer one.
 
     Args:
-        release: release of Megatron-LM; a recorded one stands for itself, and None for the newest.
+        release: Megatron-LM release; a recorded one gives only itself, None gives the newest.
     """
     if release is None:
         return [releases()[-1]]
@@ -94,9 +96,9 @@ def around(release: Version | None) -> list[str]:
 
 
 def lacks(flag: str, release: Version | None) -> str:
-    """Which releases have a flag, if the given one, or the newest, is known to lack it; else empty.
+    """Return a text about the releases with a flag if ``release`` (None: the newest) lacks it, else empty.
 
-    Between two recorded releases the nearer older one counts.
+    For a release between two recorded ones, the older one counts.
     """
     having = record().get(flag)
     if having is None:
@@ -109,33 +111,33 @@ def lacks(flag: str, release: Version | None) -> str:
 
 
 def add_recorded(parser: _Parser, release: Version | None) -> _Parser:
-    """Add Megatron's flags to a parser, with their types, choices and defaults in a release.
+    """Add a release's flags to a parser, with their types, choices and defaults.
 
     Args:
-        parser: parser to which they are added.
-        release: release of Megatron-LM. Between two recorded ones the older counts, with the flags
-            that only the newer one has. None: the newest.
+        parser: parser to add to.
+        release: Megatron-LM release; None for the newest. Between two recorded ones, the flags of the older
+            one and those that only the newer one has.
     """
-    for at in map(releases().index, around(release)):
+    for position in map(releases().index, around(release)):
         for flag, variants in _kept()[1].items():
             for bits, kind, *rest in variants:
-                if bits[at] == "1" and flag not in parser._option_string_actions:
+                if bits[position] == "1" and flag not in parser._option_string_actions:
                     _add(parser, flag, kind, dict(*rest))
     return parser
 
 
 def add_installed(parser: _Parser, root: str = "megatron") -> _Parser:
-    """Add the flags of the Megatron-LM that can be imported to a parser.
+    """Add the flags of the installed Megatron-LM to a parser.
 
     Raises:
-        ModuleNotFoundError: there is only its core.
+        ModuleNotFoundError: only megatron-core is installed.
     """
     import_module(f"{root}.training.arguments").add_megatron_arguments(parser)
     return parser
 
 
 def of_parser(parser: argparse.ArgumentParser) -> list[str]:
-    """All long options of a parser."""
+    """Return all long options of a parser."""
     return sorted(name for name in parser._option_string_actions if name.startswith("--"))
 
 
@@ -148,10 +150,10 @@ def _add(parser: argparse.ArgumentParser, flag: str, kind: str, rest: dict[str, 
 
 
 def described(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the long options of a parser as the record keeps them: kind, and what the kind does not say."""
+    """Yield a parser's long options as recorded: kind, and properties unusual for the kind."""
     defaults: dict[str, Any] = {}
     for action in parser._actions:
-        defaults.setdefault(action.dest, action.default)  # the first of several counts, as for argparse
+        defaults.setdefault(action.dest, action.default)  # as in argparse, the first action of a dest counts
     for flag in of_parser(parser):
         action = parser._option_string_actions[flag]
         if action.dest != "help":
@@ -179,26 +181,28 @@ def _plain(value: Any) -> Any:
 
 
 def add(release: str, parser: argparse.ArgumentParser, file: Path = RECORD) -> None:
-    """Write the record again with one more release, or with another parser of a known one."""
+    """Add a release to the record, or replace a recorded one."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"releases": [], "flags": {}}
     having = {
-        each: {
+        current: {
             flag: said
             for flag, variants in kept["flags"].items()
             for bits, *said in variants
             if bits[number] == "1"
         }
-        for number, each in enumerate(kept["releases"])
+        for number, current in enumerate(kept["releases"])
     }
     having[release] = dict(described(parser))
     order = sorted(having, key=Version)
     lines = []
     for flag in sorted(set().union(*having.values())):
         variants: dict[str, str] = {}
-        for each in order:
-            if flag in having[each]:
-                words = json.dumps(having[each][flag], sort_keys=True)
-                variants[words] = "".join("01"[having[one].get(flag) == having[each][flag]] for one in order)
+        for current in order:
+            if flag in having[current]:
+                words = json.dumps(having[current][flag], sort_keys=True)
+                variants[words] = "".join(
+                    "01"[having[one].get(flag) == having[current][flag]] for one in order
+                )
         made = [[bits, *json.loads(words)] for words, bits in variants.items()]
         lines.append(f"{json.dumps(flag)}: {json.dumps(made)}")
     text = f'{{"releases": {json.dumps(order)},\n"flags": {{\n' + ",\n".join(lines) + "\n}}\n"

@@ -1,4 +1,4 @@
-"""Megatron-LM of a migrated script: the release that serves its flags, and the program that it starts."""
+"""Advice for a migrated script: the Megatron-LM release that serves its flags, and the script to start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_dsa.tools.migrate.job import Given
 from mindspeed_dsa.tools.migrate.translate import translate
 
 RELEASES = ("0.12.1", "0.16.1", "0.19.0")
-"""Releases to compare: the one of MindSpeed-LLM's branches, and two that have DSA themselves."""
+"""Releases to compare: the base of MindSpeed-LLM's branches, and two with DSA."""
 LINE = "import mindspeed_dsa.megatron_adaptor"
 _OWN = "pretrain_gpt.py"
 _POSTTRAINS = re.compile(r"\bposttrain_gpt\.py\b")
@@ -21,24 +21,24 @@ _ADAPTOR = re.compile(r"import (\w+\.)?megatron_adaptor|import mindspeed\.megatr
 
 
 def lacking(flags: Sequence[Given], releases: Sequence[str] = RELEASES) -> dict[str, list[str]]:
-    """Return by release the flags, or the sentences, for which it does not serve a script.
+    """Return a dict from release to the flags and problems that the release does not serve.
 
     Args:
-        flags: the script's flags.
-        releases: releases of Megatron-core.
+        flags: script's flags.
+        releases: Megatron-core releases.
     """
-    found = {release: translate(flags, Version(release)) for release in releases}
+    translations = {release: translate(flags, Version(release)) for release in releases}
     return {
         release: [
-            *dict.fromkeys(outcome.given.flag for outcome in each.refused),
-            *(problem.partition(", and ")[0] for problem in each.problems),
+            *dict.fromkeys(outcome.given.flag for outcome in translation.refused),
+            *(problem.partition(", and ")[0] for problem in translation.problems),
         ]
-        for release, each in found.items()
+        for release, translation in translations.items()
     }
 
 
 def sentence(lacks: Mapping[str, Sequence[str]], unknown: int) -> str:
-    """Return one sentence on which Megatron-LM to take.
+    """Return one sentence about the Megatron-LM releases that serve the script.
 
     Args:
         lacks: result of :func:`lacking`.
@@ -56,24 +56,24 @@ def sentence(lacks: Mapping[str, Sequence[str]], unknown: int) -> str:
 
 
 def clone(lacks: Mapping[str, Sequence[str]]) -> str:
-    """Return the command that fetches Megatron-LM: the first release with DSA that serves all flags."""
+    """Return the command that fetches Megatron-LM, in the first release with DSA that serves all flags."""
     newer = list(lacks)[1:]
     release = next((release for release in newer if not lacks[release]), newer[-1])
     return f"git clone --branch core_v{release} https://github.com/NVIDIA/Megatron-LM"
 
 
 def renamed(text: str, script: str) -> str:
-    """Start Megatron-LM's one program for both where a script starts MindSpeed-LLM's ``posttrain_gpt.py``."""
+    """Replace ``posttrain_gpt.py`` in a script by ``pretrain_gpt.py``, Megatron-LM's script for both."""
     return _POSTTRAINS.sub(_OWN, text) if _POSTTRAINS.search(script) else text
 
 
 def program(path: Path, script: str, fetched_by: str) -> list[str]:
-    """Return what to do about the Python script that a launch script starts.
+    """Return the steps to adapt the Python script that a launch script starts.
 
     Args:
-        path: path of the launch script; the Python script is looked for beside it and above it.
-        script: Python script, as the launch script names it.
-        fetched_by: the command that fetches Megatron-LM.
+        path: path of the launch script; its folder and the folders above are searched for the Python script.
+        script: Python script as named in the launch script.
+        fetched_by: command that fetches Megatron-LM.
     """
     if not script.endswith(".py"):
         return []
@@ -92,11 +92,13 @@ def _of_file(file: Path, take: str) -> list[str]:
     text = file.read_text(encoding="utf-8", errors="replace")
     if LINE in text:
         return []
-    found = [(text.count("\n", 0, match.start(1)) + 1, match[1].strip()) for match in _IMPORT.finditer(text)]
-    others = [str(line) for line, imported in found if not _ADAPTOR.search(imported)]
+    imports = [
+        (text.count("\n", 0, match.start(1)) + 1, match[1].strip()) for match in _IMPORT.finditer(text)
+    ]
+    others = [str(line) for line, imported in imports if not _ADAPTOR.search(imported)]
     if others:
         lines = "line" if len(others) == 1 else "lines"
         return [f"{file} cannot be used, for it imports MindSpeed in {lines} {', '.join(others)}: {take}"]
-    if not found:
+    if not imports:
         return [f"{file}: put `{LINE}` before its first import"]
-    return [f"{file}, line {found[0][0]}: `{found[0][1]}` becomes `{LINE}`"]
+    return [f"{file}, line {imports[0][0]}: `{imports[0][1]}` becomes `{LINE}`"]

@@ -1,6 +1,6 @@
-"""Scripts of MindSpeed-LLM that are no training by Megatron, and what takes the place of each.
+"""Advice on MindSpeed-LLM's scripts that are not training with Megatron.
 
-Nothing is translated in them: their programs have flags of their own, and other programs do their work here.
+They are not translated: their programs have other flags, and other programs do their work here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PROGRAM = re.compile(r"^[^#\n]*?(?:(?<![\w.$-])(?:[\w.${}-]*/)*|-m )(\w+\.py|lm_eval)\b", re.MULTILINE)
-"""The first Python script of a line that is no comment, or a module that measures models."""
+"""First Python script in a line that is not a comment, or the evaluation module ``lm_eval``."""
 _TRAINS = re.compile(r"(pre|post)train_\w+\.py")
 _WEIGHTS = (
     "converts weights: a job reads Hugging Face's files by --load-hf and writes them by --save-hf, and "
@@ -36,19 +36,20 @@ _KINDS = {
     r"(inference|evaluation)\w*|lm_eval": _ENGINE,
     r"train_fsdp2": _FSDP2,
 }
-"""By names of programs, what they do and what takes their place."""
+"""Dict from pattern of a program's name to a sentence about its purpose and its substitute."""
 
 
 def of_shell(text: str) -> str:
-    """Return what takes the place of a shell script, in one sentence; empty for a training by Megatron.
+    """Return a sentence about the substitute for a shell script; empty if the script trains with Megatron.
 
     Args:
-        text: the script's text. Where it starts a training among other things, it is a training.
+        text: script's text.
     """
     names = [match[1] for match in _PROGRAM.finditer(text)]
+    # A script that starts a training in addition to other programs counts as a training.
     if any(_TRAINS.fullmatch(name) for name in names):
         return ""
-    for name in reversed(names):  # the last one, as for trainings
+    for name in reversed(names):  # the last program counts, as for trainings
         for pattern, sentence in _KINDS.items():
             if re.fullmatch(pattern, name.removesuffix(".py")):
                 return f"{name} {sentence}"
@@ -56,10 +57,10 @@ def of_shell(text: str) -> str:
 
 
 def of_yaml(data: Any) -> str:
-    """Return what takes the place of a YAML file of MindSpeed-LLM's FSDP2; empty for other files.
+    """Return a sentence about the substitute for MindSpeed-LLM's FSDP2 training; empty for other YAML files.
 
     Args:
-        data: contents of the file, parsed.
+        data: parsed contents of the file.
     """
     if not isinstance(data, Mapping):
         return ""

@@ -1,4 +1,4 @@
-"""Rotary embeddings that MindSpeed-LLM scales, as Megatron's and this library's flags say them."""
+"""Rule for scaled rotary embeddings: Llama 3 and YaRN."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TURNS = {
     "--beta-slow": (BETA_SLOW.name, 1),
     "--rope-scaling-beta-slow": (BETA_SLOW.name, 1),
 }
-"""By MindSpeed-LLM's flag, ours, and the value that Megatron has without one."""
+"""Dict from MindSpeed-LLM's flag to this library's flag and Megatron's default."""
 _DEFAULT_FACTOR = "8.0"
-"""Default of Megatron's ``--rope-scaling-factor``, which MindSpeed-LLM reads for YaRN too."""
+"""Default of Megatron's ``--rope-scaling-factor``, which MindSpeed-LLM also uses for YaRN."""
 
 
 def rotate(job: Job) -> None:
-    """Translate scaled rotary embeddings; ``--rope-scaling-factor`` means another thing in Megatron."""
+    """Translate scaled rotary embeddings; Megatron uses ``--rope-scaling-factor`` for Llama 3 only."""
     kind = job.text(_KIND)
     if kind == "llama3":
         usual = {"--low-freq-factor": 1, "--high-freq-factor": 4, "--original-max-position-embeddings": 8192}
@@ -38,7 +38,7 @@ def rotate(job: Job) -> None:
 
 
 def _is(text: str, value: float) -> bool:
-    """Return whether a flag's text is this number; one that only a shell knows is none."""
+    """Return whether a flag's text is this number; a shell variable never is."""
     return re.fullmatch(r"\d+(\.\d*)?", text) is not None and float(text) == value
 
 
@@ -79,27 +79,28 @@ def _yarn(job: Job) -> None:
 
 
 def _original_length(job: Job) -> None:
-    """Say the length that YaRN stretches, where the release reads it."""
+    """Translate the original context length of YaRN to the flag that the release reads."""
     if _ORIGINAL not in job:
         return
-    given = job.given[_ORIGINAL]
+    length = job.given[_ORIGINAL]
     if job.before("0.14"):
-        # Nothing else reads it there with rotary embeddings.
+        # With rotary embeddings, these releases read --max-position-embeddings for YaRN only.
         new, why = _TRAINED, "Megatron-core before 0.14 reads it there."
-        job.overrides(_ORIGINAL, Given(new, given.values, given.written), why)
+        job.overrides(_ORIGINAL, Given(new, length.values, length.written), why)
     elif _is(job.text(_ORIGINAL), 4096):
         job.is_dropped(_ORIGINAL, "Megatron's latent attention has this value, 4096.")
     else:
-        now = [Given(ORIGINAL.name, given.values, given.written)]
+        now = [Given(ORIGINAL.name, length.values, length.written)]
         job.becomes(_ORIGINAL, now, "Megatron has a field, and no flag.")
 
 
 def _magnitudes(job: Job) -> None:
-    """Say YaRN's magnitudes of cosine and sine, ``mscale``, and of scores, ``mscale_all_dim``."""
+    """Translate YaRN's magnitude of cos and sin (``mscale``) and of attention scores (``mscale_all_dim``)."""
     scale, all_dims = job.text(_SCALE, "1.0"), job.text(_ALL_DIMS, "0.0")
     if "--enable-dsa-indexer" in job and "--apply-rope-no-in-complex" not in job:
         if not equal([scale], [all_dims]):
-            # MindSpeed-LLM multiplies by cosine + i sine there, without the ratio of the two magnitudes.
+            # MindSpeed-LLM multiplies by cos + i sin there, without the factor mscale / mscale_all_dim. Equal
+            # values make Megatron's factor 1.
             why = (
                 "With DSA MindSpeed-LLM rotates without YaRN's magnitude, unless --apply-rope-no-in-complex."
             )

@@ -1,4 +1,4 @@
-"""Rules for flags whose meaning depends on others; what they leave open, the tables answer."""
+"""Rules for flags that depend on other flags; the tables give verdicts on the rest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mindspeed_dsa.tools.migrate.sparse_attention import select
 from mindspeed_dsa.tools.migrate.weights import convert
 
 _SPECS = [f"mindspeed_llm.tasks.models.spec.{name}_spec" for name in ("deepseek", "qwen3", "bailing")]
-"""Layers of MindSpeed-LLM that Megatron builds by itself from the other flags."""
+"""Layer specs of MindSpeed-LLM that Megatron builds from other flags."""
 _BALANCING = "--moe-router-load-balancing-type"
 _NORMS = ("--rmsnorm-weight-in-fp32", "--init-norm-weight-in-fp32", "--input-layernorm-in-fp32")
 
 
 def apply(job: Job) -> None:
-    """Every rule, in order."""
+    """Apply every rule, in order."""
     for rule in RULES:
         rule(job)
 
@@ -107,9 +107,9 @@ def _flash_attention(job: Job) -> None:
 
 def _norms(job: Job) -> None:
     if not {"--bf16", "--fp16"} & set(job.given):
-        for each in _NORMS:
-            if each in job:
-                job.is_dropped(each, "All weights are in fp32.")
+        for flag in _NORMS:
+            if flag in job:
+                job.is_dropped(flag, "All weights are in fp32.")
 
 
 def _layers_of_its_own(job: Job) -> None:
@@ -127,7 +127,7 @@ def _layers_of_its_own(job: Job) -> None:
 
 
 def _documents(job: Job) -> None:
-    """Latent attention of Megatron's own modules reads no mask, which is what the flag makes in Megatron."""
+    """Translate ``--reset-attention-mask``: Megatron's local MLA ignores the mask that the flag creates."""
     flag = "--reset-attention-mask"
     latent = LATENT & set(job.given)
     if flag not in job or not latent or job.text("--transformer-impl") != "local":
@@ -167,7 +167,7 @@ def _masks(job: Job) -> None:
 
 
 def _chunks(job: Job) -> None:
-    """MindSpeed ignores a number of chunks beside the fused kernel, and mode 0 switches the overlap off."""
+    """Drop options of the TP overlap that MindSpeed ignores with TP 1, mode 0 or the fused kernel."""
     if "--use-ascend-coc" in job and job.text("--tensor-model-parallel-size") == "1":
         job.is_dropped("--use-ascend-coc", "--tensor-model-parallel-size is 1.")
         for option in ("--coc-parallel-num", "--coc-fused-kernel"):
@@ -183,7 +183,7 @@ def _chunks(job: Job) -> None:
 
 
 def _pairs(job: Job) -> None:
-    """Where MindSpeed pairs microbatches and this library does not, the job computes the same without."""
+    """Drop ``--moe-fb-overlap`` where this library does not support it; results do not change."""
     flag = "--moe-fb-overlap"
     if flag not in job:
         return
@@ -195,7 +195,8 @@ def _pairs(job: Job) -> None:
     sizes = ("pipeline-model", "tensor-model", "context", "expert-model", "expert-tensor")
     pp, tp, cp, ep, etp = (job.number(f"--{kind}-parallel-size", 1) or 1 for kind in sizes)
     etp = etp if "--expert-tensor-parallel-size" in job else tp
-    replicas = math.lcm(tp * cp, ep * etp) // (tp * cp)  # at least; more of them have fewer microbatches
+    # The smallest number of data parallel ranks; with more, each has even fewer microbatches.
+    replicas = math.lcm(tp * cp, ep * etp) // (tp * cp)
     batch, one = job.number("--global-batch-size"), job.number("--micro-batch-size", 1)
     if pp > 1 and not virtual & set(job.given) and job.text("--schedules-method") != "dualpipev":
         why = "In a pipeline it needs interleaved stages: add --num-layers-per-virtual-pipeline-stage."
@@ -209,7 +210,7 @@ def _pairs(job: Job) -> None:
 
 
 def _swapped(job: Job) -> None:
-    """Where every layer is recomputed whole, MindSpeed swaps inputs that Megatron keeps."""
+    """Drop swaps if every layer is fully recomputed: only layer inputs remain, which are not swapped here."""
     whole = job.text("--recompute-granularity") == "full" and job.text("--recompute-method") != "block"
     for flag in ("--swap-attention", "--swap-modules"):
         if flag in job and whole and "--swap-attention" in job:
@@ -248,7 +249,7 @@ def _ranks_of_context(job: Job) -> None:
 
 
 def _operators(job: Job) -> None:
-    """MindSpeed lets flags of fused operators stand where the model has no such part."""
+    """Drop flags of fused operators, which MindSpeed ignores, if the model does not have the operator."""
     norm, rotary = "--use-fused-rmsnorm", "--use-fused-rotary-pos-emb"
     if norm in job:
         if job.text("--normalization", "LayerNorm") != "RMSNorm":

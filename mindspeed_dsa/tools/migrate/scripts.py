@@ -1,4 +1,4 @@
-"""Launch scripts: read, translated, and written anew beside the old ones."""
+"""Reads and translates launch scripts, and writes new ones next to the old ones."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ABOVE = "All flags stand in the command; arrays and strings above it, from whic
 
 @dataclass(frozen=True)
 class Migrated:
-    """One launch script.
+    """A migrated launch script.
 
     Attributes:
-        path: where it lies.
-        script: the Python script that it starts; empty for lists of arguments alone.
+        path: path of the old script.
+        script: Python script that it starts; empty for files with only an argument list.
         translation: translation of its flags.
-        notes: sentences about lines that were not read, the Megatron-LM to take, and the Python script.
+        notes: sentences about skipped lines, Megatron-LM's release, and the Python script.
         text: text of the new script.
-        instead: substitute for a script that is no training by Megatron; nothing is translated.
+        instead: sentence about the substitute for a script that is not training; nothing is translated then.
     """
 
     path: Path
@@ -44,11 +44,11 @@ class Migrated:
 
     @property
     def new_path(self) -> Path:
-        """``train.mindspeed_dsa.sh`` for ``train.sh``."""
+        """Path of the new script: ``train.mindspeed_dsa.sh`` for ``train.sh``."""
         return self.path.with_name(f"{self.path.stem}{_MARK}{self.path.suffix}")
 
     def record(self) -> dict[str, Any]:
-        """Plain data for other programs."""
+        """Return the result for JSON."""
         return {
             "script": str(self.path),
             "starts": self.script,
@@ -59,10 +59,10 @@ class Migrated:
 
 
 def migrate(path: Path, release: Version | None = None) -> Migrated:
-    """Read and translate one launch script; its suffix says what it is.
+    """Read and translate one launch script, of the type given by its suffix.
 
     Raises:
-        SettingsError: it cannot be read.
+        SettingsError: the script cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -82,10 +82,10 @@ def migrate(path: Path, release: Version | None = None) -> Migrated:
 
 
 def write(migrated: Migrated, overwrite: bool) -> Path:
-    """Write the new script beside the old one.
+    """Write the new script next to the old one.
 
     Raises:
-        SettingsError: it is there already, or cannot be written.
+        SettingsError: the file exists or cannot be written.
     """
     path = migrated.new_path
     try:
@@ -126,13 +126,14 @@ def _of_shell(path: Path, text: str, release: Version | None) -> Migrated:
         *megatron_lm.program(path, start.script, megatron_lm.clone(lacks)),
     ]
     head = "".join(f"# {line}\n" for line in (*_head(path.name, translation), *map("Note: {}".format, notes)))
+    # The comments go after the shebang, which must stay the first line.
     shebang, rest = re.match(r"(#![^\n]*\n)?(.*)", new, re.DOTALL).groups("")  # type: ignore[union-attr]
     new = f"{shebang}{head}{megatron_lm.renamed(rest, start.script)}"
     return Migrated(path, start.script, translation, (*notes, *said), new)
 
 
 def _behind(text: str, start: shell.Start, first: Sequence[str], translation: Translation) -> str:
-    """Write all flags into the command."""
+    """Return the script with all flags written into the command."""
     lines = [" ".join(map(quoted, [*start.launcher, *first]))]
     lines += [" ".join(map(quoted, words([given], written=True))) for given in translation.flags]
     command = " \\\n    ".join([*lines, *start.rest])
@@ -140,7 +141,7 @@ def _behind(text: str, start: shell.Start, first: Sequence[str], translation: Tr
 
 
 def _left_out(flags: Sequence[Given], new: str) -> list[str]:
-    """Name variables without a value that the new script has not: they may hold flags."""
+    """Return notes on variables that are not set and are missing in the new script: they may hold flags."""
     return [
         f"{value} is not set in the script, and is left out with {given.flag}: flags in it must be added"
         for given in flags
@@ -153,14 +154,14 @@ def _head(name: str, translation: Translation) -> list[str]:
     counts = translation.counts()
     lines = [f"Made of {name} by `python -m mindspeed_dsa migrate`: {counts['flags']} flags."]
     lines += [
-        f"NOT SERVED, and results change without it: {each.given.flag}: {each.why}"
-        for each in translation.refused
+        f"NOT SERVED, and results change without it: {outcome.given.flag}: {outcome.why}"
+        for outcome in translation.refused
     ]
-    lines += [f"Unknown, left as it is: {each.given.flag}" for each in translation.of("unknown")]
+    lines += [f"Unknown, left as it is: {outcome.given.flag}" for outcome in translation.of("unknown")]
     lines += [
-        f"Not served, same results: {each.given.flag}"
-        for each in translation.of("not served")
-        if not each.results
+        f"Not served, same results: {outcome.given.flag}"
+        for outcome in translation.of("not served")
+        if not outcome.results
     ]
     return lines
 

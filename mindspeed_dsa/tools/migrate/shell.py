@@ -1,8 +1,8 @@
-"""Shell scripts: the command that starts the training, with its variables put in.
+"""Reads shell scripts: finds the command that starts the training, and expands its variables.
 
-tree-sitter-bash reads a script; what its tree says is evaluated here, in the order of the text: assignments,
-arrays, ``+=``, quotes, defaults and arithmetic. Nothing is ever executed, since launch scripts delete,
-truncate and kill. What only a shell can compute stays as it is written.
+tree-sitter-bash parses the script. Assignments, arrays, ``+=``, quotes, defaults and arithmetic are evaluated
+here, in the order of the text. Nothing is executed, since launch scripts delete, truncate and kill.
+Expressions that only a shell can evaluate stay as they are written.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _CONDITIONAL = ("if_statement", "for_statement", "c_style_for_statement", "while_statement", "case_statement")
 _UNREAD = ("command_substitution", "process_substitution", "heredoc_body", "test_command", "comment")
-"""Nodes without assignments or commands of the script itself."""
+"""Nodes that contain no assignments or commands of the script itself."""
 _REDIRECTIONS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
 _VARIABLES = ("simple_expansion", "expansion")
 _COMPUTED = ("command_substitution", "process_substitution", "ansi_c_string", "translated_string")
-"""Nodes whose value only a shell knows."""
+"""Nodes with values that only a shell can compute."""
 _SPECIAL = ("string", "raw_string", "arithmetic_expansion", "concatenation", *_VARIABLES, *_COMPUTED)
-"""Parts of words that are more than a text outside of quotes."""
+"""Nodes of words other than plain text outside of quotes."""
 
 _VARIABLE = re.compile(
     r"\$(?:(?P<bare>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?(?P<default>:?[-=].*)?\})",
@@ -39,16 +39,16 @@ _VARIABLE = re.compile(
 _TEXT = re.compile(r"\\(?P<escaped>.)|(?P<variable>\$(?:[A-Za-z_]\w*|\d))|[^\\$]+|.", re.DOTALL)
 _TEXT_IN_QUOTES = re.compile(_TEXT.pattern.replace("(?P<escaped>.)", r'(?P<escaped>[\n"\\$`])'), re.DOTALL)
 _EXPANDED = frozenset("~*?[{")
-"""Characters that a shell expands where they are not quoted."""
+"""Characters that a shell expands outside of quotes."""
 _SUBSTITUTES = {
     # ADDRESS=<to be filled in by hand>, which a shell takes for redirections
     re.compile(rb"(?<==)<[^<>\n|&;()'\"]*>\S*"): b" ",
-    # a continuation with an empty line, or nothing, behind it
+    # a continuation before an empty line or the end of the file
     re.compile(rb"\\\r?\n(?=[ \t\r]*(\n|$))|\\$"): b" ",
-    # $NAME: behind another expansion the grammar loses it, so that it is found in the text, here
+    # $NAME, which the grammar loses directly after another expansion; _parts finds it in the plain text
     re.compile(rb"(?<!\\)\$(?=\w)"): b"_",
 }
-"""What the grammar stumbles over, and the character that it gets to see there."""
+"""Dict from text that the grammar cannot parse to its filler, repeated to keep byte positions."""
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -60,7 +60,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class ShellError(Exception):
-    """The text is no script that can be read; says where."""
+    """The script cannot be read; the message has the line."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Start:
     """The command that starts the training.
 
     Attributes:
-        launcher: its words up to the script, as written.
-        script: the Python script or ``-m module``.
-        words: of the script's own command line, variables put in.
-        written: the same in the shell's notation, with variables left in place where they hold no flags.
-        rest: what stands for any number of flags, such as ``"$@"``, in the shell's notation.
-        start, end: where the command lies in the text.
-        notes: what was not read, or read with a doubt.
+        launcher: words up to the script, as written.
+        script: Python script or ``-m module``.
+        words: words of the script's command line, with variables expanded.
+        written: same words in shell notation; variables without flags are not expanded.
+        rest: words for any number of flags, such as ``"$@"``, in shell notation.
+        start, end: position of the command in the text.
+        notes: sentences about skipped or doubtful parts of the script.
     """
 
     launcher: tuple[Source, ...]
@@ -91,7 +91,7 @@ def read(text: str) -> Start:
     """Find the last command that starts a Python script with flags.
 
     Raises:
-        ShellError: there is none, the text is no shell script, or the parser is not installed.
+        ShellError: there is no such command, the text is not a shell script, or the parser is not installed.
     """
     code = text.encode()
     root = _tree(code)
@@ -104,22 +104,22 @@ def read(text: str) -> Start:
 
 
 def assignments(text: str) -> list[tuple[str, int, int]]:
-    """Return the variables that a script sets: the name, and where its value begins and ends in the text."""
+    """Return the assignments of a script: name, and begin and end of the value in the text."""
     code = text.encode()
-    found = []
+    assigned_values = []
     for node in _nodes(_tree(code)):
         value = node.child_by_field_name("value") if node.type == "variable_assignment" else None
         if value is not None and node.children[0].type == "variable_name":
             begin, end = (len(code[:place].decode()) for place in (value.start_byte, value.end_byte))
-            found.append((_text(node.children[0], code), begin, end))
-    return found
+            assigned_values.append((_text(node.children[0], code), begin, end))
+    return assigned_values
 
 
 # -- the tree ----------------------------------------------------------------------------------
 
 
 def _tree(code: bytes) -> Node:
-    """Parse a script; every place in the tree is one of the script."""
+    """Parse a script; byte positions in the tree are those in the script."""
     try:
         import tree_sitter_bash
         from tree_sitter import Language, Parser
@@ -131,10 +131,10 @@ def _tree(code: bytes) -> Node:
 
 
 def _check(root: Node, code: bytes) -> list[str]:
-    """Refuse what is opened and never closed, and name the first of other errors, which are read around.
+    """Raise an error for unclosed quotes and brackets; return a note on the first other syntax error.
 
     Raises:
-        ShellError: names the line and the quote, bracket or here-document.
+        ShellError: a quote, bracket or here-document is not closed; names its line.
     """
     notes: list[str] = []
     for node in _nodes(root):
@@ -178,7 +178,7 @@ def _text(node: Node, code: bytes) -> str:
 
 
 class _Script:
-    """The variables of a script so far, and the last command that starts a training."""
+    """State of the evaluation: variables so far, and the last command that starts a training."""
 
     def __init__(self, code: bytes, notes: Sequence[str]) -> None:
         self.start: Start | None = None
@@ -188,7 +188,7 @@ class _Script:
         self._notes = list(notes)
 
     def take(self, node: Node, conditional: bool = False) -> None:
-        """Set variables, and look at each command, in the order of the script."""
+        """Evaluate assignments and commands below a node, in the order of the script."""
         if node.type == "variable_assignment":
             self._assign(node, conditional)
         elif node.type == "command":
@@ -202,6 +202,7 @@ class _Script:
         if name.type != "variable_name":  # an element of an array
             return
         key, value = _text(name, self._code), node.child_by_field_name("value")
+        # The last assignment wins, although its branch may not run: the report has a note on it.
         if conditional:
             self._doubtful.append(key)
         new: Field | list[Field]
@@ -239,7 +240,7 @@ class _Script:
         self._look([field for word in nodes for field in self._words(word)], nodes[0].start_byte, end)
 
     def _look(self, written: list[Field], start: int, end: int) -> None:
-        """Keep a command, from byte to byte of the script, if it starts a training."""
+        """Store a command, at bytes ``start`` to ``end``, if it starts a training."""
         values = [field for word in written for field in words.fields(words.computed(word))]
         place = _script([words.shown(word) for word in values])
         if place is None or not any(words.shown(word).startswith("--") for word in values[place + 1 :]):
@@ -256,6 +257,7 @@ class _Script:
         )
         values = [word for word in values[place + 1 :] if not words.any_number(word)]
         written = [word for word in written[other + 1 :] if not words.any_number(word)]
+        # Flags hidden in nested variables: use the expanded words in the new script, too.
         if _flags(values) != _flags(written):
             written = values
         notes = list(self._notes)
@@ -281,16 +283,16 @@ class _Script:
         )
 
     def _words(self, node: Node) -> list[Field]:
-        """Split a word as a shell does, after variables that hold flags are put in."""
+        """Expand variables that hold flags, and split the result into words as a shell does."""
         return words.fields(self._parts(node))
 
     def _joined(self, nodes: Iterable[Node]) -> Field:
-        """Evaluate words without splitting, as in an assignment."""
+        """Evaluate words without splitting, as for an assignment."""
         parts = [part for node in nodes for part in self._parts(node, assigned=True)]
         return tuple(" " if part is None else part for part in parts)
 
     def _parts(self, node: Node, assigned: bool = False) -> Iterator[Item]:
-        """Yield the parts of a word outside of quotes, which an assignment does not split."""
+        """Yield the parts of a word; ``assigned``: as for an assignment, blanks do not split it."""
         source = _text(node, self._code)
         if node.type in ("concatenation", "command_name"):
             for plain, run in groupby(node.children, lambda child: child.type not in _SPECIAL):
@@ -314,13 +316,14 @@ class _Script:
             yield from self._plain(node.start_byte, node.end_byte, assigned)
 
     def _string(self, node: Node) -> Iterator[Item]:
-        """Yield the parts of a word in double quotes; a node's blanks before its ``$`` belong to the text."""
+        """Yield the parts of a string in double quotes."""
         place = node.start_byte + 1
         yield ""
         for child in node.children:
             if child.type not in (*_VARIABLES, *_COMPUTED, "arithmetic_expansion"):
                 continue
             source = _text(child, self._code)
+            # The grammar includes blanks before the $ in the node, but they belong to the text.
             source = source[re.search(r"[$`]", source).start() :]  # type: ignore[union-attr]
             yield from self._plain(place, child.end_byte - len(source.encode()), True, _TEXT_IN_QUOTES)
             place = child.end_byte
@@ -333,7 +336,7 @@ class _Script:
         yield from self._plain(place, node.end_byte - 1, True, _TEXT_IN_QUOTES)
 
     def _plain(self, start: int, end: int, quoted: bool, pattern: re.Pattern[str] = _TEXT) -> Iterator[Item]:
-        """Yield a text without backslashes; outside of quotes it is held where a shell would expand it."""
+        """Yield a text without its backslashes; unquoted text with ``*`` and the like stays as written."""
         for match in pattern.finditer(self._code[start:end].decode()):
             if match["variable"]:
                 yield from self._variable(match[0], quoted)
@@ -345,7 +348,7 @@ class _Script:
                 yield match[0]
 
     def _variable(self, source: str, quoted: bool, node: Node | None = None) -> Iterator[Item]:
-        """Yield the flags that a variable holds; else the variable itself."""
+        """Yield a variable's value if it holds flags, else the variable itself."""
         match = _VARIABLE.fullmatch(source)
         value = self._variables.get(match["bare"] or match["name"]) if match else None
         if node is not None and match and match["default"] and value is None:
@@ -391,7 +394,7 @@ def _flags(fields: Sequence[Field]) -> list[str]:
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Find the Python script, or the module behind ``-m`` that is not a launcher."""
+    """Return the index of the Python script, or of a module after ``-m`` that is not a launcher."""
     for place, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
             return place

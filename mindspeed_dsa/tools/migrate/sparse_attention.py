@@ -1,4 +1,4 @@
-"""MindSpeed-LLM's sparse attention: its indexer, its loss, and which layers select."""
+"""Rule for MindSpeed-LLM's sparse attention: indexer, loss, and shared selections."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SIZES = {
     "--index-topk": ("--dsa-indexer-topk", "2048"),
     "--indexer-loss-coeff": ("--dsa-indexer-loss-coeff", "1.0"),
 }
-"""MindSpeed-LLM's flags of the indexer: Megatron's, and the value that MindSpeed-LLM has by default."""
+"""Dict from MindSpeed-LLM's flag of the indexer to Megatron's flag and MindSpeed-LLM's default."""
 _FUSED_LOSS = {"--use-fused-lightning-indexer", "--use-fused-lightning-indexer-loss"}
-"""Each of them switches the other one on there."""
+"""Flags that switch on each other in MindSpeed-LLM."""
 
 
 def select(job: Job) -> None:
-    """Translate the indexer; MindSpeed-LLM's defaults are said, because Megatron has others, or none."""
+    """Translate the indexer's flags; writes MindSpeed-LLM's defaults, which differ from Megatron's."""
     if _FLAG not in job:
         return
     query = "latent query before its norm there"
@@ -32,14 +32,15 @@ def select(job: Job) -> None:
         return
     now = [made("--experimental-attention-variant", "dsa"), made("--dsa-indexer-use-sparse-loss")]
     now += [made(name, value) for old, (name, value) in _SIZES.items() if old not in job]
-    # Its key norm is a class of its own: this epsilon whatever --norm-epsilon says, computed in fp32.
+    # MindSpeed-LLM's key norm is computed in fp32, with this epsilon whatever --norm-epsilon says.
     now += [made("--dsa-indexer-k-norm-epsilon", "1e-6"), made("--dsa-indexer-k-norm-fp32")]
     now += _shared_selections(job)
     if job.before("0.19") and job.number("--context-parallel-size", 1) != 1:
-        # Megatron's own code has no context parallelism for sparse attention there; ours shares latent keys.
+        # Before 0.19 Megatron has no context parallelism for sparse attention; the fused one here has it,
+        # in absorbed form.
         now.append(made("--use-fused-dsa"))
         now += [] if _ABSORB in job else [made("--use-dsa-absorb")]
-    if job.before("0.19"):  # later ones have DeepSeek's layout and norm in any case, and refuse these flags
+    if job.before("0.19"):  # later releases always use DeepSeek's layout and norm, and refuse these flags
         now.append(made("--dsa-indexer-rope-first"))
         if _ABSORB in job:
             now.append(made("--dsa-indexer-normalised-query"))
@@ -56,7 +57,7 @@ def select(job: Job) -> None:
 
 
 def _shared_selections(job: Job) -> list[Given]:
-    """Return the offset that MindSpeed-LLM has by default, where Megatron has 0; a pattern overrules it."""
+    """Return the flag for MindSpeed-LLM's default offset of 2, as Megatron's is 0; none with a pattern."""
     frequency, offset = "--index-topk-freq", "--index-skip-topk-offset"
     if "--index-topk-pattern" in job:
         for flag in (frequency, offset):

@@ -1,4 +1,4 @@
-"""A command line of MindSpeed's as one of Megatron's and this library's, with what became of each flag."""
+"""Translates MindSpeed's command lines to flags of Megatron and this library, with an outcome per flag."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ KINDS: dict[Kind, str] = {
     "not served": "not served",
     "unknown": "unknown",
 }
-"""What becomes of a flag, in the words of the report."""
+"""Dict from kind of outcome to its name in the report."""
 _SUPPLIED = {name for name, _ in DSA_FLAGS}
-"""Megatron's flags that this library adds to the parsers of releases without DSA."""
+"""Megatron's flags that this library adds for releases without DSA."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """One command line.
+    """A translated command line.
 
     Attributes:
-        outcomes: of each flag, in the order in which they were given.
-        problems: contradictions, and flags that the release lacks, each a sentence.
-        flags: of the new command line. Flags that change results and are not served stand there unchanged: no
-            parser takes them.
-        places: given flags in whose place new ones stand, by the new one's name.
+        outcomes: outcome of each flag, in the original order.
+        problems: sentences about contradictions and about flags that the release lacks.
+        flags: flags of the new command line. Flags that change results but are not served are kept, so that
+            parsers refuse the command line.
+        places: dict from new flag to the original flag whose position it takes.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -52,15 +52,15 @@ class Translation:
 
     @property
     def refused(self) -> tuple[Outcome, ...]:
-        """Flags without which the job computes something else."""
+        """Outcomes of flags that change results and are not served."""
         return tuple(outcome for outcome in self.outcomes if outcome.results)
 
     def of(self, kind: Kind) -> tuple[Outcome, ...]:
-        """Outcomes of one kind."""
+        """Return the outcomes of one kind."""
         return tuple(outcome for outcome in self.outcomes if outcome.kind == kind)
 
     def counts(self) -> dict[str, int]:
-        """How many flags were given, and how many of them became what."""
+        """Return the number of flags, in total and by kind."""
         return {
             "flags": len(self.outcomes),
             **{kind: len(self.of(kind)) for kind in KINDS},
@@ -68,19 +68,19 @@ class Translation:
         }
 
     def record(self) -> dict[str, Any]:
-        """Plain data for other programs."""
+        """Return the translation for JSON."""
         return {
             "counts": self.counts(),
             "flags": [
                 {
-                    "flag": each.given.flag,
-                    "values": list(each.given.values),
-                    "verdict": each.kind,
-                    "now": each.now,
-                    "why": each.why,
-                    "changes_results": each.results,
+                    "flag": outcome.given.flag,
+                    "values": list(outcome.given.values),
+                    "verdict": outcome.kind,
+                    "now": outcome.now,
+                    "why": outcome.why,
+                    "changes_results": outcome.results,
                 }
-                for each in self.outcomes
+                for outcome in self.outcomes
             ],
             "problems": list(self.problems),
             "command": words(self.flags),
@@ -89,37 +89,38 @@ class Translation:
 
 @cache
 def table() -> dict[str, Row]:
-    """Every flag of MindSpeed core and MindSpeed-LLM that has a verdict."""
+    """Return the verdicts on all flags of MindSpeed core and MindSpeed-LLM, by flag."""
     return by_flag(CORE, LLM)
 
 
 def own_flags() -> set[str]:
-    """This library's own."""
+    """Return all spellings of this library's own flags."""
     flags = [*GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
     names = {name for flag in flags for name in (flag.name, *flag.aliases)}
     return names | {"--no-" + flag.name[2:] for flag in flags if flag.kind == "auto"}
 
 
 def translate(flags: Sequence[Given], release: Version | None = None) -> Translation:
-    """Find what becomes of each flag.
+    """Translate flags.
 
     Args:
-        flags: as :func:`mindspeed_dsa.tools.migrate.job.split` finds them.
-        release: of Megatron-core, for which the new flags are; ``None``: the newest one known.
+        flags: flags as returned by :func:`mindspeed_dsa.tools.migrate.job.split`.
+        release: Megatron-core release of the new flags; None for the newest known one.
     """
     job = Job(flags, release)
+    # Rules first: they look at several flags at once. The tables then answer for the rest, flag by flag.
     rules.apply(job)
     ours = own_flags()
-    for given in job.open():
-        row = table().get(given.flag)
+    for old in job.open():
+        row = table().get(old.flag)
         if row is not None:
-            _answer(job, given, row)
-        elif given.flag in ours or megatron_flags.known(given.flag):
-            job.is_kept(given.flag, "unchanged")
+            _answer(job, old, row)
+        elif old.flag in ours or megatron_flags.known(old.flag):
+            job.is_kept(old.flag, "unchanged")
         else:
-            near = did_you_mean(given.flag, {*table(), *ours, *megatron_flags.record()}, 0.85)
+            near = did_you_mean(old.flag, {*table(), *ours, *megatron_flags.record()}, 0.85)
             job.is_kept(
-                given.flag, "unknown", f"Neither MindSpeed's nor Megatron's; it stays as it is{near or '.'}"
+                old.flag, "unknown", f"Neither MindSpeed's nor Megatron's; it stays as it is{near or '.'}"
             )
     command = job.command()
     problems = [*job.problems, *_missing(command, release, ours)]
@@ -128,25 +129,25 @@ def translate(flags: Sequence[Given], release: Version | None = None) -> Transla
 
 
 def words(flags: Sequence[Given], written: bool = False) -> list[str]:
-    """The flags as words of a command line; a value that looks like a flag is joined to its own."""
+    """Return flags as words; a single value that begins with a dash is joined as ``--flag=-1``."""
     made: list[str] = []
-    for given in flags:
-        values = given.written if written else given.values
-        alone = given.values[0] if len(given.values) == len(values) == 1 else "a value"
+    for flag in flags:
+        values = flag.written if written else flag.values
+        alone = flag.values[0] if len(flag.values) == len(values) == 1 else "a value"
         joined = alone.startswith("-") or not alone
-        made += [type(values[0])(f"{given.flag}={values[0]}")] if joined else [given.flag, *values]
+        made += [type(values[0])(f"{flag.flag}={values[0]}")] if joined else [flag.flag, *values]
     return made
 
 
 def quoted(word: str) -> str:
-    """A word as a shell reads it back; variables in it stay variables."""
+    """Quote a word for a shell, but leave its variables to be expanded."""
     if isinstance(word, Source):
         return word
     return f'"{word}"' if "$" in word and not set(word) & set('"`\\') else shlex.quote(word)
 
 
 def _answer(job: Job, given: Given, row: Row) -> None:
-    """Return what a row of the tables says of a flag."""
+    """Apply a row's verdict to a flag."""
     if row.switch and row.switch not in job:
         job.is_dropped(given.flag, f"MindSpeed does not read it without {row.switch}.")
     elif given.value in row.refused:
@@ -173,7 +174,7 @@ def _answer(job: Job, given: Given, row: Row) -> None:
 
 
 def _unserved(flag: str, release: Version | None) -> str:
-    """The releases of Megatron-core that a feature with this flag serves, if this is none of them."""
+    """Return the Megatron-core releases supported by features with this flag; empty if ``release`` is one."""
     ranges = {
         feature.requires.versions.get(versions.MEGATRON_DISTRIBUTION, "")
         for feature in features.all_features()
@@ -185,7 +186,7 @@ def _unserved(flag: str, release: Version | None) -> str:
 
 
 def _missing(command: Sequence[Given], release: Version | None, ours: set[str]) -> list[str]:
-    """Flags of Megatron's on the new command line that this release does not have."""
+    """Return problems for flags on the new command line that this Megatron release lacks."""
     name = f"Megatron-core {release}" if release else "the newest Megatron-core"
     return [
         f"{new.flag} is a flag of Megatron-core {having}, and {name} does not have it"

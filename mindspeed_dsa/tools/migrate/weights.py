@@ -1,8 +1,8 @@
-"""Hugging Face's weights: a folder that MindSpeed-LLM converts before training starts, and one after it.
+"""Rule for Hugging Face weights that MindSpeed-LLM converts before and after training.
 
-``--enable-hf2mg-convert`` makes ``--load`` name that folder. MindSpeed-LLM writes a checkpoint of it at every
-start, into ``--mg-save-dir`` or below the folder, and loads that one: what ``--save`` has written is never
-read again.
+With ``--enable-hf2mg-convert``, ``--load`` names the Hugging Face folder. At every start MindSpeed-LLM
+converts it to a checkpoint in ``--mg-save-dir`` or below the folder, and loads that one. It never loads
+checkpoints of ``--save``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ LOAD, SAVE, INTERVAL = "--load-hf", "--save-hf", "--save-hf-interval"
 _IMPORT, _EXPORT = "--enable-hf2mg-convert", "--enable-mg2hf-convert"
 _KIND, _LAST = "--model-type-hf", "--only-convert-last-checkpoint"
 MODELS = {"deepseek3": "deepseek_v3", "deepseek32": "deepseek_v32", "glm5": "glm_moe_dsa"}
-"""MindSpeed-LLM's names of the models whose weights are converted here, and the names in ``config.json``."""
+"""Dict from MindSpeed-LLM's name of a supported model to ``model_type`` in its ``config.json``."""
 _READ_BY_CONVERSION = ("--mg-save-dir", "--hf-cfg-dir", "--save-layer-by-layer", _KIND)
 
 
 def convert(job: Job) -> None:
-    """Translate the conversion of weights at the start and at the end of a job."""
+    """Translate the flags for converting weights at the start and end of a job."""
     if "--load-checkpoint-loosely" in job and "--load" not in job:
         job.is_dropped("--load-checkpoint-loosely", "There is no --load.")
-    found = _IMPORT not in job and _EXPORT not in job and "--load" in job and _is_hugging_face(job)
+    loads_hugging_face = (
+        _IMPORT not in job and _EXPORT not in job and "--load" in job and _is_hugging_face(job)
+    )
     if _IMPORT in job and "--load" not in job:
         job.is_dropped(_IMPORT, "There is no --load: weights are drawn, not converted.")
     elif _IMPORT in job:
         _import(job, _IMPORT)
-    elif found:
+    elif loads_hugging_face:
         _import(job, "--load")
     if _EXPORT in job:
         _export(job)
@@ -41,11 +43,11 @@ def convert(job: Job) -> None:
 
 
 def _is_hugging_face(job: Job) -> bool:
-    """Return whether ``--load`` names a folder here with weights that MindSpeed-LLM converts unasked."""
+    """Return whether ``--load`` is a Hugging Face folder, which MindSpeed-LLM converts without a flag."""
     folder = Path(job.text("--load"))
     try:
         names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    except OSError:  # not this machine's, or not for us
+    except OSError:  # not readable, e.g. a path of another machine
         return False
     weights = (
         name.endswith(".safetensors") or (name.startswith("pytorch_model") and name.endswith(".bin"))
@@ -55,7 +57,7 @@ def _is_hugging_face(job: Job) -> bool:
 
 
 def _unserved(job: Job) -> str:
-    """Say why weights of the job's model are not converted here; empty where they are, or may be."""
+    """Return the reason why the model's weights cannot be converted here; empty if they may be."""
     kind = job.text(_KIND)
     if not kind or kind in MODELS or job.unknown(_KIND):
         return ""  # the folder's own config.json is checked when the job starts
@@ -68,7 +70,7 @@ def _unserved(job: Job) -> str:
 
 
 def _import(job: Job, flag: str) -> None:
-    """Let ``--load-hf`` name the folder that ``--load`` does."""
+    """Replace ``--load`` by ``--load-hf`` with the same folder."""
     if why := _unserved(job):
         job.is_dropped(flag, why, results=True)
         return
@@ -93,7 +95,7 @@ def _import(job: Job, flag: str) -> None:
 
 
 def _export(job: Job) -> None:
-    """Let ``--save-hf`` write a folder of Hugging Face's where MindSpeed-LLM writes one per checkpoint."""
+    """Replace the export per checkpoint by ``--save-hf``."""
     if why := _unserved(job):
         job.is_dropped(_EXPORT, why, results=False)
         return
@@ -110,7 +112,7 @@ def _export(job: Job) -> None:
 
 
 def _exported(job: Job) -> list[Given]:
-    """Return the flags of an export; none without ``--save``."""
+    """Return the flags for an export; none without ``--save``."""
     if "--save" not in job:
         return []
     named = job.given.get("--hf-save-dir")
@@ -126,12 +128,12 @@ def _exported(job: Job) -> list[Given]:
 
 
 def _saved_as_torch_dist(job: Job) -> None:
-    """Replace ``--ckpt-format torch`` of a job that saves, of whose checkpoints no model is written."""
+    """Replace ``--ckpt-format torch``, from which ``--save-hf`` cannot export."""
     flag = "--ckpt-format"
     if "--save" in job and job.text(flag) == "torch":
         job.overrides(flag, made(flag, "torch_dist"), f"{SAVE} reads checkpoints of this format alone.")
 
 
 def _below(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the folder ``hf`` below another one, as a shell reads it where a shell has written that."""
+    """Append ``/hf`` to a folder, and keep the word's type: shell notation stays shell notation."""
     return tuple(type(word)(f"{word}/hf") for word in words)

@@ -1,4 +1,4 @@
-"""Words of a shell script: what a program reads of them, and what the new script keeps as it is written."""
+"""Words of a shell script: their values, and their text in the new script."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from itertools import chain, groupby, pairwise
 from mindspeed_dsa.tools.migrate.job import Source
 
 _ALL_OF = re.compile(r"\$[@*]|\$\{[@*].*\}|\$\{\w+\[[@*]\].*\}|\$\{\w+:?\+.*\}", re.DOTALL)
-"""Any number of words: a script's own arguments, an array, or words under a condition."""
+"""Expansion to any number of words: the script's own arguments, an array, or a conditional ``${X:+...}``."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Part of a word that the new script keeps as it is written.
+    """Part of a word that the new script keeps in shell notation.
 
     Attributes:
-        source: in the shell's notation, without quotes around it.
-        quoted: whether it stands in quotes, so that its value is not split into words.
-        value: parts that it stands for; ``None`` where only a shell knows.
+        source: text in shell notation, without its quotes.
+        quoted: whether it is in quotes, so that its value is not split into words.
+        value: parts of its value; None if only a shell knows it.
     """
 
     source: str
@@ -30,19 +30,19 @@ class Held:
 
 
 Field = tuple["str | Held", ...]
-"""One word: texts, and what is held between them."""
+"""A word: a sequence of plain texts and :class:`Held` parts."""
 Item = str | Held | None
-"""A part of a word; ``None`` where a word ends, and another one begins."""
+"""A part of a word, or None between two words."""
 
 
 def fields(items: Iterable[Item]) -> list[Field]:
-    """Gather parts to words."""
+    """Group parts into words."""
     runs = groupby(items, lambda item: item is None)
     return [tuple(item for item in run if item is not None) for ended, run in runs if not ended]
 
 
 def split(field: Field) -> Iterator[Item]:
-    """Yield the parts of a value outside of quotes, where blanks end words."""
+    """Yield the parts of an unquoted value, split into words at blanks."""
     for part in field:
         if isinstance(part, Held):
             yield replace(part, quoted=False)
@@ -55,12 +55,12 @@ def split(field: Field) -> Iterator[Item]:
 
 
 def quoted(field: Field) -> Field:
-    """Return a value in quotes: one word, even if it is empty."""
+    """Return a quoted value, which is one word even if it is empty."""
     return "", *(replace(part, quoted=True) if isinstance(part, Held) else part for part in field)
 
 
 def computed(field: Field) -> Iterator[Item]:
-    """Yield the parts of a word with their values, as far as they are known."""
+    """Yield the parts of a word, with known values expanded."""
     for part in field:
         if isinstance(part, str) or part.value is None:
             yield part
@@ -70,7 +70,7 @@ def computed(field: Field) -> Iterator[Item]:
 
 
 def inlined(field: Field, name: str) -> Field:
-    """Put the former value of a variable into its new one, where that refers to itself."""
+    """Expand references of a variable to its own old value, as in ``X="$X --flag"``."""
     itself = re.compile(rf"\$\{{?{name}(?!\w).*", re.DOTALL)
     parts = (
         part.value
@@ -82,35 +82,36 @@ def inlined(field: Field, name: str) -> Field:
 
 
 def value_text(field: Field) -> str:
-    """Return a value as text, with a null where only a shell knows."""
+    """Return a value as text, with a null byte for each unknown part."""
     parts = computed(quoted(field))
     return "".join(part if isinstance(part, str) else "\0" for part in parts if part is not None)
 
 
 def has_flags(value: Field) -> bool:
-    """Return whether a word of a value begins with two dashes."""
+    """Return whether any word of a value begins with two dashes."""
     return any(word.startswith("--") for word in value_text(value).split())
 
 
 def shown(field: Field) -> str:
-    """Return a word as text, with the source of what is held."""
+    """Return a word as text, with held parts in shell notation."""
     return "".join(part if isinstance(part, str) else part.source for part in field)
 
 
 def any_number(field: Field) -> bool:
-    """Return whether a word stands for any number of words."""
+    """Return whether a word may expand to any number of words."""
     parts = [part for part in field if part]
     return len(parts) == 1 and isinstance(parts[0], Held) and _ALL_OF.fullmatch(parts[0].source) is not None
 
 
 def source(field: Field) -> Source:
-    """Write a word as a shell reads it back: texts in quotes, and what is held as it was written."""
+    """Return a word in shell notation: plain texts quoted, held parts as they were written."""
     parts: list[str | Held] = []
     for part in field:
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
             parts[-1] += part
         elif part:
             parts.append(part)
+    # --flag="value" reads better than '--flag=value', so the flag's name stays outside of the quotes.
     name = ""
     if parts and isinstance(parts[0], str):
         name = re.match(r"(--?[A-Za-z][\w-]*=?)?", parts[0])[0]  # type: ignore[index]
@@ -133,5 +134,5 @@ def source(field: Field) -> Source:
 
 
 def _continues(variable: str, text: str) -> bool:
-    """Return whether a shell would read a text as part of the name of the variable before it."""
+    """Return whether a shell would read the text as a part of the variable's name before it."""
     return bool(re.fullmatch(r"\$[A-Za-z_]\w*", variable) and re.match(r"[\w\[]", text))
