@@ -1,10 +1,10 @@
-"""TorchTitan as host: sparse attention, norms, permutation and experts of its models on these operators.
+"""TorchTitan integration: its models' sparse attention, norms, permutation and experts on our operators.
 
-TorchTitan has had two mechanisms for this, and what is installed decides which this package offers. The page
-is docs/hosts/torchtitan.md.
+TorchTitan has had two converter mechanisms, and this package offers the one of the installed release. See
+docs/hosts/torchtitan.md.
 
-* :data:`BY_MODEL`: converters of built models, named in ``[model] converters``; importing this package, which
-  is what ``[experimental] custom_import`` does, registers them.
+* :data:`BY_MODEL`: converters of built models, named in ``[model] converters``. Importing this package
+  registers them, which ``[experimental] custom_import`` does.
 * :data:`BY_CONFIG`: converters of configurations: :func:`build` for a ``config_registry``, and
   :func:`converters` for the command line.
 """
@@ -23,17 +23,17 @@ from mindspeed_dsa.integrations.torchtitan.names import CONVERTERS, SparseOption
 __all__ = ["BY_CONFIG", "BY_MODEL", "CONVERTERS", "SparseOptions", "indexer_losses"]
 
 BY_MODEL, BY_CONFIG = SpecifierSet(">=0.2.1,<0.3"), SpecifierSet(">=0.3,<0.4")
-"""Releases with each mechanism; a checkout that names no release has the mechanism that lies in it."""
+"""Releases with each mechanism. For a checkout without a release, the module that implements it decides."""
 
 
 def _served(releases: SpecifierSet, part: str) -> bool:
-    """Return whether TorchTitan here is one of these releases, or a checkout with their mechanism."""
+    """Return whether the installed TorchTitan is one of these releases, or a checkout with the mechanism."""
     try:
-        found = version("torchtitan")
+        release = version("torchtitan")
     except PackageNotFoundError:
-        found = ""
+        release = ""
     there = find_spec("torchtitan") is not None and find_spec(part) is not None
-    return there and (not found or releases.contains(found, prereleases=True))
+    return there and (not release or releases.contains(release, prereleases=True))
 
 
 if _served(BY_CONFIG, "torchtitan.config.override"):
@@ -45,13 +45,13 @@ if _served(BY_CONFIG, "torchtitan.config.override"):
 
     @override(target=BaseModel.Config, description="mindspeed_dsa")  # type: ignore[untyped-decorator]
     def converters(model: Any, *, names: list[str], rows_per_step: int | None = None, **options: Any) -> Any:
-        """Apply converters to the model; what ``--override.imports`` names, with the arguments as JSON.
+        """Apply converters to the model. Called by ``--override.imports``, with the arguments as JSON.
 
         Args:
-            model: its configuration, which is changed in place: the trainer holds it already.
-            names: of converters, in the order in which they are applied.
-            rows_per_step: tokens of an optimizer step on all ranks: what the indexer's loss is a mean over.
-            **options: of sparse attention, see :class:`SparseOptions`.
+            model: model's configuration, changed in place because the trainer already holds it.
+            names: names of converters, in the order in which they are applied.
+            rows_per_step: tokens of an optimizer step on all ranks; the indexer's loss is a mean over them.
+            **options: options of sparse attention, see :class:`SparseOptions`.
         """
         convert_in_place(model, names, rows_per_step, **options)
         return model

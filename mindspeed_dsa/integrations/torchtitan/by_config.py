@@ -1,7 +1,7 @@
-"""Converters of TorchTitan 0.3: they replace nodes of the model's configuration before anything is built.
+"""Converters for TorchTitan 0.3, which replace nodes of the model's configuration before anything is built.
 
-:data:`CLASSES` go into ``model_registry(..., converters=[...])`` of a ``config_registry``;
-:func:`converters` does the same from the command line, through ``--override.imports``.
+:data:`CLASSES` are for ``model_registry(..., converters=[...])`` of a ``config_registry``. :func:`converters`
+does the same from the command line, through ``--override.imports``.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from torchtitan.tools.utils import device_type
 
 
 class Indexer(Module):
-    """Indexer of a layer; parameters are named as DeepSeek-V3.2's."""
+    """Indexer of a layer, with DeepSeek-V3.2's parameter names."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Its projections and the norm of its key."""
+        """Configurations of its projections and of the key's norm."""
 
         wq_b: Linear.Config
         wk: Linear.Config
@@ -80,27 +80,27 @@ class Indexer(Module):
         self.weights_proj = config.weights_proj.build()
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Initialise from random numbers of its own: the model's other weights are as without it."""
+        """Initialise from separate random numbers, which leaves the model's other weights unchanged."""
         with own_random_numbers(self.wk.weight.device):
             super().init_states(buffer_device=buffer_device)
 
 
 class SparseAttention(LatentAttention):
-    """TorchTitan's latent attention, whose rows attend to the keys that an indexer selects."""
+    """TorchTitan's latent attention, restricted to the keys that an indexer selects."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LatentAttention.Config):
-        """Configuration of the attention it replaces, and of the indexer."""
+        """Configuration of the replaced attention and of the indexer."""
 
         indexer: Indexer.Config
         options: SparseOptions
         documents: bool
-        """Whether rows see their own document alone."""
+        """Whether tokens see only their own document."""
         rows: int | None = None
-        """The rows of a step on all ranks; None where the indexer has no loss."""
+        """Tokens of a step on all ranks; ``None`` if the indexer has no loss."""
 
     indexer_loss: Tensor | None = None
-    """The loss of the last pass in training, a mean over this rank's rows."""
+    """Loss of the last training pass, a mean over this rank's tokens."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -116,7 +116,7 @@ class SparseAttention(LatentAttention):
         self._core = Attention(config.options, config.rows or 1, None)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelise as TorchTitan does, and note who holds the other heads."""
+        """Parallelise as TorchTitan does, and store the group of ranks with the other heads."""
         if parallel_dims.cp_enabled:
             raise across_ranks(parallel_dims.cp)
         super().parallelize(parallel_dims)
@@ -125,7 +125,7 @@ class SparseAttention(LatentAttention):
             self._core = self._core._replace(tensor=mesh.get_group())
 
     def forward(self, x: Tensor, attention_masks: Any = None, positions: Tensor | None = None) -> Tensor:
-        """Attend; arguments as of the class that this one replaces, whose masks follow from the positions."""
+        """Attend, with the arguments of the replaced class. Masks are derived from the positions."""
         if self.q_lora_rank == 0:
             query_input = x
             query = self.wq(x)
@@ -139,6 +139,7 @@ class SparseAttention(LatentAttention):
         query_rope, key_rope = self.rope(query_rope, key_rope.unsqueeze(-2), positions)
         query = torch.cat([query_nope, query_rope], dim=-1)
 
+        # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
         trains = self.training and torch.is_grad_enabled() and self.options.loss_coeff > 0
         with torch.set_grad_enabled(trains):
             index = index_operands(
@@ -160,7 +161,7 @@ class SparseAttention(LatentAttention):
         starts = None
         if self.documents and positions is not None:
             starts = document_starts(local(positions))
-        flat = x.dim() == 2  # TorchTitan after 0.3: the tokens of a batch one after the other
+        flat = x.dim() == 2  # TorchTitan after 0.3 concatenates the tokens of a batch
         if self.training and not flat and query.shape[1] != self.rope.config.max_seq_len:
             raise across_ranks("above 1, or sequences of another length")
         if flat:
@@ -170,7 +171,7 @@ class SparseAttention(LatentAttention):
             index = IndexOperands(*(each[None] for each in index))
         out, self.indexer_loss = self._core.attend(projected, index, starts, trains)
         out = out.squeeze(0) if flat else out
-        if isinstance(placed, DTensor):  # sharded by heads, as the query is
+        if isinstance(placed, DTensor):  # sharded by heads, like the query
             out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
         return self.wo(out)  # type: ignore[no-any-return]
 
@@ -178,10 +179,10 @@ class SparseAttention(LatentAttention):
 def sparse(
     attention: LatentAttention.Config, options: SparseOptions, rows: int | None
 ) -> SparseAttention.Config:
-    """Return the configuration of sparse attention with the projections of a dense one.
+    """Return the configuration of sparse attention with a dense attention's projections.
 
-    The indexer is initialised as the attention's first projection of keys is, and whole on every tensor
-    parallel rank: each finds its gradient alone, so that nothing is added up over them.
+    The indexer is initialised like the attention's first key projection, and is replicated on every tensor
+    parallel rank. Each rank computes its whole gradient, so the gradient is not reduced over them.
     """
     options.check(attention.qk_rope_head_dim)
     if type(attention.wkv_b) is not Linear.Config:
@@ -202,7 +203,7 @@ def sparse(
     replacement: SparseAttention.Config = derive(
         attention,
         SparseAttention.Config,
-        # It is not called; without masks the trainer makes none.
+        # The inner attention is never called. This class needs no masks, so the trainer makes none.
         inner_attention=ScaledDotProductAttention.Config(),
         indexer=Indexer.Config(
             wq_b=linear(attention.q_lora_rank or attention.dim, options.index_heads * options.index_dim),
@@ -223,14 +224,16 @@ def sparse(
 
 
 def _replace(model: Any, kind: type, replacement: Callable[[str, Any], Any | None]) -> int:
-    """Replace configurations of a kind wherever the model has them; return how many.
+    """Replace all configurations of a kind in the model, and return their number.
 
     Args:
-        model: configuration of a model.
-        kind: of configuration; subclasses as well.
-        replacement: what to put in place of one, by its name and itself; None leaves it.
+        model: model's configuration.
+        kind: configuration class to replace, including its subclasses.
+        replacement: function of a configuration's name and the configuration; returns the new one, or
+            ``None`` to keep it.
     """
-    found = 0
+    replaced = 0
+    # A list, because the tree changes during the traversal.
     for name, config, parent, attribute in [*model.traverse(kind)]:
         new = replacement(name, config)
         if new is None:
@@ -239,8 +242,8 @@ def _replace(model: Any, kind: type, replacement: Callable[[str, Any], Any | Non
             parent[attribute] = new
         else:
             setattr(parent, attribute, new)
-        found += 1
-    return found
+        replaced += 1
+    return replaced
 
 
 class Sparse(ModelConfigConverter):
@@ -263,8 +266,8 @@ class Sparse(ModelConfigConverter):
         """Replace every latent attention of a model's configuration.
 
         Args:
-            model: the configuration, changed in place.
-            rows: of a step; None: it is told later.
+            model: model's configuration, changed in place.
+            rows: tokens of a step; ``None`` if they are set later.
         """
         check_device("npu_dsa", device_type)
         replaced = _replace(model, LatentAttention.Config, lambda _, each: sparse(each, self.options, rows))
@@ -273,7 +276,7 @@ class Sparse(ModelConfigConverter):
 
 
 def _told_of_the_step(model: Any) -> Any:
-    """Return the model's configuration, which tells its sparse attentions of the trainer's steps."""
+    """Return a configuration that passes the trainer's step size to the sparse attentions."""
     kind = type(model)
 
     @dataclass(kw_only=True, slots=True)
@@ -290,10 +293,11 @@ def _told_of_the_step(model: Any) -> Any:
 
 
 def _rows_of(config: Any) -> int:
-    """Return the rows of a step on all ranks, of a trainer's configuration."""
+    """Return the tokens of a step on all ranks, from a trainer's configuration."""
     training, parallelism = config.training, config.parallelism
     world = int(os.environ.get("WORLD_SIZE", "1"))
     degrees = ("tensor", "pipeline", "context")
+    # 64 ranks with tensor 4, pipeline 2 and context 1 leave 8 ranks with different data.
     ranks = world
     for degree in degrees:
         ranks //= getattr(parallelism, f"{degree}_parallel_degree")
@@ -310,7 +314,7 @@ class Norms(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Without options."""
+        """Configuration without options."""
 
     def __init__(self, config: Config) -> None:
         pass
@@ -331,7 +335,7 @@ class Experts(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Without options."""
+        """Configuration without options."""
 
     def __init__(self, config: Config) -> None:
         pass
@@ -354,7 +358,7 @@ class Permutation(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """Without options."""
+        """Configuration without options."""
 
     def __init__(self, config: Config) -> None:
         pass
@@ -385,38 +389,38 @@ CLASSES: dict[str, Any] = {
     "permute": Permutation,
     "grouped_matmul": Experts,
 }
-"""Converters by their neutral names."""
+"""Converter classes by device-neutral name."""
 
 
 def build(names: Iterable[str], **options: Any) -> list[ModelConfigConverter.Config]:
     """Return converters for ``model_registry(..., converters=build(["npu_dsa", "npu_rms_norm"], topk=512))``.
 
     Args:
-        names: of converters, of either kind.
-        **options: of sparse attention, see :class:`SparseOptions`.
+        names: names of converters, with or without ``npu_``.
+        **options: options of sparse attention, see :class:`SparseOptions`.
 
     Raises:
         ValueError: a name or an option is unknown.
     """
-    chosen = resolve(names, what="converters")
-    if options and "dsa" not in chosen:
+    converters = resolve(names, what="converters")
+    if options and "dsa" not in converters:
         raise ValueError(
             f"converters: {', '.join(options)} are options of npu_dsa, which is not among the names"
         )
     return [
         Sparse.Config(options=options_of(options)) if name == "dsa" else CLASSES[name].Config()
-        for name in chosen
+        for name in converters
     ]
 
 
 def convert_in_place(model: Any, names: Iterable[str], rows_per_step: int | None, **options: Any) -> None:
-    """Apply converters to a model's configuration that a trainer holds already.
+    """Apply converters to a model's configuration that a trainer already holds.
 
     Args:
-        model: the configuration.
-        names: as of :func:`build`.
+        model: model's configuration.
+        names: names of converters, see :func:`build`.
         rows_per_step: tokens of an optimizer step on all ranks, for the indexer's loss.
-        **options: as of :func:`build`.
+        **options: options of sparse attention, see :func:`build`.
     """
     for converter in build(names, **options):
         built = converter.build()

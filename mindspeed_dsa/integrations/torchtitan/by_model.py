@@ -1,9 +1,11 @@
-"""Converters of TorchTitan 0.2: they replace layers of a model on the meta device, before it is parallelised.
+"""Converters for TorchTitan 0.2, which replace layers of a model on the meta device.
 
-``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers them, and
-``[model] converters`` names them. Options of sparse attention are a section ``[dsa]``, which
-``[job] custom_config_module = "mindspeed_dsa.integrations.torchtitan.by_model"`` adds; TorchTitan reads the
-types of its fields from their annotations, which are no strings here.
+``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers them, and ``[model]
+converters`` names them. The section ``[dsa]`` has the options of sparse attention; it is added by ``[job]
+custom_config_module = "mindspeed_dsa.integrations.torchtitan.by_model"``.
+
+TorchTitan reads field types from annotations, so this module must not use ``from __future__ import
+annotations``.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -41,7 +43,7 @@ from torchtitan.tools.utils import device_type
 
 @dataclass
 class JobConfig:
-    """Section that ``custom_config_module`` adds to a job's configuration: options of ``npu_dsa``."""
+    """Section with the options of ``npu_dsa`` that ``custom_config_module`` adds to a job's configuration."""
 
     dsa: SparseOptions = field(default_factory=SparseOptions)
 
@@ -50,7 +52,7 @@ class JobConfig:
 
 
 class Indexer(nn.Module):
-    """Indexer of a layer; parameters are named as DeepSeek-V3.2's."""
+    """Indexer of a layer, with DeepSeek-V3.2's parameter names."""
 
     def __init__(self, hidden: int, query_input: int, options: SparseOptions) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Indexer(nn.Module):
         self.weights_proj = nn.Linear(hidden, options.index_heads, bias=False)
 
     def init_weights(self) -> None:
-        """Initialise from random numbers of its own: the model's other weights are as without it."""
+        """Initialise from separate random numbers, which leaves the model's other weights unchanged."""
         with own_random_numbers(self.wk.weight.device):
             for layer in (self.wq_b, self.wk, self.weights_proj):
                 trunc_normal_(layer.weight, mean=0.0, std=0.02)
@@ -68,24 +70,24 @@ class Indexer(nn.Module):
 
 
 class SparseAttention(deepseek_v3.Attention):
-    """TorchTitan's latent attention, whose rows attend to the keys that an indexer selects."""
+    """TorchTitan's latent attention, restricted to the keys that an indexer selects."""
 
     indexer: Indexer
     indexer_loss: Tensor | None = None
-    """The loss of the last pass in training, a mean over this rank's rows."""
+    """Loss of the last training pass, a mean over this rank's tokens."""
     _core: Attention
 
     def take(self, core: Attention, mesh: Any) -> None:
-        """Become one, from the attention that this object was.
+        """Add the indexer and the core attention to an object whose class was just changed to this one.
 
         Args:
-            core: of the layer.
-            mesh: of tensor parallel ranks, or None.
+            core: layer's core attention.
+            mesh: mesh of tensor parallel ranks, or ``None``.
         """
         like = self.wkv_a.weight
         with torch.device(like.device):
             self.indexer = Indexer(self.dim, self.q_lora_rank or self.dim, core.options).to(like.dtype)
-        if mesh is not None:  # whole on every rank
+        if mesh is not None:  # replicated on every rank
             distribute_module(self.indexer, mesh)
         self._core = core
 
@@ -97,7 +99,7 @@ class SparseAttention(deepseek_v3.Attention):
     def forward(
         self, x: Tensor, freqs_cis: Tensor, attention_masks: Any, positions: Tensor | None = None
     ) -> Tensor:
-        """Attend; arguments as of the class that this one replaces."""
+        """Attend, with the arguments of the replaced class."""
         if self.q_lora_rank == 0:
             query_input = x
             query = self.wq(x)
@@ -116,6 +118,7 @@ class SparseAttention(deepseek_v3.Attention):
         )
         query_rope, key_rope = rotate(query_rope, key_rope.unsqueeze(2))
         query = torch.cat([query_nope, query_rope], dim=-1)
+        # The indexer has its own loss: its inputs are detached, and without the loss it needs no graph.
         trains = self.training and torch.is_grad_enabled() and self._core.options.loss_coeff > 0
         with torch.set_grad_enabled(trains):
             index = index_operands(
@@ -135,29 +138,30 @@ class SparseAttention(deepseek_v3.Attention):
             self.v_head_dim,
         )
         out, self.indexer_loss = self._core.attend(projected, index, None, trains)
-        if isinstance(placed, DTensor):  # sharded by heads, as the query is
+        if isinstance(placed, DTensor):  # sharded by heads, like the query
             out = DTensor.from_local(out, placed.device_mesh, placed.placements, run_check=False)
         return self.wo(out)  # type: ignore[no-any-return]
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """RMSNorm by the operator."""
+    """RMSNorm computed by our operator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Normalise the last dimension."""
         return normalise(x, self.weight, self.eps)
 
 
 class GroupedMatmulExperts(GroupedExperts):
-    """TorchTitan's experts, whose matrices are multiplied by the operator, on every kind of device.
+    """TorchTitan's experts with grouped matmuls by our operator, on every kind of device.
 
-    TorchTitan pads each expert's rows for its own kernel where ranks exchange them; those beyond the last
-    expert's are zeros and stay zeros.
+    With expert parallelism TorchTitan pads each expert's tokens for its own kernel. Rows after the last
+    expert's tokens are zeros and stay zeros.
     """
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Apply each expert to its rows: ``[rows, dim]``, sorted by expert."""
+        """Apply each expert to its tokens ``[rows, dim]``, sorted by expert."""
         w1, w2, w3 = (local(weight).bfloat16().transpose(1, 2) for weight in (self.w1, self.w2, self.w3))
+        # Counts [3, 0, 2] give ends [3, 3, 5]: one past each expert's last row.
         ends = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
         rows = x.bfloat16()
         hidden = nn.functional.silu(multiply_up_to(rows, w1, ends)) * multiply_up_to(rows, w3, ends)
@@ -165,10 +169,10 @@ class GroupedMatmulExperts(GroupedExperts):
 
 
 class PermutingMoE(MoE):
-    """TorchTitan's mixture of experts, whose tokens are permuted by the operator."""
+    """TorchTitan's mixture of experts with token permutation by our operator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the experts that the router chooses for each token of ``[batch, rows, dim]``."""
+        """Apply the router's experts to each token of ``[batch, rows, dim]``."""
         tokens = x.reshape(-1, x.shape[-1])
         scores, expert_ids, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
@@ -187,7 +191,7 @@ class PermutingMoE(MoE):
 
 
 class Converter:
-    """Converter of one kind of layer; one of :func:`register`'s classes for each name."""
+    """Converter of one kind of layer; base of the classes that :func:`register` registers."""
 
     name = ""
     wanted = ""
@@ -203,7 +207,7 @@ class Converter:
             raise nothing_found(self.name, model, self.wanted)
 
     def replaces(self, name: str, module: nn.Module) -> bool:
-        """Replace a module if it is of the kind, by the class of its object, and say whether it was."""
+        """Change the module's class if it is of the right kind, and return whether it was."""
         raise NotImplementedError
 
     def post_optimizer_hook(self, model: Any) -> None:
@@ -247,6 +251,7 @@ class Sparse(Converter):
             dims.dp_replicate * dims.dp_shard,
         )
         mesh = dims.get_mesh("tp") if dims.tp_enabled else None
+        # Change the class in place: the module keeps its parameters and its name in the model.
         module.__class__ = SparseAttention
         module.take(Attention(self.options, rows, None if mesh is None else mesh.get_group()), mesh)
         return True
@@ -307,7 +312,7 @@ CLASSES: dict[str, type[Converter]] = {
     "permute": Permutation,
     "grouped_matmul": Experts,
 }
-"""Converters by their neutral names."""
+"""Converter classes by device-neutral name."""
 
 
 def _is_ours(name: str) -> bool:
@@ -315,7 +320,7 @@ def _is_ours(name: str) -> bool:
 
 
 def register() -> None:
-    """Register every converter under both of its names, once in a process."""
+    """Register every converter under both of its names. Call once per process."""
     for npu, neutral in CONVERTERS.items():
         for name in (npu, neutral):
             register_model_converter(CLASSES[neutral], name)

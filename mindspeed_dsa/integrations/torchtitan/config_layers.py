@@ -1,4 +1,4 @@
-"""Norms, experts and dispatchers of TorchTitan 0.3 on the operators, each with its configuration."""
+"""Norms, experts and dispatchers of TorchTitan 0.3 on our operators, with their configurations."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 
 
 class FusedRMSNorm(RMSNorm):
-    """RMSNorm by the operator."""
+    """RMSNorm computed by our operator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """Configuration of the norm it replaces."""
+        """Configuration of the replaced norm."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Normalise the last dimension."""
         return normalise(input, self.weight, self.eps)
 
 
 class GroupedMatmulExperts(GroupedExperts):
-    """TorchTitan's experts, whose matrices are multiplied by the operator."""
+    """TorchTitan's experts with grouped matmuls by our operator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """Configuration of the experts it replaces."""
+        """Configuration of the replaced experts."""
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         return multiply_up_to(A, B_t, offs)
@@ -47,19 +47,19 @@ class GroupedMatmulExperts(GroupedExperts):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedMetadata:
-    """Metadata that a dispatch leaves for the way back."""
+    """Metadata of a dispatch that its combine needs."""
 
     routed: Routed
     exchanged: Any
-    """TorchTitan's own, where rows went to other ranks."""
+    """TorchTitan's metadata of the exchange between ranks."""
 
 
 class PermutingDispatcher(LocalTokenDispatcher):
-    """TorchTitan's dispatcher of one rank's tokens, which are permuted by the operator."""
+    """TorchTitan's dispatcher without expert parallelism, with permutation by our operator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LocalTokenDispatcher.Config):
-        """Configuration of the dispatcher it replaces."""
+        """Configuration of the replaced dispatcher."""
 
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, counts: Tensor
@@ -72,14 +72,14 @@ class PermutingDispatcher(LocalTokenDispatcher):
 
 
 class PermutingExchange(AllToAllTokenDispatcher):
-    """TorchTitan's dispatcher of expert parallel ranks, each of which permutes its tokens by the operator.
+    """TorchTitan's expert parallel dispatcher, with permutation by our operator on each rank.
 
-    TorchTitan decides what is exchanged, and in which order of ranks and experts.
+    TorchTitan still decides which tokens are exchanged, and in which order of ranks and experts.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        """Configuration of the dispatcher it replaces."""
+        """Configuration of the replaced dispatcher."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -87,7 +87,7 @@ class PermutingExchange(AllToAllTokenDispatcher):
 
     def _local_reorder(self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor) -> Any:
         self._routed = routed = route(x_TD, topk_expert_ids_TK, topk_scores_TK, self.num_experts)
-        # The second is for the way back, which is ours.
+        # TorchTitan stores the second value for its own combine, which we replace.
         return routed.rows, routed.row_map, routed.row_scores
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,12 +102,12 @@ class PermutingExchange(AllToAllTokenDispatcher):
         return gather_back(routed_output_RD, metadata.routed)
 
     def _back_from_ranks(self, rows: Tensor, exchanged: Any) -> Tensor:
-        """Return what the experts of all ranks made of this rank's rows, in the order they were sent."""
+        """Return the outputs of all ranks' experts for this rank's tokens, in the order of the dispatch."""
         assert self.ep_mesh is not None
         with maybe_set_sparse_mesh():
             mesh = current_spmd_mesh() if get_spmd_backend() == "spmd_types" else self.ep_mesh
             group = mesh.get_group("ep")
             rows = self._unpermute(rows, exchanged.input_shape, exchanged.permuted_indices)
             rows = self._combine_token_exchange(rows, group, exchanged.input_splits, exchanged.output_splits)
-        # Kernels read memory, and do not know of transfers that are on their way.
+        # Our kernels read memory directly, so wait for the functional collective here.
         return wait_tensor(rows)  # type: ignore[no-any-return]

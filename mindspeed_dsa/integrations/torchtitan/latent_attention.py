@@ -1,7 +1,8 @@
-"""Sparse attention in place of a latent attention's dense one: what every release of TorchTitan shares.
+"""Sparse attention in place of dense latent attention, shared by all TorchTitan releases.
 
-Tensors in, tensors out: queries and latent keys as the model's own layers project them. Where layers are
-parallelised by DTensors, the operators see their local parts.
+Works on tensors: queries and latent keys as the model's own layers project them. If layers are parallelised
+by DTensors,
+the operators get their local parts.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from mindspeed_dsa.integrations.torchtitan.names import SparseOptions
 from mindspeed_dsa.ops.dsa import deepseek_sparse_attention, is_faster_by_head
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The model's rotary embedding of neighbours: query ``[..., heads, rope]`` and key ``[..., 1, rope]``."""
+"""Model's rotary embedding, adjacent dimensions paired, of ``[..., heads, rope]`` and ``[..., 1, rope]``."""
 
 
 class Projected(NamedTuple):
-    """Projections of a latent attention, on this rank's heads."""
+    """Projections of a latent attention, for this rank's heads."""
 
     query: Tensor
     """``[batch, rows, heads, nope + rope]``, rotated."""
@@ -34,44 +35,43 @@ class Projected(NamedTuple):
     key_rope: Tensor
     """``[batch, rows, rope]``, rotated, shared by all heads."""
     up_projection: Tensor
-    """``[heads * (nope + value), rank]``: keys and values of each head from the latent."""
+    """``[heads * (nope + value), rank]``: projection of the latent to keys and values of each head."""
     softmax_scale: float
     value_dim: int
 
 
 class IndexOperands(NamedTuple):
-    """The indexer's projections; all heads, on every tensor parallel rank."""
+    """Indexer's projections: all heads, on every tensor parallel rank."""
 
     query: Tensor
     """``[batch, rows, index_heads, index_dim]``."""
     key: Tensor
     """``[batch, rows, index_dim]``."""
     weights: Tensor
-    """``[batch, rows, index_heads]`` fp32, every scale included."""
+    """``[batch, rows, index_heads]`` fp32, with all scales applied."""
 
 
 def index_operands(
     indexer: Any, hidden: Tensor, query_input: Tensor, rotate: Rotate, options: SparseOptions, rope_dim: int
 ) -> IndexOperands:
-    """Project the indexer's operands, named and shaped as DeepSeek-V3.2's.
-
-    Rotary dimensions come first in a head. DeepSeek-V3.2 pairs each with the one half of them further, and
-    the model's embedding with its neighbour: they are put side by side, in query and key alike, whose
-    products do not depend on the order of dimensions.
+    """Project the indexer's operands, with DeepSeek-V3.2's names and shapes.
 
     Args:
-        indexer: has ``wq_b``, ``wk``, ``k_norm`` and ``weights_proj``.
-        hidden: ``[..., rows, dim]``, input of the attention.
-        query_input: ``[..., rows, q_lora_rank]``, the normalised latent query, or ``hidden`` without one.
-        rotate: the model's rotary embedding.
-        options: sizes of the indexer.
-        rope_dim: how many dimensions are rotated.
+        indexer: module with ``wq_b``, ``wk``, ``k_norm`` and ``weights_proj``.
+        hidden: input of the attention, ``[..., rows, dim]``.
+        query_input: normalised latent query ``[..., rows, q_lora_rank]``, or ``hidden`` without one.
+        rotate: model's rotary embedding.
+        options: options of sparse attention.
+        rope_dim: number of rotated dimensions, the first ones of each head.
     """
     query = indexer.wq_b(query_input).unflatten(-1, (options.index_heads, options.index_dim))
     key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(-2)
     rest = options.index_dim - rope_dim
     (query_rope, query), (key_rope, key) = (x.split([rope_dim, rest], dim=-1) for x in (query, key))
     if options.rope_layout == "halves":
+        # DeepSeek-V3.2 pairs dimension i with i + rope/2, and the model's embedding pairs 2i with 2i + 1.
+        # Reordering query and key alike puts the pairs side by side: (0, 1, 2, 3) becomes (0, 2, 1, 3). Their
+        # dot product does not depend on the order.
         query_rope, key_rope = (
             x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in (query_rope, key_rope)
         )
@@ -82,11 +82,11 @@ def index_operands(
 
 
 def local(x: Tensor, shared: bool = False) -> Tensor:
-    """Return this rank's part of a DTensor; other tensors as they are.
+    """Return a DTensor's local part, or the tensor itself.
 
     Args:
         x: any tensor.
-        shared: where ranks hold the same, whether each of them finds a part of the gradient alone.
+        shared: whether, for replicated tensors, each rank computes only a part of the gradient.
     """
     if not isinstance(x, DTensor):
         return x
@@ -97,11 +97,12 @@ def local(x: Tensor, shared: bool = False) -> Tensor:
 
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed the generators inside, and have them outside as if nothing had been drawn.
+    """Seed the generators inside the block, and restore their state afterwards.
 
-    The seed is what the device's generator would give next: ranks that draw alike have the same one, and
-    every layer another.
+    The seed is the next number of the device's generator. Ranks with equal generators therefore use equal
+    seeds, and each layer uses a different one.
     """
+    # fork_rng always saves the CPU generator; `devices` are additional ones.
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.manual_seed(int(torch.randint(1 << 31, (), device=device)))
@@ -109,9 +110,10 @@ def own_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """Return where each row's document begins: ``[batch, rows]`` of positions that begin at 0 in each."""
-    at = torch.arange(positions.shape[-1], device=positions.device)
-    return torch.where(positions == 0, at, 0).cummax(dim=-1).values
+    """Return the index where each token's document begins; ``positions`` ``[batch, rows]`` restart at 0."""
+    index = torch.arange(positions.shape[-1], device=positions.device)
+    # positions 0 1 2 0 1: starts 0 0 0 3 3.
+    return torch.where(positions == 0, index, 0).cummax(dim=-1).values
 
 
 class Attention(NamedTuple):
@@ -119,27 +121,27 @@ class Attention(NamedTuple):
 
     options: SparseOptions
     rows: int
-    """Rows of a step on all ranks: the loss is a mean over them."""
+    """Tokens of a step on all ranks; the loss is a mean over them."""
     tensor: ProcessGroup | None
-    """Ranks that hold the other heads."""
+    """Group of ranks with the other heads."""
 
     def attend(
         self, projected: Projected, index: IndexOperands, starts: Tensor | None, trains: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys that the indexer selects.
 
-        By head, each with keys and values of its own, or in absorbed form, whichever takes less time here.
+        Uses either keys and values of each head, or the absorbed form, whichever is faster on this device.
 
         Args:
-            projected: the layer's projections.
-            index: the indexer's.
-            starts: ``[batch, rows]`` int, first visible key of each row; None: all rows see from 0 on.
-            trains: whether the indexer's loss is wanted.
+            projected: layer's projections.
+            index: indexer's projections.
+            starts: ``[batch, rows]`` int, first visible key of each token; ``None`` means 0 for all.
+            trains: whether to compute the indexer's loss.
 
         Returns:
-            ``[batch, rows, heads * value_dim]``, whose backward gives the indexer's loss its gradient, and
-            that loss, detached, a mean over this rank's rows without the coefficient; None where nothing
-            trains.
+            Output ``[batch, rows, heads * value_dim]``, whose backward also starts the loss's backward, and
+            the detached loss, a mean over this rank's tokens without the coefficient. The loss is ``None``
+            without training.
         """
         options, value_dim = self.options, projected.value_dim
         query, latent, key_rope = projected.query, projected.latent, projected.key_rope
@@ -176,6 +178,7 @@ class Attention(NamedTuple):
             )
             out = torch.einsum("blhr,hvr->blhv", result.out, up_value)
         out = out.flatten(2)
+        # The operator returns a sum over tokens. The gradient uses the mean over a whole step's tokens.
         if result.loss is None:
             return out, None
         mean = result.loss.detach() / (out.shape[0] * out.shape[1])
@@ -183,7 +186,7 @@ class Attention(NamedTuple):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity on the output; in backward the loss gets a gradient of its own, which nothing else scales."""
+    """Identity on the output. Backward gives the loss a constant gradient, independent of the output's."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor, factor: float) -> Tensor:
@@ -199,9 +202,10 @@ class _WithLoss(torch.autograd.Function):
 
 
 def indexer_losses(model: nn.Module) -> dict[str, float]:
-    """Return the indexer's loss of each layer in the last pass, a mean over this rank's rows, by name.
+    """Return each layer's indexer loss of the last pass by module name, a mean over this rank's tokens.
 
-    Reads them from the device. Layers without one, such as those of other pipeline stages, are left out.
+    Copies the losses from the device, which blocks. Layers without a loss, such as layers of other pipeline
+    stages, are left out.
     """
     return {
         name: float(module.indexer_loss)

@@ -1,4 +1,4 @@
-"""Norms and experts on the operators: what every release of TorchTitan shares; tensors in, tensors out."""
+"""Norms and experts on our operators as functions of tensors, shared by all TorchTitan releases."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mindspeed_dsa.ops.rms_norm import rms_norm
 
 
 def normalise(hidden: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return :func:`mindspeed_dsa.ops.rms_norm.rms_norm` of a tensor, or of the local parts of DTensors.
+    """Apply :func:`mindspeed_dsa.ops.rms_norm.rms_norm` to a tensor, or to the local parts of DTensors.
 
     Args:
-        hidden: ``[..., n]``; a DTensor may be sharded along any axis but the last.
-        weight: ``[n]``, whole on every rank.
-        eps: None is the smallest step of the dtype, as for ``nn.RMSNorm``.
+        hidden: ``[..., n]``; a DTensor may be sharded along any dimension but the last.
+        weight: ``[n]``, replicated on every rank.
+        eps: epsilon; ``None`` means the dtype's machine epsilon, as for ``nn.RMSNorm``.
     """
     if eps is None:
         eps = torch.finfo(hidden.dtype).eps
@@ -27,49 +27,50 @@ def normalise(hidden: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         return rms_norm(hidden, weight.to_local() if isinstance(weight, DTensor) else weight, eps)
     mesh, placements = hidden.device_mesh, hidden.placements
     if isinstance(weight, DTensor):
-        # Ranks with rows of their own find a part of the weight's gradient each, the others all of it.
+        # A rank with its own tokens computes a part of the weight gradient; ranks with the same tokens all of
+        # it.
         of_gradient = [Replicate() if p.is_replicate() else Partial() for p in placements]
         weight = weight.to_local(grad_placements=of_gradient)
     return DTensor.from_local(rms_norm(hidden.to_local(), weight, eps), mesh, placements, run_check=False)
 
 
 def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group's rows with its matrix, as ``torch._grouped_mm``.
+    """Multiply each group's rows by its matrix, like ``torch._grouped_mm``.
 
     Args:
         rows: ``[rows, in]``.
-        weight: ``[groups, in, out]``, of any strides.
-        ends: ``[groups]`` int, one past each group's last row, ascending; rows beyond the last of them are
-            multiplied with the last matrix.
+        weight: ``[groups, in, out]``, with any strides.
+        ends: ``[groups]`` int, ascending, one past each group's last row. Rows after the last end belong to
+            the last group.
     """
     ends = torch.cat([ends[:-1], ends.new_full((1,), len(rows))])
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    if weight.stride(1) < weight.stride(2):  # a linear layer's weight, turned
+    if weight.stride(1) < weight.stride(2):  # transposed view of a linear layer's weight
         return grouped_matmul(rows, weight.transpose(1, 2), counts, layout="nk")
     return grouped_matmul(rows, weight, counts)
 
 
 class Routed(NamedTuple):
-    """Rows of the experts and the way back."""
+    """Permuted tokens of the experts, with the data for the reverse permutation."""
 
     rows: Tensor
-    """``[tokens * topk, dim]``: expert by expert, in the order of the tokens within each."""
+    """``[tokens * topk, dim]``: sorted by expert, and by token within each expert."""
     row_map: Tensor
-    """The map that :func:`mindspeed_dsa.ops.moe_permute.permute` returns."""
+    """Row map that :func:`mindspeed_dsa.ops.moe_permute.permute` returns."""
     scores: Tensor
-    """``[tokens, experts]``: the router's where a token goes, zero elsewhere."""
+    """``[tokens, experts]``: router's scores of the selected experts, zero elsewhere."""
     row_scores: Tensor
-    """``[tokens * topk]``: the scores of the rows."""
+    """``[tokens * topk]``: scores in the order of ``rows``."""
 
 
 def route(tokens: Tensor, expert_ids: Tensor, scores: Tensor, experts: int) -> Routed:
-    """Copy every token once for each of its experts.
+    """Copy every token once per selected expert, sorted by expert.
 
     Args:
         tokens: ``[tokens, dim]``.
-        expert_ids: ``[tokens, topk]`` int64, different ones for each token.
+        expert_ids: ``[tokens, topk]`` int64, without duplicates within a token.
         scores: ``[tokens, topk]``.
-        experts: how many there are.
+        experts: number of experts.
     """
     count, topk = expert_ids.shape
     chosen = torch.zeros(count, experts, dtype=torch.bool, device=tokens.device).scatter(1, expert_ids, True)
@@ -80,16 +81,16 @@ def route(tokens: Tensor, expert_ids: Tensor, scores: Tensor, experts: int) -> R
 
 
 def gather_back(rows: Tensor, routed: Routed, addend: Tensor | None = None, weighted: bool = True) -> Tensor:
-    """Add up every token's rows, weighted by its scores, in ascending order of experts.
+    """Sum the expert outputs of each token, weighted by its scores, in ascending order of experts.
 
     Args:
-        rows: ``[tokens * topk, dim]``, what the experts made of :attr:`Routed.rows`.
-        routed: of the tokens.
-        addend: ``[tokens, dim]`` in the rows' dtype: what a shared expert made of them.
-        weighted: whether rows still have to be multiplied by their scores.
+        rows: ``[tokens * topk, dim]``, outputs of the experts for :attr:`Routed.rows`.
+        routed: result of :func:`route`.
+        addend: ``[tokens, dim]`` in the dtype of ``rows``, output of a shared expert.
+        weighted: whether to multiply rows by their scores here.
 
     Returns:
-        ``[tokens, dim]`` in the rows' dtype.
+        ``[tokens, dim]`` in the dtype of ``rows``.
     """
     scores = routed.scores if weighted else None
     return unpermute(rows, routed.row_map, len(routed.scores), scores, addend=addend)

@@ -1,4 +1,4 @@
-"""Names of the converters, options of sparse attention, and what is refused on every TorchTitan.
+"""Converter names, options of sparse attention, and errors, shared by all TorchTitan releases.
 
 Imports nothing of TorchTitan.
 """
@@ -20,39 +20,39 @@ CONVERTERS = {
     "npu_permute": "permute",
     "npu_gmm": "grouped_matmul",
 }
-"""Converters under their names in TorchTitan-npu's lists, with those that say no kind of device."""
+"""Converter names as in TorchTitan-npu, with their device-neutral names."""
 DEVICES = ("cpu", "cuda", "npu")
-"""Types of devices that the operators have backends for."""
+"""Device types that the operators have backends for."""
 
 
 def resolve(names: Iterable[str], *, what: str) -> tuple[str, ...]:
-    """Return the neutral names, in the order given.
+    """Return the device-neutral names, in the given order.
 
     Args:
-        names: of either kind.
-        what: where they stand, for the error.
+        names: names with or without ``npu_``.
+        what: setting that has the names, for the error.
 
     Raises:
         ValueError: a name is unknown, or a converter is named twice.
     """
-    found: list[str] = []
+    resolved: list[str] = []
     for name in names:
         neutral = CONVERTERS.get(name, name)
         if neutral not in CONVERTERS.values():
             raise ValueError(unknown(name, what))
-        if neutral in found:
+        if neutral in resolved:
             raise ValueError(f"{what}: {name!r} is listed twice ({neutral} has two names); list it once")
-        found.append(neutral)
-    return tuple(found)
+        resolved.append(neutral)
+    return tuple(resolved)
 
 
 def unknown(name: str, what: str, others: Iterable[str] = ()) -> str:
-    """Return the message for a name that no converter has.
+    """Return the message for an unknown converter name.
 
     Args:
-        name: as given.
-        what: where it stands.
-        others: names of converters that are not ours.
+        name: name as the user wrote it.
+        what: setting that has the name.
+        others: names of registered converters that are not ours.
     """
     ours = [f"{npu} or {neutral}" for npu, neutral in CONVERTERS.items()]
     known = [*CONVERTERS, *CONVERTERS.values(), *others]
@@ -79,7 +79,7 @@ def nothing_found(converter: str, model: Any, wanted: str) -> ValueError:
 
 
 def not_plain(converter: str, where: str, found: Any, plain: type) -> ValueError:
-    """Return the error for a layer that another converter, such as one that quantises, has replaced."""
+    """Return the error for a layer that another converter (quantisation, LoRA) has replaced."""
     return ValueError(
         f"{converter}: {where} is {_named(found)}, where it takes {_named(plain)} and nothing else: its "
         f"weight is read as it is, which others are not. List {where.rpartition('.')[2]!r} in "
@@ -88,7 +88,7 @@ def not_plain(converter: str, where: str, found: Any, plain: type) -> ValueError
 
 
 def across_ranks(ranks: int | str) -> ValueError:
-    """Return the error for sequences that lie on several ranks."""
+    """Return the error for sequences that are split over ranks."""
     return ValueError(
         f"npu_dsa: context_parallel_degree {ranks}: a row's keys lie on other ranks, which this converter "
         "does not gather. Use tensor, pipeline, expert and data parallelism, or leave it out"
@@ -104,13 +104,14 @@ class SparseOptions:
     """Options of sparse attention.
 
     Attributes:
-        topk: keys that a row attends to.
-        index_heads: heads of the indexer.
-        index_dim: size of each.
-        loss_coeff: factor of the indexer's loss, a mean over the rows of a step; with 0 it is not trained.
+        topk: number of keys that a token attends to.
+        index_heads: number of indexer heads.
+        index_dim: size of an indexer head.
+        loss_coeff: factor of the indexer's loss, a mean over the tokens of a step; 0 disables its training.
         stage: ``"sparse"`` or ``"warmup"``, see :data:`mindspeed_dsa.ops.dsa.attention.Stage`.
-        rope_layout: of the indexer: ``"halves"`` as in DeepSeek-V3.2 or ``"pairs"`` as in GLM-5.
-        backend: of the operators.
+        rope_layout: rotary layout of the indexer: ``"halves"`` as in DeepSeek-V3.2, or ``"pairs"`` as in
+            GLM-5.
+        backend: backend of the operators.
     """
 
     topk: int = 2048
@@ -122,10 +123,10 @@ class SparseOptions:
     backend: str = "auto"
 
     def check(self, rope_dim: int) -> None:
-        """Raise one ``ValueError`` that names every option that does not fit.
+        """Raise one ``ValueError`` that names every invalid option.
 
         Args:
-            rope_dim: rotary dimensions of the model's heads, which the indexer's share.
+            rope_dim: rotary dimensions of the model's heads, which the indexer's heads share.
         """
         wrong = [
             f"{name} is {value}, and has to be at least 1"
@@ -136,14 +137,14 @@ class SparseOptions:
             wrong.append(f"index_dim is {self.index_dim}, less than the model's {rope_dim} rotary dimensions")
         if self.loss_coeff < 0:
             wrong.append(f"loss_coeff is {self.loss_coeff}; use 0 for no loss")
-        chosen: tuple[tuple[str, str, Any], ...] = (
+        choices: tuple[tuple[str, str, Any], ...] = (
             ("stage", self.stage, Stage),
             ("rope_layout", self.rope_layout, Layout),
             ("backend", self.backend, BackendName),
         )
         wrong += [
             f"{name} is {value!r}, and has to be one of {', '.join(get_args(allowed))}"
-            for name, value, allowed in chosen
+            for name, value, allowed in choices
             if value not in get_args(allowed)
         ]
         if wrong:
@@ -151,21 +152,21 @@ class SparseOptions:
 
 
 def options_of(given: dict[str, Any]) -> SparseOptions:
-    """Return the options of a mapping; raise ``ValueError`` for keys that are none."""
-    known = SparseOptions.__dataclass_fields__
-    wrong = [key for key in given if key not in known]
+    """Build the options from a mapping; raise ``ValueError`` for unknown keys."""
+    fields = SparseOptions.__dataclass_fields__
+    wrong = [key for key in given if key not in fields]
     if wrong:
-        raise ValueError(f"npu_dsa has no option {', '.join(map(repr, wrong))}; it has {', '.join(known)}")
+        raise ValueError(f"npu_dsa has no option {', '.join(map(repr, wrong))}; it has {', '.join(fields)}")
     return SparseOptions(**given)
 
 
 def rows_of_a_step(sequences: int, local: int, length: int, ranks: int) -> int:
-    """Return the rows that all ranks together compute in a step, over which losses are means.
+    """Return the tokens of a step on all ranks, over which losses are averaged.
 
     Args:
-        sequences: of a step, of all ranks; negative: ``local`` on each data parallel rank.
+        sequences: sequences of a step on all ranks; negative means ``local`` on each data parallel rank.
         local: sequences of one rank and pass.
-        length: rows of a sequence.
-        ranks: that have data of their own.
+        length: tokens of a sequence.
+        ranks: number of ranks with different data.
     """
     return (sequences if sequences > 0 else local * ranks) * length

@@ -1,7 +1,7 @@
-"""Hugging Face's transformers as host: attention and indexer of its DSA models on these operators.
+"""Hugging Face transformers integration: attention and indexer of its DSA models on our operators.
 
-:func:`apply_dsa` serves models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers'
-registry of attention functions. The page is docs/hosts/transformers.md.
+:func:`apply_dsa` converts models of the types ``deepseek_v32`` and ``glm_moe_dsa``, through transformers'
+registry of attention functions. See docs/hosts/transformers.md.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ def apply_dsa(
     backend: str = "auto",
     loss_coefficient: float | None = None,
 ) -> InUse:
-    """Have a model of transformers select keys, attend and, when it trains, compute its indexers' loss here.
+    """Let a transformers model select keys, attend and compute its indexer loss with our operators.
 
-    Weights, configuration, caches and everything outside of the attention layers stay as they are, but for
-    experts on NPUs: those that run by default, on ``grouped_mm``, for which torch_npu has no kernel, run on
-    the grouped products here.
+    Weights, configuration, caches and all code outside of the attention layers stay unchanged. The exception
+    are experts on NPUs that run by transformers' default ``grouped_mm``: torch_npu has no kernel for it, so
+    they use our grouped matmul.
 
     Args:
-        model: of transformers, of type ``deepseek_v32`` or ``glm_moe_dsa``; also inside of other modules, as
-            PEFT's. Before FSDP2's ``fully_shard`` or after it.
-        stage: stage of training: in ``"warmup"`` rows attend to every key that they see, in ``"sparse"`` to
-            those that the indexer selects. In evaluation, too.
-        loss_coeff: factor of the indexers' loss, the sum over layers of the mean over tokens. If it is not 0,
-            layers in training mode whose indexer has a parameter that requires a gradient compute it, and it
-            is added to the ``loss`` that the model returns for ``labels``.
-        backend: of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        model: transformers model of type ``deepseek_v32`` or ``glm_moe_dsa``, or a module that contains one,
+            as PEFT's wrappers do. Call it before or after FSDP2's ``fully_shard``.
+        stage: stage of training. In ``"warmup"`` tokens attend to all visible keys, in ``"sparse"`` to the
+            selected ones. It also applies to evaluation.
+        loss_coeff: factor of the indexer loss, which is a sum over layers of the mean over tokens. Unless it
+            is 0, the loss is computed in training mode for each indexer with a trainable parameter, and is
+            added to the ``loss`` that the model returns for ``labels``.
+        backend: backend of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
         loss_coefficient: former name of ``loss_coeff``.
 
     Returns:
-        An object that has the losses, and undoes it.
+        Object with the losses and an ``undo`` method.
 
     Raises:
         ImportError: transformers is missing or of another release.
-        ValueError: an option does not fit, or the model cannot be served; the message has what can.
-        BackendUnavailable: there is no such backend for the model's device.
+        ValueError: an option is invalid, or the model is not supported; the message lists the supported ones.
+        BackendUnavailable: the backend is not available on the model's device.
     """
     if stage not in get_args(Stage):
         raise ValueError(f"apply_dsa(model, stage={stage!r}): choose sparse or warmup")
@@ -94,7 +94,7 @@ use = apply_dsa
 
 
 class InUse:
-    """The operators in use by a model, until :meth:`undo`."""
+    """Use of our operators by a model, until :meth:`undo`."""
 
     def __init__(self, model: Any, family: Family, attentions: list[Any], losses: Losses) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -109,9 +109,10 @@ class InUse:
         for attention in attentions:
             layer = Layer(losses, model.config.index_topk, rotate)
             setattr(attention, ATTRIBUTE, layer)
+            # Bound methods in the instance's dictionary take precedence over the class's methods.
             attention.expand_kv = MethodType(expand_kv, attention)
             self._hooks.append(attention.register_forward_pre_hook(count_rows, with_kwargs=True))
-            # Before the hooks of wrappers, which are to find the losses in the graphs of outputs.
+            # Prepend, because the hooks of wrappers (FSDP2) must find the losses in the outputs' graphs.
             self._hooks.append(attention.register_forward_hook(leave_attention, prepend=True))
             for module in attention.modules():
                 if isinstance(module, indexer):
@@ -139,7 +140,7 @@ class InUse:
 
     @property
     def stage(self) -> Stage:
-        """Stage of the training; may be changed between a backward pass and the next forward pass."""
+        """Stage of the training. It may be changed between a backward pass and the next forward pass."""
         return self._losses.stage
 
     @stage.setter
@@ -148,24 +149,24 @@ class InUse:
 
     @property
     def losses(self) -> dict[int, Tensor]:
-        """Loss of each layer of the last forward pass, by its number; scalars, fp32, with a graph.
+        """Indexer losses of the last forward pass by layer number: fp32 scalars with a graph.
 
-        A mean over the tokens that are not padding. Empty where none was computed; layers that share another
-        one's selection have none.
+        Each is a mean over tokens without padding. Empty if no loss was computed. A layer that shares another
+        layer's selection has none.
         """
         return self._losses.found
 
     @property
     def loss(self) -> Tensor | None:
-        """Sum of :attr:`losses`, without the coefficient; None where none was computed."""
+        """Sum of :attr:`losses` without the coefficient, or ``None`` if none was computed."""
         values = list(self._losses.found.values())
         return torch.stack([value.to(values[0].device) for value in values]).sum() if values else None
 
     def undo(self) -> None:
-        """Give the model back what it had; nothing happens the second time.
+        """Restore the model. A second call does nothing.
 
-        An indexer that is an FSDP2 unit of its own stays gathered until its backward: FSDP2 does not tell
-        what was set before. Call ``set_reshard_after_forward`` on it if you want that back.
+        An indexer that is its own FSDP2 unit stays gathered until its backward, because FSDP2 does not expose
+        the previous setting. Call ``set_reshard_after_forward`` on it to change that.
         """
         for hook in self._hooks:
             hook.remove()
@@ -188,7 +189,7 @@ class InUse:
         self._hooks, self._attentions, self._layers, self._losses.found = [], [], [], {}
 
     def _indexers(self) -> list[Any]:
-        """Return all indexers; PEFT has a copy of one that it trains as a whole."""
+        """Return all indexers, including the copy that PEFT makes of an indexer that it trains entirely."""
         return [
             module
             for attention in self._attentions
@@ -208,7 +209,8 @@ class InUse:
                 "target_modules, or 'indexer' in modules_to_save), or take loss_coeff=0"
             )
         for indexer in indexers:
-            # Its output is indices, on which FSDP2 hooks nothing that would gather it again.
+            # FSDP2 gathers the weights again in a backward hook on the output. The indexer's output is
+            # integer indices without a graph, so keep its weights gathered after the forward.
             if isinstance(indexer, FSDPModule):
                 indexer.set_reshard_after_forward(False, recurse=False)
 
@@ -226,16 +228,18 @@ class InUse:
         return output
 
     def _add_loss(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Add the indexers' loss to that of the model, as transformers' models do with their routers'."""
+        """Add the indexer loss to the model's loss, as transformers' models do with their router losses."""
         loss = self.loss
         theirs = output[0] if isinstance(output, tuple) else output.loss
-        # The hook's arguments are the call's: labels may stand in their place without a name.
+        # Hooks get the call's arguments, in which labels may be positional.
         labels = (dict(zip(self._parameters, args, strict=False)) | kwargs).get("labels")
         if loss is None or labels is None or theirs is None:
             return self._connect(model, output)
         share = self._losses.coefficient
         if (total := kwargs.get("num_items_in_batch")) is not None:
-            # The model's loss is divided by the tokens of all microbatches; this one weighs as its tokens do.
+            # The model's loss is divided by the tokens of all microbatches, so weigh this loss by its share
+            # of tokens. 1000 of 4000 tokens count: share 1/4. labels[..., 1:], because targets are shifted by
+            # one.
             share = share * ((labels[..., 1:] != -100).sum() / total).to(theirs.device)
         theirs = theirs + share * loss.to(theirs.device)
         if isinstance(output, tuple):
@@ -245,5 +249,5 @@ class InUse:
 
 
 def _slot(indexer: nn.Module) -> str:
-    """Return where the function lies that an indexer's call ends in: behind accelerate's, if it has one."""
+    """Return the attribute with an indexer's forward; accelerate moves it to ``_old_forward``."""
     return "_old_forward" if "_old_forward" in vars(indexer) else "forward"

@@ -1,4 +1,4 @@
-"""Checks of :func:`apply_dsa`: releases of transformers, models, devices; one message for each."""
+"""Checks of :func:`apply_dsa`: transformers release, model and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_dsa.ops.backend import BackendUnavailable, ShapeClass, check_name
 from mindspeed_dsa.ops.lightning_indexer import OPERATOR
 
 RELEASES = SpecifierSet(">=5.20,<6")
-"""Releases of transformers whose layers are called as :mod:`.layers` has it."""
+"""Releases of transformers with the layer interface that :mod:`.layers` uses."""
 _WHO = "mindspeed_dsa.integrations.transformers.apply_dsa(model)"
 _LOADED_WITH = ("eager", "sdpa")
 _DEVICES = ("cpu", "cuda", "npu")
@@ -28,9 +28,9 @@ class Family:
     """Models of one ``model_type``.
 
     Attributes:
-        module: of transformers, where its classes are.
-        prefix: of their names.
-        rotate: function of that module, the rotary embedding of its indexer.
+        module: transformers module that defines the classes.
+        prefix: prefix of the class names.
+        rotate: name of the module's function that is the indexer's rotary embedding.
     """
 
     module: str
@@ -38,7 +38,7 @@ class Family:
     rotate: str
 
     def named(self, name: str) -> Any:
-        """Return a class or a function of the module."""
+        """Return a class or function of the module."""
         return getattr(import_module(self.module), name)
 
 
@@ -52,39 +52,39 @@ FAMILIES = {
         "apply_rotary_pos_emb_interleave",
     ),
 }
-"""By ``model_type``."""
+"""Supported families by ``model_type``."""
 
 
 def family_of(model: nn.Module) -> tuple[Any, Family]:
-    """Return transformers' model in ``model``, which may be wrapped, and its family.
+    """Return the transformers model inside ``model``, which may be a wrapper, and its family.
 
     Raises:
         ImportError: transformers is missing or of another release.
-        ValueError: there is no model that is served.
+        ValueError: it contains no supported model, or several models.
     """
     _check_release()
     from transformers import PreTrainedModel
 
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     served = " and ".join(FAMILIES)
-    if not found:
+    if not models:
         raise ValueError(
             f"{_WHO}: {type(model).__name__} has no model of transformers in it; give it one of {served}"
         )
-    inner = {id(part) for whole in found for part in whole.modules() if part is not whole}
-    outer = [whole for whole in found if id(whole) not in inner]
+    inner = {id(part) for whole in models for part in whole.modules() if part is not whole}
+    outer = [whole for whole in models if id(whole) not in inner]
     if len(outer) > 1:
         raise ValueError(
             f"{_WHO}: {type(model).__name__} has {len(outer)} models of transformers in it "
             f"({', '.join(type(whole).__name__ for whole in outer)}); call apply_dsa() with each to be served"
         )
-    kind = found[0].config.model_type
+    kind = models[0].config.model_type
     if kind not in FAMILIES:
         raise ValueError(
-            f"{_WHO}: {type(found[0]).__name__} is of type {kind!r}, whose attention these operators do not "
+            f"{_WHO}: {type(models[0]).__name__} is of type {kind!r}, whose attention these operators do not "
             f"know; they serve {served}. The operators themselves take tensors: docs/hosts/operators.md"
         )
-    return found[0], FAMILIES[kind]
+    return models[0], FAMILIES[kind]
 
 
 def _check_release() -> None:
@@ -102,17 +102,17 @@ def _check_release() -> None:
 
 
 def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool) -> None:
-    """Raise unless the model can be served as it is.
+    """Raise unless the model is supported in its current state.
 
     Args:
-        model: transformers'.
-        attentions: its attention layers by name.
-        backend: asked for.
-        with_loss: whether the indexer's loss is asked for.
+        model: transformers model.
+        attentions: dict from name to attention layer.
+        backend: requested backend.
+        with_loss: whether the indexer loss is requested.
 
     Raises:
-        ValueError: with every problem, and what to do.
-        BackendUnavailable: the backend asked for cannot run on the model's device.
+        ValueError: the message lists every problem, with a remedy.
+        BackendUnavailable: the requested backend cannot run on the model's device.
     """
     check_name(OPERATOR, backend)
     problems = list(_problems(model, attentions, with_loss))
@@ -121,7 +121,7 @@ def check(model: Any, attentions: dict[str, Any], backend: str, with_loss: bool)
     for attention in attentions.values():
         for name, parameter in attention.named_parameters():
             device = parameter.device.type
-            if device == "meta":  # Materialised later, by FSDP or by accelerate's hooks.
+            if device == "meta":  # materialised later, by FSDP or by accelerate's hooks
                 continue
             if device not in _DEVICES and backend == "auto":
                 raise BackendUnavailable(
@@ -187,23 +187,23 @@ def _problems(model: Any, attentions: dict[str, Any], with_loss: bool) -> Iterat
 
 
 def _splits_heads(model: Any) -> bool:
-    """Return whether tensor parallel ranks have other heads each; they may have other experts alone."""
+    """Return whether attention heads are split over tensor parallel ranks; a plan may split only experts."""
     rules = getattr(model, "tp_plan", None) or {}
     return (getattr(model, "tp_size", None) or 1) > 1 and any(".self_attn." in rule for rule in rules)
 
 
 def check_indexer(model: Any, family: Family) -> None:
-    """Call the release's indexer as its attention does, on tensors without memory.
+    """Call the release's indexer as its attention does, on meta tensors.
 
     Raises:
-        ImportError: it does not return indices alone, as the function in its place does.
+        ImportError: it does not return only indices, as our replacement does.
     """
     config, rows = model.config, (1, 2)
     kind = family.named(f"{family.prefix}Indexer")
     problem = ""
     with torch.device("meta"), torch.no_grad():
         try:
-            found = kind(config, 0)(
+            indices = kind(config, 0)(
                 torch.empty(*rows, config.hidden_size),
                 torch.empty(*rows, config.q_lora_rank),
                 (torch.empty(*rows, config.qk_rope_head_dim),) * 2,
@@ -213,11 +213,11 @@ def check_indexer(model: Any, family: Family) -> None:
         except Exception as error:
             problem = f"cannot be called as in these releases ({type(error).__name__}: {error})"
         else:
-            if not isinstance(found, torch.Tensor):
-                problem = f"returns {type(found).__name__} where indices alone are known"
-            elif found.dtype != torch.int32 or found.shape[:2] != rows:
+            if not isinstance(indices, torch.Tensor):
+                problem = f"returns {type(indices).__name__} where indices alone are known"
+            elif indices.dtype != torch.int32 or indices.shape[:2] != rows:
                 problem = (
-                    f"returns {found.dtype} {list(found.shape)} where int32 [batch, rows, topk] is known"
+                    f"returns {indices.dtype} {list(indices.shape)} where int32 [batch, rows, topk] is known"
                 )
     if problem:
         raise ImportError(

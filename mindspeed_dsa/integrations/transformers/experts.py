@@ -1,7 +1,7 @@
-"""Experts of transformers' models on NPUs: permutation, grouped products and weighted sum on our operators.
+"""Experts of transformers models on NPUs: permutation, grouped matmul and weighted sum by our operators.
 
-The products that transformers takes by default, ``aten::_grouped_mm``, have no kernel in torch_npu, which
-brings them to the CPU and back; and its sort of experts' numbers is left to the device's few processor cores.
+transformers' default, ``aten::_grouped_mm``, has no kernel in torch_npu, which copies the operands to the CPU
+and back. Its sort of expert indices runs on the device's few processor cores.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mindspeed_dsa.ops.grouped_matmul import Groups, grouped_matmul
 from mindspeed_dsa.ops.moe_permute import permute, unpermute
 
 DEFAULT = "grouped_mm"
-"""Name of transformers' own implementation, whose place this one takes."""
+"""Name of transformers' default implementation, which is replaced."""
 _DEVICES = ("npu",)
 
 
 def wants_experts_here(model: nn.Module) -> bool:
-    """Return whether a model's experts run by default on a device that has no kernel for that.
+    """Return whether a model's experts use the default implementation on a device without a kernel for it.
 
-    A model without memory yet, whose device nobody knows, is one of them: each call looks again.
+    Also true for a model on the meta device, whose final device is unknown. Each call then checks again.
     """
     config: Any = model.config
     devices = {parameter.device.type for parameter in model.parameters()}
@@ -35,19 +35,19 @@ def wants_experts_here(model: nn.Module) -> bool:
 def run_experts(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Run the experts of a layer: the function that is registered with ``transformers``' experts.
+    """Run the experts of a layer. Registered with transformers' ``ExpertsInterface``.
 
     Args:
-        self: transformers' experts.
+        self: transformers' experts module.
         hidden_states: ``[tokens, dim]``.
-        top_k_index: ``[tokens, topk]`` int64; with experts on several ranks those of others have the number
-            after this rank's last.
+        top_k_index: ``[tokens, topk]`` int64. With expert parallelism, an expert of another rank has the
+            index after this rank's last expert.
         top_k_weights: ``[tokens, topk]``.
-        *args: arguments of transformers' own functions.
-        **kwargs: likewise.
+        *args: further arguments of transformers' functions.
+        **kwargs: further keyword arguments of transformers' functions.
 
     Returns:
-        ``[tokens, dim]``, in the dtype of ``hidden_states``.
+        ``[tokens, dim]`` in the dtype of ``hidden_states``.
     """
     if not _is_served(self, hidden_states):
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -58,24 +58,24 @@ def run_experts(
         return theirs
     into, out_of = self.gate_up_proj, self.down_proj
     (tokens, topk), experts = top_k_index.shape, len(into)
-    # Experts of other ranks get a column of their own, which is left out: a token may have several. Earlier
-    # releases do not say whether there are any.
+    # With expert parallelism an additional column collects the experts of other ranks, and is then dropped. A
+    # token may have several of them. Releases without the attribute do not say whether there are any.
     some_elsewhere = getattr(self, "_is_expert_parallel", True)
     wide = (tokens, experts + some_elsewhere)
-    chosen = torch.zeros(wide, dtype=torch.bool, device=hidden_states.device).scatter(1, top_k_index, True)
+    routing = torch.zeros(wide, dtype=torch.bool, device=hidden_states.device).scatter(1, top_k_index, True)
     weights = top_k_weights.new_zeros(wide).scatter(1, top_k_index, top_k_weights)
-    known: dict[str, Any] = {"rows": tokens * topk, "topk": topk}
-    if some_elsewhere:
-        chosen, weights, known = chosen[:, :experts].contiguous(), weights[:, :experts].contiguous(), {}
-    permuted = permute(hidden_states.to(into.dtype), chosen, **known)
-    groups = Groups(chosen.sum(0, dtype=torch.int32))
+    sizes: dict[str, Any] = {"rows": tokens * topk, "topk": topk}
+    if some_elsewhere:  # the number of local rows is then unknown on the host
+        routing, weights, sizes = routing[:, :experts].contiguous(), weights[:, :experts].contiguous(), {}
+    permuted = permute(hidden_states.to(into.dtype), routing, **sizes)
+    groups = Groups(routing.sum(0, dtype=torch.int32))
     rows = grouped_matmul(permuted.tokens, into, groups, layout="nk")
     rows = grouped_matmul(self._apply_gate(rows), out_of, groups, layout="nk")
     return unpermute(rows, permuted.row_map, tokens, weights).to(hidden_states.dtype)
 
 
 def _is_served(experts: Any, hidden_states: Tensor) -> bool:
-    """Return whether a layer's device needs these operators, and they have what its products are made of."""
+    """Return whether a layer is on a device that needs our operators, and uses only supported parts."""
     others = ("has_bias", "is_transposed", "has_post_expert_norm")
     if hidden_states.device.type not in _DEVICES or any(getattr(experts, name, False) for name in others):
         return False

@@ -1,8 +1,8 @@
-"""Parts of an attention layer of transformers on the operators: indexer, latent keys, attention.
+"""Parts of a transformers attention layer on our operators: indexer, latent keys, attention.
 
-The layers' own ``forward`` stays: projections, rotary embedding, cache and output projection are
-transformers'. It calls the indexer, ``expand_kv`` and the attention that is registered as :data:`NAME`: those
-three are here.
+The layer's own ``forward`` is kept: projections, rotary embedding, cache and output projection are
+transformers'. It calls the indexer, ``expand_kv`` and the attention registered as :data:`NAME`, which are
+implemented here.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from mindspeed_dsa.ops.dsa import (
 from mindspeed_dsa.ops.dsa.attention import is_dense
 
 NAME = "mindspeed_dsa"
-"""Of the attention implementation, as ``model.config._attn_implementation`` has it."""
+"""Name of the attention implementation in ``model.config._attn_implementation``."""
 ATTRIBUTE = "_mindspeed_dsa"
-"""Of attention layers and indexers: their :class:`Layer`."""
+"""Attribute of attention layers and indexers with their :class:`Layer`."""
 
 
 class Losses:
     """Indexer losses of a model's forward pass.
 
     Attributes:
-        stage: see :data:`mindspeed_dsa.ops.dsa.Stage`.
-        coefficient: of their sum in the model's loss; no loss is computed where it is 0.
-        backend: see :data:`mindspeed_dsa.ops.dsa.BackendName`.
-        found: by number of the layer, as they were computed, of the last forward pass.
-        collecting: whether a forward pass is under way; layers that are computed again in backward, and
-            their losses with them, belong to none.
-        with_gradients: whether that pass was called with gradients.
-        model: transformers', whose layers these are of.
+        stage: stage of training, see :data:`mindspeed_dsa.ops.dsa.Stage`.
+        coefficient: factor of the losses' sum in the model's loss; with 0 no loss is computed.
+        backend: backend of the operators, see :data:`mindspeed_dsa.ops.dsa.BackendName`.
+        found: losses of the last forward pass, by layer number.
+        collecting: whether a forward pass is running. Losses of layers that backward recomputes are not
+            collected.
+        with_gradients: whether that pass was called with gradients enabled.
+        model: transformers model that the layers belong to.
     """
 
     def __init__(self, model: nn.Module, stage: Stage, coefficient: float, backend: str) -> None:
@@ -52,7 +52,8 @@ class Losses:
         self.collecting = self.with_gradients = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
-        # A copy of a model, such as a reference model, has losses of its own; a copy of a layer has not.
+        # A copied model, such as a reference model, gets its own losses. A copied layer of this model shares
+        # them.
         if id(self.model) not in memo:
             return self
         return Losses(copy.deepcopy(self.model, memo), self.stage, self.coefficient, self.backend)
@@ -60,17 +61,17 @@ class Losses:
 
 @dataclass
 class Layer(threading.local):
-    """State of one attention layer, the indexer's part in it included; of a call, each thread has its own.
+    """State of one attention layer and its indexer, per thread.
 
     Attributes:
-        losses: of the model.
-        topk: keys per row.
-        rotate: transformers' rotary embedding of the indexer, of query and key.
-        operands: of the indexer, from its call to that of the attention.
-        scores: of the selected keys, likewise.
-        absorbed: whether keys of this call stay latent.
-        rows: of this call.
-        loss: of the indexer, from the attention to the end of the decoder layer.
+        losses: losses of the model.
+        topk: number of selected keys per token.
+        rotate: transformers' rotary embedding of the indexer's query and key.
+        operands: indexer's operands, from the indexer's call to the attention's.
+        scores: scores of the selected keys, from the indexer's call to the attention's.
+        absorbed: whether keys stay latent in this call.
+        rows: number of query tokens in this call.
+        loss: indexer loss, from the attention to the end of the decoder layer.
         below: input of the decoder layer, if losses of layers below are connected to it and it has no
             gradient of its own.
     """
@@ -86,13 +87,14 @@ class Layer(threading.local):
     below: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        # PEFT trains a copy of an indexer, for the same layer. Between two calls nothing of one is in here.
+        # PEFT trains a copy of an indexer for the same layer. Between calls there is no per-call state to
+        # copy.
         if id(self.losses.model) not in memo:
             return self
         return Layer(copy.deepcopy(self.losses, memo), self.topk, self.rotate)
 
     def trains(self, indexer: nn.Module) -> bool:
-        """Return whether this call computes a loss; it has to be the same when the layer is recomputed."""
+        """Return whether this call computes a loss. A recomputation must get the same result."""
         wanted = self.losses.coefficient > 0 and indexer.training
         wanted = wanted and any(parameter.requires_grad for parameter in indexer.parameters())
         if wanted and self.losses.collecting and self.losses.with_gradients and not torch.is_grad_enabled():
@@ -103,15 +105,15 @@ class Layer(threading.local):
         return wanted and torch.is_grad_enabled()
 
     def is_dense(self, keys: int) -> bool:
-        """Return whether rows attend to every key that they see."""
+        """Return whether tokens attend to all visible keys."""
         return is_dense(self.losses.stage) or keys <= self.topk
 
 
 def count_rows(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note how many rows a layer is called with: a hook before its ``forward``.
+    """Store the number of query tokens of a layer's call. Forward pre-hook.
 
     Raises:
-        ValueError: another attention has been set since :func:`apply_dsa`.
+        ValueError: another attention implementation has been set since :func:`apply_dsa`.
     """
     asked = attention.config._attn_implementation
     if asked != NAME:
@@ -132,23 +134,23 @@ def select_keys(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Select keys, in the place of the ``forward`` of transformers' indexers.
+    """Select keys. Replaces ``forward`` of transformers' indexers.
 
     Args:
-        self: the indexer.
+        self: indexer.
         hidden_states: ``[batch, rows, hidden_size]``.
         q_resid: ``[batch, rows, q_lora_rank]``.
         position_embeddings: cosines and sines.
-        attention_mask: ``[batch, rows, width]``, the layer's mask: see :func:`rows_of`.
-        *args: position ids, not used by transformers either.
-        **kwargs: among them the cache.
+        attention_mask: layer's mask, ``[batch, rows, width]``, see :func:`rows_of`.
+        *args: position ids, which transformers does not use either.
+        **kwargs: further arguments, among them the cache.
 
     Returns:
-        ``[batch, rows, topk]`` int32, -1 at the tail; of width 0 where rows attend to all keys that they see.
+        ``[batch, rows, topk]`` int32 with -1 at the end; ``topk`` is 0 if tokens attend to all visible keys.
     """
     layer: Layer = getattr(self, ATTRIBUTE)
     trains = layer.trains(self)
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the latter until transformers 5.22
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed to "cache" after transformers 5.22
     with torch.set_grad_enabled(trains):
         operands = project(self, layer, hidden_states.detach(), q_resid.detach(), position_embeddings)
     if cache is not None:
@@ -159,7 +161,7 @@ def select_keys(
         return torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
     rows = rows_of(attention_mask[:, None].expand(len(hidden_states), -1, -1, -1))
     with torch.set_grad_enabled(trains):
-        found = lightning_indexer(
+        selection = lightning_indexer(
             *operands,
             layer.topk,
             starts=rows.starts,
@@ -168,14 +170,14 @@ def select_keys(
             in_order=False,
             backend=layer.losses.backend,
         )
-    layer.scores = found.topk_scores if trains else None
-    return found.topk_indices
+    layer.scores = selection.topk_scores if trains else None
+    return selection.topk_indices
 
 
 def project(
     indexer: Any, layer: Layer, hidden: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]
 ) -> IndexerOperands:
-    """Project the indexer's operands by its own layers, as its ``forward`` does."""
+    """Project the indexer's operands with its own layers, as its ``forward`` does."""
     query = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
     rope = indexer.qk_rope_head_dim
@@ -190,15 +192,15 @@ def project(
 
 
 def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep keys latent where attention is faster so, in the place of ``expand_kv`` of transformers' layers.
+    """Keep keys latent if attention is faster this way. Replaces ``expand_kv`` of transformers' layers.
 
     Args:
-        self: the attention layer.
+        self: attention layer.
         kv_nope: ``[batch, 1, keys, kv_lora_rank]``.
         k_rot: ``[batch, 1, keys, qk_rope_head_dim]``.
 
     Returns:
-        Keys and values, ``[batch, heads, keys, dim]`` each; or ``[batch, 1, keys, latent + rope]`` twice.
+        Keys and values, ``[batch, heads, keys, dim]`` each, or twice ``[batch, 1, keys, latent + rope]``.
     """
     layer: Layer = getattr(self, ATTRIBUTE)
     keys = kv_nope.shape[2]
@@ -206,7 +208,7 @@ def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     if not _is_plain(self.kv_b_proj):
         layer.absorbed = False
     elif layer.rows < keys:
-        # Behind a cache, few rows are absorbed rather than all keys expanded.
+        # With a cache, absorbing the few new queries is cheaper than expanding all cached keys.
         layer.absorbed = True
     else:
         device, backend = kv_nope.device, layer.losses.backend
@@ -229,24 +231,24 @@ def attend(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to selected keys: the function that is registered with ``transformers.AttentionInterface``.
+    """Attend to selected keys. Registered with ``transformers.AttentionInterface``.
 
     Args:
-        module: the attention layer.
+        module: attention layer.
         query: ``[batch, heads, rows, dim]``.
-        key: as :func:`expand_kv` returned it, and so is the next one.
-        value: likewise.
-        attention_mask: see :func:`rows_of`.
-        scaling: of scores.
-        dropout: of probabilities; there is none.
-        indices: as :func:`select_keys` returned them, of this layer or the one whose selection it shares.
-        **kwargs: what other implementations take.
+        key: first result of :func:`expand_kv`.
+        value: second result of :func:`expand_kv`.
+        attention_mask: mask, see :func:`rows_of`.
+        scaling: softmax scale.
+        dropout: dropout of probabilities; must be 0.
+        indices: result of :func:`select_keys`, of this layer or of the layer whose selection it shares.
+        **kwargs: arguments of other implementations.
 
     Returns:
-        ``[batch, rows, heads, value_dim]``, and no probabilities.
+        Output ``[batch, rows, heads, value_dim]``, and ``None`` for the probabilities.
 
     Raises:
-        ValueError: the layer is of no model in use, or was given a dropout.
+        ValueError: the layer's model was not converted by ``apply_dsa``, or dropout is set.
     """
     layer: Layer | None = getattr(module, ATTRIBUTE, None)
     if layer is None or indices is None:
@@ -299,7 +301,7 @@ def attend(
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in autocast's dtype inside of it, as transformers' products have them."""
+    """Cast tensors to autocast's dtype if it is enabled, as it casts the operands of matmuls."""
     kind = tensors[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -308,14 +310,14 @@ def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_plain(linear: Any) -> bool:
-    """Return whether a projection is its weight and nothing else: no adapter, no quantisation, no hook."""
+    """Return whether a projection is only its weight: no adapter, no quantisation, no hook."""
     if type(linear) is not nn.Linear:
         return False
     weight: Any = linear.weight
     bias: Any = linear.bias
     forward = linear._forward_pre_hooks, linear._forward_hooks
     backward = linear._backward_pre_hooks, linear._backward_hooks
-    # Whoever replaces the forward of one module, as accelerate's hooks and some adapters do.
+    # accelerate's hooks and some adapters replace the forward of one instance.
     hooked = any(forward) or any(backward) or "forward" in vars(linear)
-    # A DTensor is another type, and one on the meta device is brought by a hook.
+    # A DTensor has another type, and a hook loads weights of a module on the meta device.
     return type(weight) is nn.Parameter and bias is None and weight.device.type != "meta" and not hooked

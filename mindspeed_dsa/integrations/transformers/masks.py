@@ -1,9 +1,9 @@
-"""Masks of transformers as ranges of keys: what a row sees, without a buffer of rows times keys.
+"""Attention masks of transformers as key ranges per token, without a buffer of size tokens x keys.
 
-transformers asks the function that is registered for an attention implementation for a mask, once in a
-forward pass of a model, and hands it to every layer as it is. Ours is int32, ``[batch, 1, rows, width]``: the
-last axis holds, for each row, its first visible key, the one past its last, and 1 if the row is a token
-rather than padding; of width 0 where every row is a token and causal up to the last key.
+Once per forward pass transformers calls the mask function that is registered for an attention implementation,
+and passes the result to every layer. Our mask is int32 ``[batch, 1, rows, width]``. Its last dimension holds,
+per query token, the first visible key, one past the last, and 1 for a token or 0 for padding. Its width is 0
+if there is no padding and all tokens are causal up to the last key.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from torch import Tensor
 from mindspeed_dsa.ops.dsa import RowForm
 
 _CHUNK = 1 << 24
-"""Entries of a mask that are evaluated at once."""
+"""Largest number of mask entries that are evaluated at once."""
 _HIDDEN = -9e3
-"""Added to a score, it hides a key: users write -10000 (-9984 in bf16), -1e9 and a dtype's least."""
+"""Threshold of additive masks: lower values hide a key. Users write -10000 (-9984 in bf16), -1e9 or less."""
 _WIDTH = 3
-"""Of ranges: first, end, whether the row is a token."""
+"""Width of a range: first key, end, whether it is a token."""
 
 
 class Rows(NamedTuple):
-    """Keys that rows see, as :func:`mindspeed_dsa.ops.dsa.deepseek_sparse_attention` takes it."""
+    """Visible keys as arguments of :func:`mindspeed_dsa.ops.dsa.deepseek_sparse_attention`."""
 
     starts: Tensor | None = None
-    """``[batch, rows]`` int32, or None with a form."""
+    """``[batch, rows]`` int32, first visible key; ``None`` with a form."""
     ends: Tensor | None = None
-    """Likewise."""
+    """``[batch, rows]`` int32, one past the last visible key; ``None`` with a form."""
     form: RowForm | None = None
-    """Of rows that are causal up to the last key; else None."""
+    """Form of tokens that are causal up to the last key, else ``None``."""
     row_mask: Tensor | None = None
-    """``[batch, rows]`` bool, true for tokens; None where every row is one."""
+    """``[batch, rows]`` bool, true for tokens; ``None`` without padding."""
 
 
 def rows_of(mask: Tensor) -> Rows:
-    """Return what a mask says.
+    """Convert a mask to key ranges.
 
     Args:
-        mask: ``[batch, 1, rows, width]`` as :func:`ranges_mask` made it, or of the user: ``[batch, 1, rows,
-            keys]``, bool with true for visible keys, or floating point and added to scores.
+        mask: ``[batch, 1, rows, width]`` from :func:`ranges_mask`, or a user's ``[batch, 1, rows, keys]``:
+            bool with true for visible keys, or floating point to add to scores.
 
     Raises:
-        ValueError: a mask of the user's is another for each head, adds to the scores of visible keys, or has
-            a row that sees keys that are not one behind the other.
+        ValueError: a user's mask differs between heads, changes the scores of visible keys, or makes a token
+            see keys that are not contiguous.
     """
     if mask.shape[1] != 1:
         raise ValueError(
@@ -57,15 +57,15 @@ def rows_of(mask: Tensor) -> Rows:
         mask = _checked(_Found.of(mask[:, 0]))
     elif mask.is_floating_point():
         hidden = mask[:, 0] <= _HIDDEN
-        found = _Found.of(~hidden)
-        adds, gaps = _told(((mask[:, 0] != 0) & ~hidden).any(), found.gaps.any())
+        ranges = _Found.of(~hidden)
+        adds, gaps = _told(((mask[:, 0] != 0) & ~hidden).any(), ranges.gaps.any())
         if adds:
             raise ValueError(
                 "mindspeed_dsa: the attention mask adds to the scores of keys that it does not hide; the "
                 "operators add nothing: give 0 for visible keys and -10000 or less for others, or "
                 "undo() what apply_dsa() did"
             )
-        mask = _checked(found, gaps)
+        mask = _checked(ranges, gaps)
     elif mask.dtype != torch.int32 or mask.shape[-1] not in (0, _WIDTH):
         raise ValueError(
             f"mindspeed_dsa: the attention mask of four axes is of {mask.dtype}; give bool, true for visible "
@@ -88,28 +88,28 @@ def ranges_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """Return the ranges of a forward pass, in the place of ``transformers.masking_utils.sdpa_mask``.
+    """Return the key ranges of a forward pass. Replaces ``transformers.masking_utils.sdpa_mask``.
 
     Args:
-        batch_size: sequences.
-        q_length: rows of each.
-        kv_length: keys of each, those of a cache included.
-        q_offset: position of the first row, an int or a tensor.
+        batch_size: number of sequences.
+        q_length: number of query tokens per sequence.
+        kv_length: number of keys per sequence, including cached ones.
+        q_offset: position of the first query token, an int or a tensor.
         kv_offset: position of the first key.
-        mask_function: which positions see which, of indices that broadcast; default causal.
+        mask_function: visibility as a function of index tensors that broadcast; default: causal.
         attention_mask: ``[batch, kv_length]`` bool, false for padding.
-        device: where the result lives.
-        **kwargs: what other implementations take.
+        device: device of the result.
+        **kwargs: arguments of other implementations.
 
     Raises:
-        ValueError: a row sees keys that are not one behind the other.
+        ValueError: a token sees keys that are not contiguous.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     is_causal = mask_function in (None, causal_mask_function)
     tokens, padded = attention_mask, None
     if tokens is not None:
-        # One wait for the device, whatever is asked of it.
+        # Copy both facts to the host at once, so that it waits for the device only once.
         padded = _Found.of(tokens[:, None, :kv_length])
         all_tokens, gaps = _told(tokens.all(), padded.gaps.any())
         if all_tokens:
@@ -119,23 +119,27 @@ def ranges_mask(
     if is_causal:
         if tokens is None and isinstance(q_offset, int) and kv_length - kv_offset == q_offset + q_length:
             return torch.empty(batch_size, 1, q_length, 0, dtype=torch.int32, device=device)
+        # Query token i sees keys up to its own position: keys 0 to i + q_offset - kv_offset.
         ends = torch.arange(q_length, device=device) + (q_offset - kv_offset + 1)
-        found = torch.stack([torch.zeros_like(ends), ends.clamp(0, kv_length), torch.ones_like(ends)], dim=-1)
-        found = found.to(torch.int32).expand(batch_size, -1, -1)
+        ranges = torch.stack(
+            [torch.zeros_like(ends), ends.clamp(0, kv_length), torch.ones_like(ends)], dim=-1
+        )
+        ranges = ranges.to(torch.int32).expand(batch_size, -1, -1)
         if tokens is None or padded is None:
-            return found[:, None]
-        starts = torch.maximum(found[..., 0], padded.ranges[..., 0])
-        ends = torch.minimum(found[..., 1], padded.ranges[..., 1])
+            return ranges[:, None]
+        starts = torch.maximum(ranges[..., 0], padded.ranges[..., 0])
+        ends = torch.minimum(ranges[..., 1], padded.ranges[..., 1])
         return torch.stack([starts, ends, _are_tokens(tokens, q_length, q_offset)], dim=-1)[:, None]
     assert mask_function is not None
+    # Evaluate the mask in blocks of query tokens: 2**24 entries are 256 tokens of 65,536 keys.
     rows = max(_CHUNK // max(batch_size * kv_length, 1), 1)
     parts = []
-    for at in range(0, q_length, rows):
+    for begin in range(0, q_length, rows):
         visible = sdpa_mask(
             batch_size,
-            min(rows, q_length - at),
+            min(rows, q_length - begin),
             kv_length,
-            q_offset + at,
+            q_offset + begin,
             kv_offset,
             mask_function,
             attention_mask,
@@ -146,52 +150,53 @@ def ranges_mask(
         assert visible is not None, "it skips causal masks alone, when allowed to"
         parts.append(_Found.of(visible[:, 0]))
     whole = _Found(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
-    found = _checked(whole)
+    ranges = _checked(whole)
     if tokens is not None:
-        found[:, 0, :, 2] = _are_tokens(tokens, q_length, q_offset)
-    return found
+        ranges[:, 0, :, 2] = _are_tokens(tokens, q_length, q_offset)
+    return ranges
 
 
 def _are_tokens(tokens: Tensor, rows: int, first: Any) -> Tensor:
-    """Return ``[batch, rows]`` int32: 1 for tokens, of a mask over all positions so far."""
+    """Return ``[batch, rows]`` int32, 1 for tokens and 0 for padding, from a mask over all positions."""
     position = torch.arange(rows, device=tokens.device) + first
     return tokens.index_select(1, position.clamp_max(tokens.shape[1] - 1)).to(torch.int32)
 
 
 class _Found(NamedTuple):
-    """Ranges of keys that rows see, every row a token, and whether they are all that the rows see."""
+    """Key ranges that query tokens see, with all of them as tokens, and whether the ranges have gaps."""
 
     ranges: Tensor
     """``[batch, rows, 3]`` int32."""
     counts: Tensor
-    """``[batch, rows]`` int64, keys that the row sees."""
+    """``[batch, rows]`` int64, number of visible keys."""
     gaps: Tensor
-    """``[batch, rows]`` bool, true where they are not one behind the other."""
+    """``[batch, rows]`` bool, true if the visible keys are not contiguous."""
 
     @classmethod
     def of(cls, visible: Tensor) -> _Found:
-        """Find them in ``[batch, rows, keys]`` bool."""
+        """Compute the ranges of ``[batch, rows, keys]`` bool."""
         counts = visible.sum(-1)
         starts = visible.int().argmax(-1)
+        # argmax returns the first maximum: the first visible key, and in the flipped mask the last one.
         last = visible.shape[-1] - 1 - visible.flip(-1).int().argmax(-1)
         ranges = torch.stack([starts, starts + counts, torch.ones_like(counts)], dim=-1).to(torch.int32)
         return cls(ranges, counts, (counts > 0) & (last - starts + 1 != counts))
 
 
 def _told(*facts: Tensor) -> list[bool]:
-    """Return what tensors ``[]`` of bool say; the host waits once."""
+    """Copy scalar bool tensors to the host at once, so that it waits only once."""
     return [bool(fact) for fact in torch.stack(facts).tolist()]
 
 
 def _checked(found: _Found, has_gaps: bool | None = None) -> Tensor:
-    """Return ranges ``[batch, 1, rows, 3]`` int32.
+    """Return the ranges as ``[batch, 1, rows, 3]`` int32.
 
     Args:
         found: ranges of a mask.
-        has_gaps: answer of its gaps, if it is known already.
+        has_gaps: whether there are gaps, if already known.
 
     Raises:
-        ValueError: a row sees keys that are not one behind the other.
+        ValueError: a token sees keys that are not contiguous.
     """
     if bool(found.gaps.any()) if has_gaps is None else has_gaps:
         batch, row = found.gaps.nonzero()[0].tolist()
