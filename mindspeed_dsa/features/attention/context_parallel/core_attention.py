@@ -1,6 +1,6 @@
-"""Megatron's dense attention on several ranks or by our operator, with latents in place of keys and values.
+"""Megatron's dense attention, run by our operator or under context parallelism, with latents if possible.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _SIZES_OF_LATENT_ATTENTION = ("k_channels", "v_channels")
 
 @dataclass(frozen=True)
 class Plan:
-    """Attention of one layer.
+    """Attention plan of one layer.
 
     Attributes:
         inner: attention on this rank.
-        strategy: of the layer; ``None`` on a single rank.
+        strategy: context parallel strategy of the layer; None on a single rank.
     """
 
     inner: DenseAttention
@@ -57,11 +57,11 @@ class Plan:
 
     @property
     def takes_payload(self) -> bool:
-        """Return whether keys and values may be made of a payload."""
+        """Return whether the plan accepts a :class:`Payload` in place of keys and values."""
         return self.strategy is None or isinstance(self.strategy, PayloadStrategy)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally; arguments as Megatron's, sequence first."""
+        """Attend causally. Query, key and value are in Megatron's layout, sequence first."""
         if self.strategy is not None:
             return self.strategy.attend(self.inner, query, key, value)
         positions = None
@@ -70,17 +70,17 @@ class Plan:
         return self.inner(Exchanged(query, key, value, positions))
 
     def attend_to_latents(self, query: Tensor, payload: Payload) -> Tensor:
-        """Attend where latents stand for keys and values."""
+        """Attend with latents in place of keys and values."""
         if self.strategy is None:
             return ring_attention(self.inner, query, payload, None)
         assert isinstance(self.strategy, PayloadStrategy)
         return self.strategy.attend_payload(self.inner, query, payload)
 
     def attend_to_documents(self, query: Tensor, payload: Payload, packed_seq_params: Any) -> Tensor:
-        """Attend in packed documents, on several ranks.
+        """Attend within packed documents under context parallelism.
 
         Raises:
-            ValueError: the layer's strategy, or its rotary embedding, knows whole sequences only.
+            ValueError: the layer's strategy or rotary embedding supports whole sequences only.
         """
         if not isinstance(self.strategy, PayloadStrategy):
             raise ValueError(
@@ -95,14 +95,14 @@ class Plan:
 
 
 def plan_of(core_attention: Any) -> Plan | None:
-    """Return the plan that a layer was built with; ``None``: Megatron's own attention."""
+    """Return the plan that a layer was built with. None: the layer uses Megatron's own attention."""
     return getattr(core_attention, "dense_context_parallel_plan", None)
 
 
 def build_for_context_parallel(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Decorate ``DotProductAttention.__init__``: accept context parallel ranks, and plan the attention."""
+    """Decorate ``DotProductAttention.__init__`` to accept context parallelism and store a :class:`Plan`."""
     accepted = inspect.signature(original).parameters
 
     def __init__(
@@ -114,10 +114,12 @@ def build_for_context_parallel(
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        # Latent attention passes head sizes that older releases of this class do not accept.
         extra = [name for name in _SIZES_OF_LATENT_ATTENTION if name in kwargs and name not in accepted]
         for name in extra:
             del kwargs[name]
         ranks = config.context_parallel_size
+        # The original asserts one context parallel rank. The real value is restored below.
         config.context_parallel_size = 1
         try:
             original(self, config, layer_number, attn_mask_type, attention_type, *args, **kwargs)
@@ -137,14 +139,16 @@ def build_for_context_parallel(
 
 
 def scale_of(attention: Any) -> float:
-    """Return the factor of scores; a ``DotProductAttention``'s softmax takes back what scaled by layer."""
+    """Return the factor of the scores of a ``DotProductAttention``."""
+    # With --apply-query-key-layer-scaling the score scale is divided by the layer number, and the softmax
+    # multiplies by it again.
     return float(attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0))
 
 
 def unsupported_attention(attention: Any, attention_type: str) -> str | None:
-    """Return why the operator cannot attend for a ``DotProductAttention``, or None.
+    """Return the reason why our operator cannot replace a ``DotProductAttention``, or None.
 
-    Its configuration may ask for what is in no argument namespace.
+    Checks the built module, because its configuration can differ from the job's arguments.
     """
     if attention_type != "self" or attention.attn_mask_type.name != "causal":
         kind = f"{attention_type} attention with the mask type {attention.attn_mask_type.name}"
@@ -159,7 +163,7 @@ def unsupported_attention(attention: Any, attention_type: str) -> str | None:
 
 
 def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``DotProductAttention.forward``: attend as planned."""
+    """Decorate ``DotProductAttention.forward`` to attend as planned."""
 
     def forward(
         self: Any,
@@ -173,13 +177,14 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
         **kwargs: Any,
     ) -> Any:
         plan = plan_of(self)
-        # On one rank packs are another feature's affair.
+        # Without context parallelism, packs are handled by pack-documents.
         if plan is None or (plan.strategy is None and packed_seq_params is not None):
             options = (attention_mask, attn_mask_type, attention_bias, packed_seq_params)
             return original(self, query, key, value, *options, **kwargs)
         _require_plain(context.feature, attention_mask, attention_bias)
         latents = None
-        # Latent attention hands over the weight of its up-projection for values: see :func:`project_latents`.
+        # For latent attention, `value` is the weight of the up-projection, which has 2 dimensions: see
+        # :func:`project_latents`.
         if value.dim() == 2:
             config = self.config
             expansion = FromLatents(query.size(2), config.kv_lora_rank, config.qk_head_dim)
@@ -187,7 +192,8 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
             if query_rope is not None:
                 return attend_in_parts(plan.inner, query, query_rope, key, expansion, value).flatten(2)
             latents = Payload(key, expansion, (value,))
-        elif query.dim() == 3:  # packed, without a batch
+        elif query.dim() == 3:  # packed, without a batch dimension
+            # [t, heads, dim] -> [t, 1, heads, dim]
             query, key, value = (states.unsqueeze(1) for states in (query, key, value))
         if plan.strategy is not None and key.size(0) != query.size(0):
             raise ValueError(
@@ -201,7 +207,7 @@ def attend_with_other_ranks(original: Callable[..., Tensor], context: Context[Op
             out = plan.attend_to_latents(query, latents)
         else:
             out = plan.attend(query, key, value)
-        return out.flatten(2)
+        return out.flatten(2)  # [s, b, heads * value_dim]
 
     return forward
 
@@ -217,9 +223,9 @@ def _require_plain(who: str, mask: Tensor | None, bias: Tensor | None) -> None:
 
 
 def build_for_the_operator(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``DotProductAttention.__init__``: plan to attend by the operator.
+    """Decorate ``DotProductAttention.__init__`` to store a plan that attends with our operator.
 
-    A layer of another kind, such as cross attention, keeps Megatron's, which is said once.
+    Unsupported layers, such as cross attention, keep Megatron's attention, and a warning is logged once.
     """
 
     def __init__(
@@ -242,16 +248,16 @@ def build_for_the_operator(original: Callable[..., None], context: Context[None]
 
 
 def project_latents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors``: return latents where they may travel.
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors`` to return latents in place of keys.
 
-    Generation keeps Megatron's form, and so do packed sequences on one rank, and strategies that know keys
-    and values only.
+    Megatron's form is kept for generation, for packed sequences on one context parallel rank, and for
+    strategies that only accept keys and values.
     """
     return _project(original, context, 5)
 
 
 def project_latents_in_three(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate it before 0.16, which returns no latents beside query, key and value."""
+    """Decorate the same function before 0.16, which returns three results, without latents."""
     return _project(original, context, 3)
 
 
@@ -269,18 +275,21 @@ def _project(original: Callable[..., Any], context: Context[Options], results: i
 
 
 def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone: bool) -> tuple[Tensor, ...]:
-    """Return the result of ``get_query_key_value_tensors``, with latents in place of keys.
+    """Return the result of ``get_query_key_value_tensors`` with latents in place of keys.
+
+    The latent query and key-value are shards of the sequence under sequence parallelism.
 
     Args:
-        projections: of an ``MLASelfAttention``.
-        hidden_states: ``[s, b, hidden]``, a rank's part of the sequence under sequence parallelism.
-        is_alone: whether there is one context parallel rank.
+        projections: projections of an ``MLASelfAttention``.
+        hidden_states: ``[s, b, hidden]``, a rank's shard of the sequence under sequence parallelism.
+        is_alone: whether there is only one context parallel rank.
 
     Returns:
-        query ``[s, b, heads, qk_head_dim + rope]``, latents and rotated key ``[s, b, 1, latent + rope]``, on
-        one rank as :func:`.query_parts.beside_latents` has them where an operator takes parts, the
-        up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, the latent query and the
-        latent key-value (both parts of the sequence under sequence parallelism).
+        Query ``[s, b, heads, qk_head_dim + rope]``, latents with rotated key ``[s, b, 1, latent + rope]``,
+        the up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, latent query and latent
+        key-value.
+        On one rank, if the operator takes separate parts, the first two are as in
+        :func:`.query_parts.beside_latents`.
     """
     latent_query = projections.latent_query(hidden_states)
     latent, rotary_key = projections.latent_key(hidden_states)
@@ -291,6 +300,7 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
     )
 
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor) -> tuple[Tensor, Tensor]:
+        # [s, b, heads, qk_head_dim], [s, b, heads, rope]
         plain, rotary = projections.query_parts(latent_query)
         rotary, key = rotate(rotary), projections.whole_latent_key(rotate, latent, rotary_key)
         if is_alone and takes_parts(plain, rotary.size(-1), projections.layer.config.v_head_dim):
@@ -301,26 +311,26 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
     return query, key, weight, latent_query, latent
 
 
-# -- a layer's strategy, by its number, and the process groups that it exchanges in -----------------------
+# -- strategies of layers, and the process groups that they exchange in -----------------------------------
 
 
 _built: WeakKeyDictionary[ProcessGroup, tuple[int, ProcessGroup, ProcessGroup]] = WeakKeyDictionary()
-"""By context parallel group: ranks that exchange heads, their group and that of the ring."""
+"""Cache by context parallel group: number of ranks that exchange heads, their group, and the ring's group."""
 
 
 def make_strategy(
     attention: Any, layer_number: int, comm_type: str | None, context: Context[Options]
 ) -> ContextParallelStrategy:
-    """Build the strategy that a layer's algorithm names.
+    """Build the context parallel strategy of a layer.
 
     Args:
         attention: Megatron's core attention.
-        layer_number: from 1.
-        comm_type: what Megatron's configuration says of this layer, where no flag did.
-        context: the feature's.
+        layer_number: number of the layer, from 1.
+        comm_type: ``cp_comm_type`` of this layer in Megatron's configuration, used if no flag is set.
+        context: context of the feature.
 
     Raises:
-        SettingsError: dense attention has no such algorithm.
+        SettingsError: dense attention does not have the algorithm.
     """
     group = _context_parallel_group(attention, context.megatron)
     name = context.options.of_layer(layer_number, (comm_type or DEFAULT).replace("_", ""))
@@ -340,7 +350,7 @@ def make_strategy(
 
 
 def _groups_of_layer(attention: Any) -> Any:
-    """Return ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
+    """Return the layer's groups: ``pg_collection`` since 0.15, ``model_comm_pgs`` in 0.13 and 0.14."""
     return getattr(attention, "pg_collection", None) or getattr(attention, "model_comm_pgs", None)
 
 
@@ -354,7 +364,7 @@ def _context_parallel_group(attention: Any, megatron: Megatron) -> ProcessGroup:
 def _neighbours_and_ring(
     attention: Any, group: ProcessGroup, context: Context[Options]
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Return Megatron's hierarchical groups where it has made them of these sizes, or our own."""
+    """Return the groups that exchange heads and form a ring: Megatron's if the sizes match, or our own."""
     levels = getattr(_groups_of_layer(attention), "hcp", None)
     find = getattr(context.megatron("core.parallel_state"), "get_hierarchical_context_parallel_groups", None)
     if levels is None and find is not None:
@@ -370,22 +380,23 @@ def _neighbours_and_ring(
         return levels[0], levels[1]
     if group not in _built or _built[group][0] != degree:
         ranks, rank = dist.get_process_group_ranks(group), group.rank()
+        # With 8 ranks and degree 2: rank 5 has neighbours 4, 5 and the ring 1, 3, 5, 7.
         first = rank - rank % degree
-        # Only members call: every context parallel rank builds the same layers in the same order.
+        # Only members create the group: every context parallel rank builds the same layers in the same order.
         neighbours = subgroup(group, ranks[first : first + degree])
         _built[group] = degree, neighbours, subgroup(group, ranks[rank % degree :: degree])
     return _built[group][1:]
 
 
 class _FromOne(list[str]):
-    """Entries by a layer's number, from 1; layers after the last one have the last one's."""
+    """List indexed by layer number, from 1. Numbers after the last entry return the last one."""
 
     def __getitem__(self, number: Any) -> Any:
         return super().__getitem__(min(number, len(self)) - 1)
 
 
 def count_layers_from_one(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__``, which takes its number for an index of ``cp_comm_type``."""
+    """Decorate ``TransformerLayer.__init__``, which indexes ``cp_comm_type`` by its 1-based layer number."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         names = config.cp_comm_type

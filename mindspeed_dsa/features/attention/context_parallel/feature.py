@@ -1,5 +1,6 @@
-"""Context parallelism of dense and latent attention: one name for each algorithm, whoever gave it, and
-attention without Transformer Engine, on several ranks and on one.
+"""Context parallelism of dense and latent attention, and attention without Transformer Engine on one rank.
+
+Algorithms can be named with MindSpeed's or Megatron's flags.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ from mindspeed_dsa.patches.spec import Patch
 _IMPL = "mindspeed_dsa.features.attention.context_parallel"
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 DEFAULT = "p2p"
-"""Megatron's own algorithm."""
+"""Megatron's default algorithm."""
 NO_DEAL = (
     "under context parallelism Megatron rotates the rows of grouped heads where Transformer Engine cuts "
     "documents, and --pack-documents deals them out by work; omit --pack-documents, or use latent attention"
 )
-"""Reason why dense attention without latents has no rows that were dealt out."""
+"""Reason why dense attention without latents does not support rows dealt out by work."""
 
 
 @dataclass(frozen=True)
 class Options(Algorithms):
-    """Algorithms of a job's layers."""
+    """Context parallel algorithms of a job's layers."""
 
 
 # -- names of algorithms -----------------------------------------------------------------------
 
 
 def is_named(settings: Any) -> bool:
-    """Return whether a flag of context parallelism was given."""
+    """Return whether a context parallelism flag is set."""
     return Options.of(settings) != Options()
 
 
 def name_for_megatron(args: Any) -> Sequence[str]:
-    """Write what ``--context-parallel-algo`` says to Megatron's own arguments; ``Feature.rewrite``."""
+    """Translate ``--context-parallel-algo`` to Megatron's own arguments; a ``Feature.rewrite``."""
     algorithms = Options.of(args)
     said = getattr(args, ALGORITHM.dest, None)
     if said is None or algorithms.ranks == 1 or algorithms.names[0] not in COMM_TYPES.values():
@@ -72,7 +73,7 @@ def name_for_megatron(args: Any) -> Sequence[str]:
 
 
 def check_context_parallel(args: Any, options: Options) -> Iterator[str]:
-    """Report what :func:`problems` finds; absent arguments are not checked."""
+    """Report problems of context parallel arguments. Missing arguments are not checked."""
     yield from problems(args, options)
 
 
@@ -103,7 +104,7 @@ NAMES = Feature(
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether a dense model has context parallel ranks, or latent attention on Megatron's modules."""
+    """Return whether a dense model uses context parallelism, or latent attention with Megatron's modules."""
     if uses_dsa(settings):
         return False
     latent = getattr(settings, "multi_latent_attention", False)
@@ -112,15 +113,15 @@ def wanted(settings: Any) -> bool:
 
 
 def check_dense_attention(args: Any, options: Options) -> Iterator[str]:
-    """Report invalid combinations; absent arguments are not checked."""
+    """Report unsupported combinations. Missing arguments are not checked."""
     if options.ranks == 1 or argument(args, "experimental_attention_variant") == "dsa":
         return
     names = options.all_of(DEFAULT)
-    own = sorted(name for name in names if registered(name))
+    strategies = sorted(name for name in names if registered(name))
     if argument(args, "transformer_impl") == "transformer_engine" and find_spec("transformer_engine"):
-        if own:
+        if strategies:
             yield (
-                f"--context-parallel-algo {own[0]} is a strategy for Megatron's own attention, and "
+                f"--context-parallel-algo {strategies[0]} is a strategy for Megatron's own attention, and "
                 "Transformer Engine has its own; add --transformer-impl local"
             )
         return
@@ -161,11 +162,12 @@ def _check_heads(args: Any, options: Options, names: set[str]) -> Iterator[str]:
 
 
 def can_share(heads: int, kv_heads: int, degree: int, tensor_ranks: int) -> bool:
-    """Return whether ranks that exchange heads get equally many; too few key-value heads are repeated."""
+    """Return whether ranks that exchange heads get equal numbers. Key-value heads can be repeated."""
     if heads % (degree * tensor_ranks) or kv_heads % tensor_ranks:
         return False
-    own = kv_heads // tensor_ranks
-    return own % degree == 0 or degree % own == 0
+    local_kv_heads = kv_heads // tensor_ranks
+    # e.g. 2 key-value heads: 4 ranks get one copy each, 3 ranks cannot share them
+    return local_kv_heads % degree == 0 or degree % local_kv_heads == 0
 
 
 def _check_attention(args: Any) -> Iterator[str]:
@@ -186,8 +188,9 @@ def _check_attention(args: Any) -> Iterator[str]:
 
 
 def without_mask(args: Any) -> Sequence[str]:
-    """Leave out the mask of the whole batch, which says no more than that attention is causal."""
+    """Switch off the dataloader's mask, because attention is causal without it; a ``Feature.rewrite``."""
     makes_mask = argument(args, "create_attention_mask_in_dataloader")
+    # With reset_attention_mask the mask is not plain causal; the check reports it.
     if not makes_mask or argument(args, "reset_attention_mask"):
         return ()
     args.create_attention_mask_in_dataloader = False
@@ -255,10 +258,10 @@ DENSE = Feature(
 
 
 def flash_wanted(settings: Any) -> bool:
-    """Return whether the flag is on, and no other feature attends for it.
+    """Return whether ``--use-flash-attn`` is on and no other feature runs the attention.
 
-    Context parallel ranks and latent attention without Transformer Engine attend by the same operator in any
-    case (``dense-context-parallel``), and sparse attention has operators of its own.
+    ``dense-context-parallel`` (context parallelism, latent attention without Transformer Engine) always uses
+    the same operator. Sparse attention has its own.
     """
     return bool(
         getattr(settings, "use_flash_attn", False)
@@ -269,7 +272,7 @@ def flash_wanted(settings: Any) -> bool:
 
 
 def check_flash_attention(args: Any, options: Any) -> Iterator[str]:
-    """Report invalid combinations; absent arguments are not checked."""
+    """Report unsupported combinations. Missing arguments are not checked."""
     ours = "--use-flash-attn without Transformer Engine"
     if argument(args, "attention_dropout"):
         yield f"--attention-dropout: {ours} drops nothing; use --attention-dropout 0, or omit the flag"

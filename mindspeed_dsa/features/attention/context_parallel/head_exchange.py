@@ -1,8 +1,10 @@
-"""Heads for rows: neighbouring ranks exchange until each has some heads of all their rows.
+"""Exchange of heads for tokens between neighbouring ranks.
 
-What ``u`` ranks hold together of a zigzag over ``c`` ranks is, in the order of a zigzag over ``u``, what one
-rank of ``c / u`` holds. So rows arrive in the order that a ring across such neighbours wants, for every
-``u``, and in that of the sequence if there is no ring.
+Afterwards each rank of a group has all tokens of the group, for some of the heads.
+
+In a zigzag over ``c`` ranks, ``u`` neighbouring ranks together hold the tokens of one rank in a zigzag over
+``c / u``. After :func:`in_order` these are in the order that a ring across the groups expects. Without a ring
+(``u = c``) it is the order of the sequence.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 
 class HeadExchange(PayloadStrategy):
-    """``ulysses_cp_algo``, and with a ring across ``hybrid_cp_algo``.
+    """Strategy ``ulysses_cp_algo``, or ``hybrid_cp_algo`` with a ring across groups.
 
-    Latent attention exchanges the queries' heads and gathers the latents, which are smaller than the keys and
-    values of all heads; each rank makes those of its own heads.
+    For latent attention it exchanges the heads of queries and gathers the latents, which are smaller than
+    keys and values of all heads. Each rank then expands latents for its own heads.
 
     Args:
-        group: context parallel ranks.
-        heads: neighbours that exchange; default: all.
-        across: ranks of a ring, one of each neighbours; default: none.
+        group: process group of context parallel ranks.
+        heads: process group of neighbours that exchange heads; None: ``group``.
+        across: process group of the ring, with one rank of each group of neighbours; None: no ring.
     """
 
     def __init__(
@@ -51,16 +53,17 @@ class HeadExchange(PayloadStrategy):
     def attend_payload(
         self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Attend as :class:`PayloadStrategy` says.
+        """Attend; see :meth:`PayloadStrategy.attend_payload`.
 
         Raises:
-            ValueError: heads cannot be dealt out evenly.
+            ValueError: the ranks cannot share the heads evenly.
         """
         ranks, order, plan = self._heads.size(), None, None
         check_heads(query.size(2), payload, ranks)
         if packed is not None:
             plan = plan_of_pack(packed.pack, packed.layout, self.rank // ranks, ranks)
             order = _order_of_pack(packed.layout, packed.pack.length, self.rank // ranks, ranks)
+        # Start with the query: its exchange overlaps the gather of the latents, or the exchange of keys.
         flight = self._send(query)
         if isinstance(payload.expansion, FromLatents):
             payload = self._gathered(payload, payload.expansion, order)
@@ -71,17 +74,18 @@ class HeadExchange(PayloadStrategy):
         return self._rows_again(ring_attention(inner, query, payload, self._across, plan), order)
 
     def _send(self, states: Tensor) -> InFlight:
-        """Start to exchange ``[rows, b, heads, dim]``."""
+        """Start to exchange heads of ``[rows, b, heads, dim]`` for tokens."""
+        # [ranks, rows, b, heads / ranks, dim]
         parts = states.unflatten(2, (self._heads.size(), -1)).movedim(2, 0)
         with named("heads of attention"):
             return start(parts.flatten(0, 1), None, None, self._heads)
 
     def _rows_again(self, out: Tensor, order: Tensor | None) -> Tensor:
-        """Exchange ``[ranks * rows, b, heads / ranks, dim]`` for ``[rows, b, heads, dim]``."""
+        """Undo the exchange: ``[ranks * rows, b, heads / ranks, dim]`` back to ``[rows, b, heads, dim]``."""
         ranks = self._heads.size()
         with named("output of attention"):
             arrived = start(by_rank(out, ranks, order), None, None, self._heads).wait()
-        # [ranks, rows, b, heads / ranks, dim]
+        # [ranks, rows, b, heads / ranks, dim] -> [rows, b, heads, dim]
         rows: Tensor = arrived.unflatten(0, (ranks, -1)).movedim(0, 2).flatten(2, 3)
         return rows
 
@@ -92,34 +96,35 @@ class HeadExchange(PayloadStrategy):
         else:
             members = Members.of(self._heads, Zigzag(ranks), rows)
         (weight,) = payload.weights
-        own, part = expansion.of_heads(weight, self._heads.rank(), ranks)
-        latents = GatheredRows(payload.rows, members).wait()
-        return Payload(latents, own, (part,))
+        own_heads, part = expansion.of_heads(weight, self._heads.rank(), ranks)
+        latents = GatheredRows(payload.rows, members).wait()  # [ranks * rows, b, 1, latent + rope]
+        return Payload(latents, own_heads, (part,))
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # what an evaluation finds first, autograd saves in training
+@torch.inference_mode(False)  # a cached tensor may be created in evaluation and saved by autograd in training
 def _order_of_pack(layout: Layout, length: int, number: int, ranks: int) -> Tensor:
-    """Return places in what neighbours hold, rank after rank, in the pack's order: ``[rows]`` int64, host."""
-    held = rows_of_all(layout, length)
+    """Return the permutation of neighbours' tokens from rank order to pack order: ``[rows]`` int64, host."""
+    held = rows_of_all(layout, length)  # [all ranks, rows], positions in the pack
     return held.view(-1, ranks, held.size(1))[number].flatten().argsort()
 
 
 _shared: WeakValueDictionary[tuple[int, Tensor], Members] = WeakValueDictionary()
-"""Of all layers, by the group's identity and the order, as long as one of them holds it: a group that nobody
-else holds goes, and its threads with it."""
+"""Members by group identity and order, shared by all layers while one of them holds them. Values are weak, so
+that an unused group is destroyed, and its threads with it."""
 
 
 def _members_of_order(group: ProcessGroup, order: Tensor) -> Members:
     members = _shared.get((id(group), order))
     if members is None:
+        # The inverse permutation: position of each rank's tokens within the group's ordered tokens.
         members = Members(group, HeldRows(order.argsort().view(group.size(), -1)))
         _shared[id(group), order] = members
     return members
 
 
 def check_heads(heads: int, payload: Payload, ranks: int) -> None:
-    """Raise ``ValueError`` unless ``ranks`` can share ``heads`` query heads and their keys' heads evenly."""
+    """Raise ``ValueError`` unless ``ranks`` can share query heads and key-value heads evenly."""
     latent = isinstance(payload.expansion, FromLatents)
     kv_heads = heads if latent else payload.rows.size(2)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -131,23 +136,24 @@ def check_heads(heads: int, payload: Payload, ranks: int) -> None:
 
 
 def _enough_heads(rows: Tensor, ranks: int) -> Tensor:
-    """Repeat key-value heads until each rank gets one; autograd adds up the gradients of the copies."""
+    """Repeat key-value heads until each rank gets one. Autograd sums the gradients of the copies."""
     return rows if rows.size(2) >= ranks else rows.repeat_interleave(ranks // rows.size(2), dim=2)
 
 
 def in_order(arrived: Tensor, ranks: int, order: Tensor | None) -> Tensor:
-    """Order rows of ranks one after another, first halves ascending and then second halves descending.
+    """Reorder tokens of ranks: first halves ascending, then second halves descending by rank.
 
     Args:
-        arrived: ``[ranks * rows, ...]``, rank after rank.
-        ranks: how many.
-        order: ``[ranks * rows]`` int64, of the pack's rows where these are not a zigzag.
+        arrived: tokens ``[ranks * rows, ...]``, rank after rank.
+        ranks: number of ranks.
+        order: permutation ``[ranks * rows]`` int64 for packs; None for a zigzag.
     """
     if order is not None:
         return arrived.index_select(0, upload(order, arrived.device))
     if ranks == 1:
         return arrived
-    halves = arrived.unflatten(0, (ranks, 2, -1))
+    # Ranks 0, 1 of 4 chunks hold 0 3 | 1 2: first halves 0 1, second halves reversed 2 3.
+    halves = arrived.unflatten(0, (ranks, 2, -1))  # [ranks, 2, rows / 2, ...]
     return torch.cat([halves[:, 0].flatten(0, 1), halves[:, 1].flip(0).flatten(0, 1)])
 
 
@@ -157,5 +163,5 @@ def by_rank(rows: Tensor, ranks: int, order: Tensor | None) -> Tensor:
         return rows.index_select(0, upload(order.argsort(), rows.device))
     if ranks == 1:
         return rows
-    first, second = (half.unflatten(0, (ranks, -1)) for half in rows.chunk(2))
+    first, second = (half.unflatten(0, (ranks, -1)) for half in rows.chunk(2))  # [ranks, rows / 2, ...] each
     return torch.stack([first, second.flip(0)], dim=1).flatten(0, 2)

@@ -1,9 +1,9 @@
-"""Latent attention whose queries come in two parts, as an operator on NPUs takes them.
+"""Latent attention with queries in two parts, for an operator on NPUs that takes them separately.
 
-The part without position and the rotary part are projected apart, and would be copied to be put together, in
-forward and in backward. The rotary part passes through Megatron's layer behind the latents.
+The parts without and with position are projected separately. Concatenating them would copy both in forward
+and backward. Instead, the rotary part passes through Megatron's layer appended to the latents.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from mindspeed_dsa.ops.dense_attention import attention_of_parts, attention_of_p
 
 
 def beside_latents(plain: Tensor, rotary: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what passes for query and key through Megatron's layer.
+    """Return the tensors that pass through Megatron's layer as query and key.
 
     Args:
-        plain: ``[s, b, heads, plain]``, the query without its rotary part.
-        rotary: ``[s, b, heads, rope]``, that part.
-        latents: ``[s, b, 1, latent + rope]``.
+        plain: query without its rotary part, ``[s, b, heads, plain]``.
+        rotary: rotary part of the query, ``[s, b, heads, rope]``.
+        latents: latents and rotated key, ``[s, b, 1, latent + rope]``.
+
+    Returns:
+        ``plain``, and latents with the rotary part appended, ``[s, b, 1, latent + rope + heads * rope]``.
     """
-    # Whoever frees what is recomputed frees this, and no copy that Megatron's layer makes of it.
+    # Contiguous here, so that Megatron's layer makes no copy: recomputation discards this tensor.
     return plain.contiguous(), torch.cat([latents, rotary.flatten(2).unsqueeze(2)], dim=-1)
 
 
 def parts_of(config: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the latents, and the query's rotary part if it lies behind them: see :func:`beside_latents`."""
+    """Return the latents, and the query's rotary part or None. Undoes :func:`beside_latents`."""
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     if key.size(-1) == width:
         return key, None
-    latents, rotary = key.split([width, key.size(-1) - width], dim=-1)
-    return latents, rotary.squeeze(2).unflatten(-1, (query.size(2), -1))
+    latents, rotary = key.split([width, key.size(-1) - width], dim=-1)  # rotary [s, b, 1, heads * rope]
+    return latents, rotary.squeeze(2).unflatten(-1, (query.size(2), -1))  # [s, b, heads, rope]
 
 
 def attend_in_parts(
@@ -48,18 +51,18 @@ def attend_in_parts(
     expansion: FromLatents,
     weight: Tensor,
 ) -> Tensor:
-    """Attend causally on one rank, to as many latents as there are queries.
+    """Attend causally on one rank, with as many latents as queries.
 
     Args:
-        inner: factor of scores, and backend.
-        query: ``[rows, b, heads, plain]``.
-        query_rope: ``[rows, b, heads, rope]``.
-        rows: ``[rows, b, 1, latent + rope]``.
-        expansion: sizes of keys and values of latents.
-        weight: ``[heads * (plain + value_dim), latent]``, by head.
+        inner: attention with the scale of the scores and the backend.
+        query: query without its rotary part, ``[rows, b, heads, plain]``.
+        query_rope: rotary part of the query, ``[rows, b, heads, rope]``.
+        rows: latents and rotated key, ``[rows, b, 1, latent + rope]``.
+        expansion: sizes of keys and values made from latents.
+        weight: up-projection, ``[heads * (plain + value_dim), latent]``, head by head.
 
     Returns:
-        ``[rows, b, heads, value_dim]``.
+        Attention output ``[rows, b, heads, value_dim]``.
     """
     out: Tensor = _InParts.apply(query, query_rope, rows, weight, expansion, inner)
     return out
@@ -80,7 +83,7 @@ class _InParts(torch.autograd.Function):
         out, statistics = attention_of_parts(*operands, inner.softmax_scale, backend=inner.backend)
         ctx.save_for_backward(query, query_rope, rows, weight, out, statistics)
         ctx.expansion, ctx.inner = expansion, inner
-        return out.transpose(0, 1)
+        return out.transpose(0, 1)  # [rows, b, heads, value_dim]
 
     @staticmethod
     @once_differentiable
@@ -97,10 +100,12 @@ class _InParts(torch.autograd.Function):
             backend=inner.backend,
         )
         of_query, of_rope, of_plain, of_rotary, of_value = (one.to(query.dtype) for one in gradients)
-        latent = rows[..., : expansion.latent].transpose(0, 1).flatten(0, 2)
-        # [b * keys, heads * dim] each
+        latent = rows[..., : expansion.latent].transpose(0, 1).flatten(0, 2)  # [b * keys, latent]
+        # [b, keys, heads, dim] -> [b * keys, heads * dim] each
         plain, value = (one.flatten(0, 1).flatten(1) for one in (of_plain, of_value))
+        # [b, keys, 1, latent]
         of_latent = torch.addmm(torch.mm(plain, halves[0]), value, halves[1]).view(*of_rotary.shape[:3], -1)
+        # [heads, plain or value_dim, latent] each
         of_weight = [torch.mm(one.t(), latent).unflatten(0, (expansion.heads, -1)) for one in (plain, value)]
         return (
             of_query.transpose(0, 1),
@@ -113,7 +118,8 @@ class _InParts(torch.autograd.Function):
 
 
 def _halves(expansion: FromLatents, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of keys and of values; copies, but those of what they make would be larger."""
+    """Return the key and value halves of the weight, ``[heads * dim, latent]`` each."""
+    # These copies are small; slicing the projected keys and values would need copies of those.
     by_head = weight.unflatten(0, (expansion.heads, -1))
     return by_head[:, : expansion.plain].flatten(0, 1), by_head[:, expansion.plain :].flatten(0, 1)
 
@@ -123,6 +129,7 @@ def _operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return query, its rotary part, key, its rotary part and value, batch first."""
     latent, rotary = rows[..., : expansion.latent], rows[..., expansion.latent :].transpose(0, 1)
+    # [b, keys, heads, plain], [b, keys, heads, value_dim]
     key, value = (
         F.linear(latent.squeeze(2).transpose(0, 1), half).unflatten(-1, (expansion.heads, -1))
         for half in halves

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel, each block behind attention to the one before."""
+"""Ring attention: keys and values go around the ranks, each transfer behind attention to the block before."""
 
 from __future__ import annotations
 
@@ -28,47 +28,48 @@ from mindspeed_dsa.features.attention.context_parallel.dense import (
 from mindspeed_dsa.parallel import buffer_pool
 from mindspeed_dsa.parallel.transfers import Pending, pass_on
 
-# -- the plan: which rows each rank attends with the block of keys that arrives in each step
+# -- plans: the rows that attend to each rank's block of keys
 
 
 class RingPlan(Protocol):
-    """Work of one rank, by the rank whose block it is done with."""
+    """Attention parts of one rank, for its own block of keys and for other ranks' blocks."""
 
     def own(self) -> list[Part]:
-        """Return the work with this rank's own block."""
+        """Return the parts for this rank's own block."""
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """Return the same as two parts of about equal work."""
+        """Return the same parts, split into two lists of about equal work."""
 
     def with_block_of(self, other: int) -> list[Part]:
-        """Return the work with another rank's block, whose rows :class:`Part` counts from its first."""
+        """Return the parts for another rank's block. :class:`Part` counts keys from the block's first."""
 
 
 @dataclass(frozen=True)
 class ZigzagPlan:
-    """Chunks ``rank`` and ``2R - 1 - rank`` of ``2R`` of a sequence.
+    """Plan for chunks ``rank`` and ``2R - 1 - rank`` of ``2R`` chunks of a sequence, over ``R`` ranks.
 
-    Of a block that an older rank ``j < rank`` holds, all rows see the first half and none sees the second; of
-    a younger rank's block, the second half of the rows sees all and the first sees nothing.
+    For the block of a lower rank, all rows see its first half, and no row sees the second. For the block of a
+    higher rank, the second half of the rows sees all of it, and the first half sees nothing.
 
     Attributes:
-        rank: in the ring.
-        rows: of each rank.
+        rank: rank in the ring.
+        rows: number of rows per rank.
     """
 
     rank: int
     rows: int
 
     def own(self) -> list[Part]:
-        """Do as :class:`RingPlan` says."""
+        """Return causal attention to the own block; local order is sequence order."""
         return [WHOLE]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """Do as :class:`RingPlan` says."""
+        """Return the own block in two halves of about equal work."""
         return _in_halves(0, self.rows)
 
     def with_block_of(self, other: int) -> list[Part]:
-        """Do as :class:`RingPlan` says."""
+        """Return the parts that see another rank's block, without a mask."""
+        # R = 4, rank 1 holds chunks 1 6. Rank 0 has 0 7: both see 0. Rank 2 has 2 5: only chunk 6 sees them.
         half = self.rows // 2
         if other < self.rank:
             return [Part(ALL, slice(0, half), causal=False)]
@@ -77,16 +78,16 @@ class ZigzagPlan:
 
 @dataclass(frozen=True)
 class LastRows(ZigzagPlan):
-    """Rows of one rank, before whose own keys there are those of earlier rows.
+    """Plan for one rank with keys of earlier rows before its own keys.
 
     Attributes:
-        earlier: how many.
+        earlier: number of keys before the own ones.
     """
 
     earlier: int
 
     def own(self) -> list[Part]:
-        """Do as :class:`RingPlan` says."""
+        """Return the part of the earlier keys, and causal attention to the own ones."""
         return [
             Part(ALL, slice(self.earlier), causal=False),
             Part(ALL, slice(self.earlier, None), causal=True),
@@ -95,15 +96,15 @@ class LastRows(ZigzagPlan):
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Any ascending rows of packed documents on each rank.
+    """Plan for packed documents, with any ascending rows on each rank.
 
-    Of its own block a row sees the rows of its document up to itself, of another block those of its document
-    before it: the first few, because blocks are in the order of the pack.
+    In its own block, a row sees its document's rows up to itself. In another block, it sees its document's
+    rows before itself. These are the first ones of the document there, as blocks are in pack order.
 
     Attributes:
-        pack: where documents lie.
-        held: ``[ranks, rows]`` int64, of the pack.
-        rank: in the ring.
+        pack: bounds of the documents.
+        held: positions in the pack of each rank's rows, ``[ranks, rows]`` int64.
+        rank: rank in the ring.
     """
 
     pack: Pack
@@ -111,11 +112,11 @@ class PackPlan:
     rank: int
 
     def own(self) -> list[Part]:
-        """Do as :class:`RingPlan` says."""
+        """Return causal attention within each document of the own block."""
         return [Part(rows, rows, causal=True) for rows in self._documents(self.rank).values()]
 
     def own_in_halves(self) -> tuple[list[Part], list[Part]]:
-        """Do as :class:`RingPlan` says."""
+        """Return the own block in two halves of about equal work."""
         first, last = [], []
         for rows in self._documents(self.rank).values():
             halves = _in_halves(rows.start, rows.stop)
@@ -124,7 +125,7 @@ class PackPlan:
         return first, last
 
     def with_block_of(self, other: int) -> list[Part]:
-        """Do as :class:`RingPlan` says."""
+        """Return the parts that see another rank's block; cached per rank."""
         if other not in self._seen:
             self._seen[other] = list(self._parts_of(other))
         return self._seen[other]
@@ -138,6 +139,8 @@ class PackPlan:
         for document, rows in self._documents(self.rank).items():
             if document not in theirs:
                 continue
+            # Number of their keys before each of our rows. Runs of rows with equal counts become one part:
+            # counts 2 2 5 -> rows 0:2 see 2 keys, row 2 sees 5.
             keys = theirs[document]
             seen = torch.searchsorted(self.held[other, keys], self.held[self.rank, rows])
             counts, lengths = torch.unique_consecutive(seen, return_counts=True)
@@ -148,7 +151,7 @@ class PackPlan:
                     yield Part(slice(end - length, end), seen_keys, causal=False)
 
     def _documents(self, rank: int) -> dict[int, slice]:
-        """Return where each document's rows lie on a rank, by its first row in the pack."""
+        """Return the range of each document's rows on a rank, by the document's first pack position."""
         return self._by_rank[rank]
 
     @cached_property
@@ -158,19 +161,20 @@ class PackPlan:
 
 @lru_cache(maxsize=64)
 def plan_of_pack(pack: Pack, layout: Layout, rank: int, neighbours: int = 1) -> PackPlan:
-    """Plan a ring over ranks, or over groups of neighbours that hold their rows together, in order.
+    """Build the plan for a ring over ranks, or over groups of neighbours that hold their rows together.
 
     Args:
-        pack: where documents lie.
-        layout: which rows each context parallel rank holds.
-        rank: in the ring.
-        neighbours: of a group.
+        pack: bounds of the documents.
+        layout: rows of each context parallel rank.
+        rank: rank in the ring.
+        neighbours: number of ranks in a group.
     """
     held = rows_of_all(layout, pack.length).view(layout.ranks // neighbours, -1)
     return PackPlan(pack, held.sort(dim=1).values, rank)
 
 
 def _documents_among(pack: Pack, rows: Tensor) -> dict[int, slice]:
+    # Padding rows see nothing (end 0): mark them with start -1 and skip them.
     starts, sees = pack.starts[rows].long(), pack.ends[rows] > 0
     begins, counts = torch.unique_consecutive(torch.where(sees, starts, -1), return_counts=True)
     documents, row = {}, 0
@@ -182,7 +186,7 @@ def _documents_among(pack: Pack, rows: Tensor) -> dict[int, slice]:
 
 
 def _in_halves(begin: int, end: int) -> tuple[list[Part], list[Part]]:
-    """Halve causal rows and keys: each half by itself, and what the second sees of the first."""
+    """Split causal rows into two part lists: both diagonal halves, and the rest below the diagonal."""
     half = (begin + end) // 2
     front, back = slice(begin, half), slice(half, end)
     if begin == half:
@@ -193,25 +197,25 @@ def _in_halves(begin: int, end: int) -> tuple[list[Part], list[Part]]:
 # -- the ring ------------------------------------------------------------------------------------
 
 _KEYS, _GRADIENTS = 1, 2
-"""Tags: with two ranks both go to the same one."""
+"""Message tags. With two ranks, keys and gradients go to the same rank."""
 
 
 class PackedRows(NamedTuple):
-    """A pack of documents, and which of its rows each context parallel rank holds."""
+    """Pack of documents, and the layout of its rows over context parallel ranks."""
 
     pack: Pack
     layout: Layout
 
 
 class PayloadStrategy(ContextParallelStrategy):
-    """Strategy that attends in steps of its own, to keys and values that are made of a payload."""
+    """Strategy that attends in several steps, to keys and values expanded from a payload."""
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> Exchanged:
-        """Raise ``NotImplementedError``: keys come in several steps, and :meth:`attend` does them all."""
+        """Raise ``NotImplementedError``: keys arrive in several steps, which :meth:`attend` runs."""
         raise NotImplementedError(f"{type(self).__name__} attends in steps; call attend")
 
     def attend(self, inner: Inner, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend as :class:`ContextParallelStrategy` says; ``inner`` is a :class:`DenseAttention`."""
+        """Attend; see :class:`ContextParallelStrategy`. ``inner`` must be a :class:`DenseAttention`."""
         if not isinstance(inner, DenseAttention):
             raise TypeError(f"{type(self).__name__} merges parts of dense attention and cannot use {inner!r}")
         return self.attend_payload(inner, query, Payload.of(key, value))
@@ -219,27 +223,27 @@ class PayloadStrategy(ContextParallelStrategy):
     def attend_payload(
         self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Attend causally, this rank's rows to the whole sequence, or to their documents.
+        """Attend causally, from this rank's rows to the whole sequence or to their documents.
 
         Args:
             inner: attention to a part of the keys.
             query: ``[rows, b, heads, dim]``, this rank's rows.
             payload: this rank's keys and values.
-            packed: whose rows these are; default: those of one sequence in Megatron's zigzag.
+            packed: packed documents of the rows; None: one sequence in Megatron's zigzag.
 
         Returns:
-            ``[rows, b, heads, value_dim]``.
+            Attention output ``[rows, b, heads, value_dim]``.
         """
         raise NotImplementedError
 
 
 class Ring(PayloadStrategy):
-    """``megatron_cp_algo``: keys and values go around; queries stay."""
+    """Strategy ``megatron_cp_algo``: keys and values go around, queries stay."""
 
     def attend_payload(
         self, inner: DenseAttention, query: Tensor, payload: Payload, packed: PackedRows | None = None
     ) -> Tensor:
-        """Attend as :class:`PayloadStrategy` says."""
+        """Attend; see :meth:`PayloadStrategy.attend_payload`."""
         plan = None if packed is None else plan_of_pack(packed.pack, packed.layout, self.rank)
         return ring_attention(inner, query, payload, self.group, plan)
 
@@ -251,22 +255,23 @@ def ring_attention(
     group: ProcessGroup | None,
     plan: RingPlan | None = None,
 ) -> Tensor:
-    """Attend causally, a rank's rows to those of all ranks; gradients of keys go around as well, in fp32.
+    """Attend causally from a rank's rows to the rows of all ranks.
 
-    Nothing of other ranks is kept for backward, in which keys and values travel again.
+    Key gradients go around in fp32. Blocks of other ranks are not saved: keys and values go around again in
+    backward.
 
     Args:
         inner: attention to a part of the keys.
         query: ``[rows, b, heads, dim]``.
-        payload: the same rows' keys and values; on one rank, those of earlier rows before them.
-        group: of the ring; ``None`` or one rank: the rows are all there are.
-        plan: which rows see which keys; default: those of one sequence in a zigzag.
+        payload: keys and values of the same rows. On one rank, keys of earlier rows can precede them.
+        group: process group of the ring; None or one rank: no ring.
+        plan: parts of attention; None: one sequence in a zigzag.
 
     Returns:
-        ``[rows, b, heads, value_dim]``; zeros in rows that see no key.
+        Attention output ``[rows, b, heads, value_dim]``, zeros in rows without visible keys.
 
     Raises:
-        ValueError: an odd number of rows of a zigzag on several ranks.
+        ValueError: odd number of rows in a zigzag over several ranks.
     """
     rows, ranks = query.size(0), 1 if group is None else group.size()
     if plan is None:
@@ -296,6 +301,8 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         expansion, merged, block, parts = payload.expansion, Merged(), rows, plan.own()
+        # Each step sends the current block on while attending to it. The block received in step k is from
+        # rank - k.
         for step in range(1, ranks + 1):
             coming = pass_on(block, group, _KEYS, "keys of a ring step") if step < ranks else None
             for part in parts:
@@ -305,11 +312,12 @@ class _Ring(torch.autograd.Function):
                 parts, block = plan.with_block_of((rank - step) % ranks), coming.wait()
             if before is not rows:
                 buffer_pool.give_back(before)
+        # Expand zero rows to learn value_dim.
         value_dim = expansion.keys_and_values(rows[:0], weights)[1].size(-1)
         out, lse = merged.finish(query, value_dim)
         ctx.save_for_backward(query, rows, out, lse, *weights)
         ctx.inner, ctx.expansion, ctx.group, ctx.plan = inner, expansion, group, plan
-        return out.transpose(0, 1)
+        return out.transpose(0, 1)  # [rows, b, heads, value_dim]
 
     @staticmethod
     @once_differentiable
@@ -317,51 +325,51 @@ class _Ring(torch.autograd.Function):
         query, rows, out, lse, *weights = ctx.saved_tensors
         back = _Backward(ctx.inner, ctx.expansion, Saved(grad_out, query, out, lse), tuple(weights))
         if ctx.group is None or ctx.group.size() == 1:
-            own = zeros_for_sums(rows)
-            back.add(ctx.plan.own(), rows, own)
+            gradient = zeros_for_sums(rows)
+            back.add(ctx.plan.own(), rows, gradient)
         else:
-            own = _gradient_around(back, rows, ctx.group, ctx.plan)
+            gradient = _gradient_around(back, rows, ctx.group, ctx.plan)
         grad_query = back.grad_query.to(query.dtype)
-        return grad_query, own.to(rows.dtype), None, None, None, None, *back.of_weights()
+        return grad_query, gradient.to(rows.dtype), None, None, None, None, *back.of_weights()
 
 
 def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: RingPlan) -> Tensor:
     """Return the gradient of a rank's own block, fp32 or wider.
 
-    A block's gradient goes around behind it and comes home last. Each step's part of it is computed while
-    what other ranks have added so far is on its way. One half of the own block hides the first transfer, and
-    the other the last.
+    A block's gradient goes around one step after the block, and reaches its owner last. Each step computes
+    this rank's share while the sum of earlier ranks is in flight. One half of the own block hides the first
+    transfer, the other half the last.
     """
     rank, ranks = group.rank(), group.size()
-    own, (first, last) = zeros_for_sums(rows), plan.own_in_halves()
+    own_gradient, (first, last) = zeros_for_sums(rows), plan.own_in_halves()
     block, coming = rows, pass_on(rows, group, _KEYS, "keys of a ring step")
     gradient: Tensor | None = None
     arriving: Pending | None = None
-    back.add(first, rows, own)
+    back.add(first, rows, own_gradient)
     for step in range(1, ranks):
         before, block = block, coming.wait()
         if before is not rows:
             buffer_pool.give_back(before)
         if step < ranks - 1:
             coming = pass_on(block, group, _KEYS, "keys of a ring step")
-        on_its_way, gradient = gradient, buffer_pool.take(block, own.dtype).zero_()
+        on_its_way, gradient = gradient, buffer_pool.take(block, own_gradient.dtype).zero_()
         back.add(plan.with_block_of((rank - step) % ranks), block, gradient)
         if arriving is not None and on_its_way is not None:
             received = arriving.wait()
             gradient.add_(received)
             buffer_pool.give_back(received, on_its_way)
         arriving = pass_on(gradient, group, _GRADIENTS, "gradient of keys of a ring step")
-    back.add(last, rows, own)
+    back.add(last, rows, own_gradient)
     assert arriving is not None
     assert gradient is not None
     received = arriving.wait()
-    own.add_(received)
+    own_gradient.add_(received)
     buffer_pool.give_back(received, gradient, block)
-    return own
+    return own_gradient
 
 
 class _Backward:
-    """Gradients of one rank's backward; sums are in fp32 or wider."""
+    """Accumulator of one rank's gradients, in fp32 or wider."""
 
     def __init__(
         self, inner: DenseAttention, expansion: Any, saved: Saved, weights: tuple[Tensor, ...]
@@ -371,16 +379,17 @@ class _Backward:
         self._grad_weights = [zeros_for_sums(weight) for weight in weights]
 
     def add(self, parts: list[Part], block: Tensor, gradient: Tensor) -> None:
-        """Add the parts' gradients, those of the block's rows to ``gradient``."""
+        """Add gradients of the parts; key gradients go to ``gradient``, shaped like ``block``."""
         for part in parts:
             rows = block[part.keys]
             key, value = self._expansion.keys_and_values(rows, self._weights)
             gradients = self._inner.backward(self._saved, key, value, part, self.grad_query)
+            # Keys are expanded again here instead of saved: only the block's rows are in memory.
             of_rows, of_weights = self._expansion.gradients(rows, self._weights, *gradients)
             gradient[part.keys].add_(of_rows)
             for total, one in zip(self._grad_weights, of_weights, strict=True):
                 total.add_(one)
 
     def of_weights(self) -> list[Tensor]:
-        """Return the gradients of the weights, in their dtypes."""
+        """Return the gradients of the weights, in the weights' dtypes."""
         return [one.to(weight.dtype) for one, weight in zip(self._grad_weights, self._weights, strict=True)]

@@ -1,6 +1,6 @@
-"""YaRN of latent attention: fields of Megatron's configuration for which its parser has no flag.
+"""YaRN fields of latent attention in Megatron's configuration that its parser has no flags for.
 
-Their names are those of Megatron-core 0.19, which reads them for attention without latents only.
+Flag names are those in Megatron-core 0.19, which only reads them for attention without latents.
 
 tests: tests/matrix/test_latent_yarn.py
 """
@@ -45,18 +45,18 @@ BETA_SLOW = Flag(
 FIELDS: Mapping[str, str] = {
     flag.dest: flag.dest[len("yarn_") :] for flag in (ORIGINAL, BETA_FAST, BETA_SLOW)
 }
-"""By flag's ``dest``, the field of ``MLATransformerConfig``."""
+"""Mapping from a flag's ``dest`` to the field of ``MLATransformerConfig``."""
 _READS_THEM = SpecifierSet(">=0.19.dev0", prereleases=True)
 _LACKS_ORIGINAL = SpecifierSet("<0.14", prereleases=True)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Requested settings.
+    """Requested YaRN options.
 
     Attributes:
-        values: by field of ``MLATransformerConfig``, the values that were asked for.
-        release: of Megatron-core; None where there is none.
+        values: requested values by field of ``MLATransformerConfig``.
+        release: release of Megatron-core; None without Megatron.
     """
 
     values: Mapping[str, Any]
@@ -73,12 +73,12 @@ class Options:
 
 
 def wanted(settings: Any) -> bool:
-    """Return whether any of the values is asked for."""
+    """Return whether one of the flags is set."""
     return any(getattr(settings, dest, None) is not None for dest in FIELDS)
 
 
 def check_yarn(args: Any, options: Options) -> Iterator[str]:
-    """Yield what a job's arguments, or a model's configuration, cannot have."""
+    """Yield problems of a job's arguments or a model's configuration."""
     names = [f"--yarn-{field.replace('_', '-')}" for field in options.values]
     for name, value in zip(names, options.values.values(), strict=True):
         if value <= 0:
@@ -103,15 +103,16 @@ def check_yarn(args: Any, options: Options) -> Iterator[str]:
 
 
 def fill_yarn(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MLATransformerConfig.__init__``, to which Megatron's parser passes none of these fields."""
-    defaults = {name: each.default for name, each in inspect.signature(original).parameters.items()}
+    """Decorate ``MLATransformerConfig.__init__`` to fill fields that Megatron's parser does not pass."""
+    defaults = {name: param.default for name, param in inspect.signature(original).parameters.items()}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for field, value in context.options.values.items():
-            given = kwargs.get(field, defaults.get(field))
-            if given not in (value, defaults.get(field)):
+            passed = kwargs.get(field, defaults.get(field))
+            # Megatron may pass the default, which does not contradict the flag.
+            if passed not in (value, defaults.get(field)):
                 raise SettingsError(
-                    f"mindspeed_dsa: {context.feature}: {type(self).__name__}: {field}={given!r} is passed "
+                    f"mindspeed_dsa: {context.feature}: {type(self).__name__}: {field}={passed!r} is passed "
                     f"to it, and --yarn-{field.replace('_', '-')} says {value!r}: omit one of them"
                 )
         kwargs |= {field: value for field, value in context.options.values.items() if field in defaults}

@@ -1,11 +1,11 @@
-"""Lengths of every microbatch's documents, on every pipeline stage and tensor parallel rank.
+"""Delivery of document lengths to every pipeline stage and tensor parallel rank, for packed batches.
 
-Before a step begins, the first stage reads its microbatches ahead and tells the others where documents end:
-once a step, because a message for each microbatch would tie the stages together. Then each model chunk gets
-its microbatch's description, whatever the script passes on. Megatron's own attention gets documents one by
-one.
+Before a step, the first stage reads the step's microbatches and broadcasts the document bounds. This is once
+per step, because a message per microbatch would synchronize the stages. Then each model chunk gets the
+description of its microbatch, even if the training script passes none. Megatron's own attention runs document
+by document.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindspeed_dsa.ops.documents import attend_by_documents
 from mindspeed_dsa.patches import versions
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-"""Entries of a batch that Megatron's own scripts would read, and some of them wrongly."""
+"""Keys of a batch that Megatron's own scripts would read, some of them incorrectly."""
 _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 _Batch = Mapping[str, Any]
@@ -37,16 +37,16 @@ _Batch = Mapping[str, Any]
 
 @dataclass
 class _Running:
-    """Microbatch whose forward pass is running."""
+    """Microbatch with a running forward."""
 
     pack: Pack
     params: Any
     is_dealt: bool = False
-    """Whether a batch of it was dealt out to the context parallel ranks."""
+    """Whether its batch was dealt out to context parallel ranks here."""
 
 
 def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``, whose schedules are called with keywords."""
+    """Decorate ``get_forward_backward_func``, whose schedules take keyword arguments."""
     release = versions.of_megatron(context.megatron.root) or "0"
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -71,11 +71,11 @@ def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate a ``GPTModel``'s forward pass: where it gets no description, it has the microbatch's.
+    """Decorate ``GPTModel.forward`` to supply ``packed_seq_params`` if the caller passes none.
 
     Raises:
-        ValueError: in forward, on several context parallel ranks: rows are cut in another way than they are
-            dealt out here and on the other pipeline stages.
+        ValueError: in forward, under context parallelism: the script has sliced the microbatch in another way
+            than this feature and the other pipeline stages.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,11 +94,11 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
 
 
 def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int) -> None:
-    """Raise ``ValueError`` where a script has cut a microbatch for context parallel ranks itself.
+    """Raise ``ValueError`` if the script has sliced a microbatch for context parallel ranks itself.
 
     Args:
-        running: the microbatch.
-        described: the description of documents that the script passes on, or None.
+        running: microbatch that is running.
+        described: description of documents that the script passes, or None.
         batch: tokens and labels; None on stages between the first and the last.
         ranks: context parallel size.
     """
@@ -117,7 +117,7 @@ def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int)
 
 
 def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_batch_on_this_cp_rank``, which cuts packs as it cuts whole sequences."""
+    """Decorate ``get_batch_on_this_cp_rank``, which slices packs like whole sequences, to deal out rows."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         running, group = _running.get(), context.megatron("core.parallel_state").get_context_parallel_group()
@@ -125,6 +125,7 @@ def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callab
             return original(batch, *args, **kwargs)
         running.is_dealt = True
         layout = layout_of(running.params, running.pack, group.size())
+        # Tensors of the batch are [1, tokens]: dimension 1 is dealt out.
         dealt = {
             name: split(whole, layout, group.rank(), 1)
             if isinstance(whole, Tensor) and whole.dim() == 2
@@ -138,10 +139,10 @@ def deal_rows(original: Callable[..., Any], context: Context[Options]) -> Callab
 
 
 def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``roll_tensor`` of multi-token prediction, which moves rows by one position.
+    """Decorate ``roll_tensor`` of multi-token prediction, which shifts tokens by one position.
 
-    Megatron's own takes documents to lie without padding between them, and on several context parallel ranks
-    in two chunks on each; rows of padding keep what they are, which then counts in the loss.
+    Megatron's version assumes no padding between documents, and two chunks per context parallel rank. It
+    leaves padding tokens as they are, so that they count in the loss.
     """
 
     def roll_tensor(
@@ -170,17 +171,21 @@ def roll_in_documents(original: Callable[..., Any], context: Context[Options]) -
 
 
 def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any, list[Pack]]:
-    """Read a step's microbatches ahead, and tell all ranks of the model where their documents lie.
+    """Read a step's microbatches, and broadcast their document bounds to all ranks of the model.
 
-    A collective of the tensor and pipeline parallel ranks of one model.
+    All tensor and pipeline parallel ranks of the model must call it.
 
     Args:
-        data: what a schedule gets: an iterator, one for each model chunk, or None on ranks that read no data.
-        microbatches: of the step.
-        megatron: whose groups they are.
+        data: ``data_iterator`` of a schedule: an iterator, a list with one per model chunk, or None on ranks
+            without data.
+        microbatches: number of microbatches of the step.
+        megatron: Megatron with the process groups.
 
     Returns:
-        The same microbatches without the entries about lengths, in the form of ``data``, and their packs.
+        The same microbatches without entries about lengths, in the form of ``data``, and their packs.
+
+    Raises:
+        ValueError: on all ranks, if a microbatch is invalid.
     """
     state = megatron("core.parallel_state")
     group, first = state.get_model_parallel_group(), state.get_model_parallel_src_rank()
@@ -198,7 +203,7 @@ def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any
 
 
 def _read(data: Iterator[_Batch] | None, microbatches: int) -> list[_Batch] | None:
-    # Megatron-LM's own iterator has nothing but __next__.
+    # Megatron-LM's own iterator only has __next__.
     return None if data is None else [next(data) for _ in range(microbatches)]
 
 
@@ -207,7 +212,8 @@ def _without_lengths(batches: list[_Batch]) -> Iterator[_Batch]:
 
 
 def _packs(batches: list[_Batch], megatron: Megatron) -> list[Pack] | str:
-    """Return the packs of all microbatches, or what is wrong with one: every rank has to know."""
+    """Return the packs of all microbatches, or an error message."""
+    # Not raised here: the other ranks wait for the broadcast, and must raise as well.
     try:
         return [_pack(batch, megatron) for batch in batches]
     except ValueError as problem:
@@ -230,10 +236,10 @@ def _pack(batch: _Batch, megatron: Megatron) -> Pack:
 
 
 def _padded(pack: Pack, padding: Padding) -> Pack:
-    """Return the pack with the rows that its batch will have: those behind the data are padding.
+    """Return the pack with the length of its padded batch.
 
     Raises:
-        ValueError: one rank would have to hold more padding than it has rows.
+        ValueError: the padding is longer than one rank's rows.
     """
     if padding.rows * padding.ranks > padding.length:
         raise ValueError(
@@ -257,7 +263,7 @@ def _end_of_document(megatron: Megatron) -> int:
 def _with_its_pack(
     forward_step: Callable[..., Any], packs: list[Pack], context: Context[Options]
 ) -> Callable[..., Any]:
-    """Wrap the script's step for a microbatch; every model chunk takes microbatches in order."""
+    """Wrap the script's forward step to set the microbatch's pack. Chunks take microbatches in order."""
     taken: Counter[int] = Counter()
     device = platforms.current().device
 
@@ -276,11 +282,11 @@ def _with_its_pack(
     return forward_one
 
 
-# -- Megatron's own dense attention, DotProductAttention; without Transformer Engine there is no other
+# -- Megatron's own dense attention, DotProductAttention, the only one without Transformer Engine -----------
 
 
 def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
-    """Decorate ``DotProductAttention.forward``, which refuses packs: attend by documents."""
+    """Decorate ``DotProductAttention.forward``, which refuses packs, to attend document by document."""
 
     def forward(
         self: Any,
@@ -293,35 +299,37 @@ def attend_to_own_document(original: Callable[..., Tensor], context: Context[Any
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        # Context parallel ranks attend to documents together.
+        # Under context parallelism, dense-context-parallel attends to the documents.
         if packed_seq_params is None or self.config.context_parallel_size > 1:
             keywords = {"attn_mask_type": attn_mask_type, "attention_bias": attention_bias}
             keywords |= {"packed_seq_params": packed_seq_params, **kwargs}
             return original(self, query, key, value, attention_mask, **keywords)
         _refuse_unsupported(self, attn_mask_type, attention_bias)
-        # [t, heads, dim]
+        # query, key and value are [t, heads, dim]
         pack = Pack.of(packed_seq_params, key.size(0))
         softmax = self.scale_mask_softmax
 
         def attend(dropout: float) -> Tensor:
             return attend_by_documents(
+                # [t, heads, dim] -> [t, 1, heads, dim]
                 query.unsqueeze(1),
                 key.unsqueeze(1),
                 value.unsqueeze(1),
                 pack.starts,
                 pack.ends,
-                # What --apply-query-key-layer-scaling divides by, the softmax multiplies by.
+                # With --apply-query-key-layer-scaling the softmax multiplies by the layer number again.
                 self.softmax_scale * (softmax.scale or 1.0),
                 dropout,
             )
 
         dropout = self.attention_dropout.p if self.training else 0.0
+        # The choice of generator follows Megatron's own dropout in DotProductAttention.
         if dropout and not self.config.sequence_parallel:
             with context.megatron("core.tensor_parallel").get_cuda_rng_tracker().fork():
                 out = attend(dropout)
         else:
             out = attend(dropout)
-        return out.flatten(1)
+        return out.flatten(1)  # [t, heads * dim]
 
     return forward
 

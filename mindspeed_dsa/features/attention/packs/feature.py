@@ -1,4 +1,4 @@
-"""Samples that are packs of documents, which do not see each other."""
+"""Samples that are packs of documents with separate attention."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _WANTED = {
     "reset_position_ids": True,
     "eod_mask_loss": True,
-    # Every row's documents are known: a mask of sequence x sequence would say the same.
+    # The bounds of documents are known: a [sequence, sequence] mask would be redundant.
     "create_attention_mask_in_dataloader": False,
 }
 
 
 def reset_at_documents(args: Any) -> Sequence[str]:
-    """Begin positions at 0 in each document, of which none predicts the first token of the next one."""
+    """Restart positions in each document, and mask the loss of its last token; a ``Feature.rewrite``."""
     changes = []
     for name, value in _WANTED.items():
         if hasattr(args, name) and getattr(args, name) != value:
@@ -48,9 +48,9 @@ class Options:
     """Distribution of packs over ranks.
 
     Attributes:
-        block_rows: rows of the blocks that context parallel ranks get.
-        fused: the parts of DSA that run on our operators.
-        padding: of packs that ranks do not divide.
+        block_rows: number of rows per block dealt to context parallel ranks.
+        fused: parts of DSA that run on our operators.
+        padding: padding of packs with lengths that ranks do not divide.
     """
 
     block_rows: int
@@ -72,7 +72,7 @@ _SHARE_KEYS = SpecifierSet(KERNELS, prereleases=True)
 
 
 def check_packs(args: Any, options: Any) -> Sequence[str]:
-    """Report invalid combinations; absent arguments are not checked."""
+    """Report unsupported combinations. Missing arguments are not checked."""
     problems = []
     if (getattr(args, "micro_batch_size", None) or 1) != 1:
         problems.append(
@@ -114,7 +114,7 @@ def check_packs(args: Any, options: Any) -> Sequence[str]:
 
 
 def _problems_of_dense_attention(args: Any) -> Iterator[str]:
-    """Report attention that does not know rows dealt out; ours does, and latent attention's embedding."""
+    """Report dense attention that does not support rows dealt out by work, unlike ours with latents."""
     if not getattr(args, "multi_latent_attention", True):
         yield NO_DEAL
     if getattr(args, "transformer_impl", None) == "transformer_engine" and find_spec("transformer_engine"):
@@ -125,12 +125,12 @@ def _problems_of_dense_attention(args: Any) -> Iterator[str]:
 
 
 def cut_by_megatron(release: str, config: Any, fused: Fused) -> list[str]:
-    """Report that Megatron's own attention runs in this model and expects the rows of packs on certain ranks.
+    """Report if Megatron's own attention runs in this model, which expects its own layout of packs.
 
     Args:
-        release: of Megatron-core.
-        config: of the model, or its arguments.
-        fused: the parts of DSA that run on our operators.
+        release: release of Megatron-core.
+        config: configuration of the model, or the job's arguments.
+        fused: parts of DSA that run on our operators.
     """
     if release not in _CUTS_DOCUMENTS or (release in _SHARE_KEYS and shares_keys(config, fused)):
         return []
@@ -205,7 +205,7 @@ FEATURE = Feature(
             "multi-token prediction knows no padding between documents, and no rows that were dealt by work",
             params=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
             versions=">=0.16",
-            priority=100,  # outside of what knows whole sequences only
+            priority=100,  # outside wrappers that only support whole sequences
         ),
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.forward",
@@ -221,7 +221,7 @@ FEATURE = Feature(
             "the z-loss is averaged over each rank's own tokens, of which padding leaves different numbers",
             params=("logits", "padding_mask"),
             versions=">=0.16",
-            priority=-100,  # inside of what knows the padding behind packs
+            priority=-100,  # inside wrappers that know the padding at the end of packs
         ),
         Patch(
             f"{_ROUTER}._apply_expert_bias",
@@ -244,7 +244,7 @@ FEATURE = Feature(
             f"{_IMPL}:attend_to_own_document",
             "Megatron's own dense attention refuses packs",
             params=("query", "key", "value", "attention_mask", "attn_mask_type", "packed_seq_params"),
-            priority=100,  # outside of what knows whole sequences only
+            priority=100,  # outside wrappers that only support whole sequences
         ),
     ),
 )

@@ -1,7 +1,7 @@
-"""Routers and indexer losses that leave out rows of no document, between documents and behind them.
+"""Exclude padding between and after documents from router losses and counts, and from indexer losses.
 
-Such rows get experts like all others, and give them no gradient; losses and counts of routers are of tokens.
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Padding rows are routed to experts like all others, and give them no gradient. Router losses and counts are
+over tokens. Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mindspeed_dsa.platforms.host_pool import upload
 
 
 def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``: Megatron hands masks on from it, to what is recomputed too."""
-    known: Any = WeakIdKeyDictionary()
+    """Decorate ``TransformerLayer.forward`` to set padding masks, which Megatron passes to recomputation."""
+    masks_of_packs: Any = WeakIdKeyDictionary()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         params: Any = kwargs.get("packed_seq_params")
         if getattr(params, "qkv_format", "") == "thd":
             states = args[0] if args else kwargs["hidden_states"]
-            masks = known.setdefault(params, {})
+            masks = masks_of_packs.setdefault(params, {})
             if states.size(0) not in masks:
                 masks[states.size(0)] = _masks(self, params, states, context)
             tokens, padding = masks[states.size(0)]
             if getattr(params, "real_token_mask_q", None) is None:
-                # The indexer loss of 0.19 leaves out other rows; nothing in Megatron sets it.
+                # The indexer loss of 0.19 excludes other rows; nothing in Megatron sets this attribute.
                 params.real_token_mask_q = tokens
             is_routed = getattr(getattr(self, "mlp", None), "router", None) is not None
             if is_routed and kwargs.get("padding_mask") is None:
@@ -46,33 +46,32 @@ def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callabl
 def _masks(
     layer: Any, params: Any, states: Tensor, context: Context[Any]
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return which rows are a document's, and which of this rank's states are not; None if all are.
+    """Return masks of document rows and of this rank's padding; None if there is no padding.
 
     Args:
         layer: ``TransformerLayer``.
         params: Megatron's description of the whole pack.
-        states: ``[rows, 1, hidden]`` of this rank.
+        states: hidden states ``[rows, 1, hidden]`` of this rank.
         context: context of the feature.
 
     Returns:
-        ``[1, queries]`` bool, true for rows of a document, and ``[1, rows]`` bool, true for others; on the
-        states' device. With sequence parallelism a rank attends with more queries than it has states.
+        ``[1, queries]`` bool, true for rows of a document, and ``[1, rows]`` bool, true for padding, on the
+        states' device. With sequence parallelism a rank has more queries than rows of states.
     """
     state = context.megatron("core.parallel_state")
     parts = state.get_tensor_model_parallel_world_size() if layer.config.sequence_parallel else 1
     pack = PackRows.of(params, states.size(0) * parts, state.get_context_parallel_group())
     if pack.counted is None:
         return None, None
-    counted = upload(pack.counted[None], states.device)
-    own = counted.chunk(parts, dim=1)[state.get_tensor_model_parallel_rank() if parts > 1 else 0]
-    return counted, ~own
+    counted = upload(pack.counted[None], states.device)  # [1, queries]
+    own_rows = counted.chunk(parts, dim=1)[state.get_tensor_model_parallel_rank() if parts > 1 else 0]
+    return counted, ~own_rows  # [1, queries], [1, rows]
 
 
 def weigh_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.routing``: a rank's share of the z-loss is that of its tokens.
+    """Decorate ``TopKRouter.routing`` to weigh a rank's z-loss by its number of tokens.
 
-    Megatron averages the ranks' means; a loss per token is weighed by them afterwards. How many tokens the
-    other ranks have is asked of them, as Megatron's own balancing losses do.
+    Megatron averages the means of ranks. A per-token loss is weighed by tokens later, so not here.
     """
 
     def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> Any:
@@ -80,10 +79,12 @@ def weigh_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         has_loss = self.training and torch.is_grad_enabled() and config.moe_z_loss_coeff is not None
         if padding_mask is None or not has_loss or config.calculate_per_token_loss or group.size() == 1:
             return original(self, logits, padding_mask, **others)
-        own = (~padding_mask).sum().float()
-        all_ranks = own.clone()
+        tokens = (~padding_mask).sum().float()
+        # The other ranks' numbers of tokens are summed by a collective, as in Megatron's balancing losses.
+        all_ranks = tokens.clone()
         dist.all_reduce(all_ranks, group=group)
-        with weighed(own * group.size() / all_ranks.clamp_min(1)):
+        # With 4 ranks, 300 of 1000 tokens here: weight 300 * 4 / 1000 = 1.2.
+        with weighed(tokens * group.size() / all_ranks.clamp_min(1)):
             return original(self, logits, padding_mask, **others)
 
     return routing

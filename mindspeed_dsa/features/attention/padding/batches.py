@@ -1,6 +1,6 @@
-"""Batches with rows of padding behind their data, and losses that do not count these.
+"""Batches with padding after the data, and losses that exclude it.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mindspeed_dsa.features.attention.padding.feature import INSTEAD, Options
 from mindspeed_dsa.platforms.host_pool import upload
 
 FILL: Mapping[str, int] = {"attention_mask": 1}
-"""Values of padding by the entry's name, where they are not 0: Megatron masks where it is true."""
+"""Padding value of batch entries by name, if not 0. In Megatron's masks, true means masked."""
 
 
 def keep_length_of_data(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``BlendedMegatronDatasetConfig.__post_init__``: scripts give it the padded length."""
+    """Decorate ``BlendedMegatronDatasetConfig.__post_init__`` to undo the padded length that scripts pass."""
     padding = context.options.padding
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ def keep_length_of_data(original: Callable[..., None], context: Context[Options]
 
 
 def pad_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``, whose schedules are called with keywords."""
+    """Decorate ``get_forward_backward_func``, whose schedules take keyword arguments."""
     padding = context.options.padding
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def pad_batches(original: Callable[..., Any], context: Context[Options]) -> Call
         def forward_backward(*inner: Any, **step: Any) -> Any:
             data = step["data_iterator"]
             if isinstance(data, list):
-                step["data_iterator"] = [_padded(each, padding) for each in data]
+                step["data_iterator"] = [_padded(iterator, padding) for iterator in data]
             else:
                 step["data_iterator"] = _padded(data, padding)
             chunks = step["model"]
@@ -61,29 +61,29 @@ def pad_batches(original: Callable[..., Any], context: Context[Options]) -> Call
 
 
 def _padded(data: Any, padding: Padding) -> Iterator[Any] | None:
-    if data is None:  # this rank reads none
+    if data is None:  # this rank reads no data
         return None
     ends = object()
-    # Megatron-LM's own iterator has nothing but __next__.
+    # Megatron-LM's own iterator only has __next__; iter(callable, sentinel) makes it iterable.
     return (pad(batch, padding) for batch in iter(lambda: next(data, ends), ends))
 
 
 def pad(batch: Any, padding: Padding) -> dict[str, Any]:
-    """Append rows of padding to a batch.
+    """Append padding to a batch.
 
     Args:
-        batch: by name, tensors ``[batch, tokens, ...]``, masks ``[batch, 1, tokens, tokens]``, and others.
-        padding: of its sequences.
+        batch: dict of tensors ``[batch, tokens, ...]``, masks ``[batch, 1, tokens, tokens]``, other values.
+        padding: padding of the sequences.
 
     Raises:
-        ValueError: it is no mapping, it is not of a causal model, or its sequences have another length.
+        ValueError: the batch is not a mapping, not of a causal model, or has sequences of another length.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"pad-sequences: a batch is a {type(batch).__name__}, and rows of padding are put behind tensors "
             f"that have names; let the data iterator return a dictionary, or {INSTEAD}"
         )
-    if "tokens" not in batch:  # of other models than GPT, whose rows may see those of padding
+    if "tokens" not in batch:  # models other than GPT, whose tokens may attend to padding
         raise ValueError(
             f"pad-sequences: a batch has {', '.join(map(str, batch))}, and no tokens: rows of padding are "
             f"put behind those of causal models alone; {INSTEAD}"
@@ -107,18 +107,20 @@ def _with_rows(value: Any, name: str, padding: Padding) -> Any:
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.dim() == 4 and value.shape[-2:] == (padding.tokens, padding.tokens):
+        # mask: pad the last two dimensions
         return F.pad(value, (0, padding.rows, 0, padding.rows), value=FILL.get(name, 0))
     if value.size(1) != padding.tokens:
         return value
+    # [batch, tokens, ...]: pad dimension 1. F.pad lists dimensions from the last one.
     return F.pad(value, (*[0, 0] * (value.dim() - 2), 0, padding.rows), value=FILL.get(name, 0))
 
 
 def _averaged(forward_step: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """Have a microbatch's loss averaged over the tokens of all context parallel ranks.
+    """Wrap a forward step so that the loss is an average over the tokens of all context parallel ranks.
 
-    Megatron divides the sum of a rank's losses by the number of its own tokens and adds up the ranks'
-    shares, so that a token would count the more, the fewer a rank has. Losses that a script has averaged
-    itself, which come without a number, are left alone.
+    Megatron divides a rank's loss sum by the rank's own number of tokens and adds up the shares. Tokens on
+    ranks with fewer tokens would weigh more. Losses that a script has averaged itself, which come without a
+    number of tokens, are unchanged.
     """
 
     def forward_one(*args: Any, **kwargs: Any) -> Any:
@@ -129,6 +131,7 @@ def _averaged(forward_step: Callable[..., Any], group: Any) -> Callable[..., Any
             if not isinstance(losses, tuple) or len(losses) != 3:
                 return losses
             total, tokens, report = losses
+            # Megatron divides by `tokens` next: total / tokens * (tokens / mean) = total / mean.
             return total * (tokens / mean_over(tokens, group).clamp_min(1e-9)), tokens, report
 
         return output, averaged if callable(loss_of) else loss_of
@@ -137,16 +140,16 @@ def _averaged(forward_step: Callable[..., Any], group: Any) -> Callable[..., Any
 
 
 def mean_over(count: Tensor, group: Any) -> Tensor:
-    """Return the mean of a number over ranks, a float; a collective."""
+    """Return the mean of a count over ranks, as a float. All ranks of the group must call it."""
     mean = count.detach().float().clone()
     dist.all_reduce(mean, group=group)
     return mean.div_(group.size())
 
 
 def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``roll_tensor`` of multi-token prediction: behind the data come zeros, as without padding.
+    """Decorate ``roll_tensor`` of multi-token prediction to fill zeros after the data, as without padding.
 
-    Megatron divides by the number that comes back with a mask.
+    Also averages the returned sum over ranks, because Megatron divides by the sum of a mask.
     """
     padding = context.options.padding
 
@@ -162,6 +165,7 @@ def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callab
         if tensor is None:
             return result, total
         group = context.megatron("core.parallel_state").get_context_parallel_group()
+        # True for tokens with a next token of data: before=1 excludes the last one.
         followed = counted_rows(padding, tensor.size(dims), group.rank(), before=1)
         if shifts != -1 or followed is None or padding.is_pack:
             return result, total
@@ -169,7 +173,7 @@ def roll_data(original: Callable[..., Any], context: Context[Options]) -> Callab
         shape[dims] = -1
         result = result.masked_fill(upload(~followed.view(shape), tensor.device), 0)
         total = result.sum()
-        if padding.ranks > 1:  # of tokens, too: masks may be of integers, and nobody reads the tokens' sum
+        if padding.ranks > 1:  # for token sums too, which are unused; they cannot be told from integer masks
             total = mean_over(total, group)
         return result, total
 

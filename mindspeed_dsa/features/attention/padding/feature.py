@@ -1,4 +1,4 @@
-"""Sequences that ranks do not divide, padded."""
+"""Padding of sequences whose length ranks do not divide."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INSTEAD = "use a --seq-length that ranks divide"
 
 @dataclass(frozen=True)
 class Options:
-    """Padding of a job.
+    """Padding options of a job.
 
     Attributes:
-        padding: of its sequences.
-        fused: the parts of DSA that run on our operators.
+        padding: padding of the sequences.
+        fused: parts of DSA that run on our operators.
     """
 
     padding: Padding
@@ -40,19 +40,19 @@ class Options:
 
 
 def is_wanted(settings: Any) -> bool:
-    """Return whether ranks do not divide a sequence."""
+    """Return whether ranks do not divide the sequence length."""
     return Padding.of(settings).rows > 0
 
 
 def lengthen(args: Any) -> Sequence[str]:
-    """Give a job's arguments the length with padding; data keeps that without."""
+    """Set the padded length in a job's arguments; a ``Feature.rewrite``. Datasets keep the data's length."""
     padding = Padding.of(args)
     if not padding.rows:
         return ()
     args.seq_length = padding.length
     most = getattr(args, "max_position_embeddings", None)
     is_learned = getattr(args, "position_embedding_type", None) == "learned_absolute"
-    if most is not None and most < padding.length and not is_learned:  # it sizes no weight then
+    if most is not None and most < padding.length and not is_learned:  # sizes no weight unless learned
         args.max_position_embeddings = padding.length
     share = 100 * padding.rows / padding.length
     change = (
@@ -63,9 +63,9 @@ def lengthen(args: Any) -> Sequence[str]:
 
 
 def check_padding(args: Any, options: Options) -> Iterator[str]:
-    """Yield why rows of padding would count; absent arguments are not checked.
+    """Yield reasons why padding would count. Missing arguments are not checked.
 
-    The arguments have the padded length by now, and the options nothing left to pad.
+    Arguments already have the padded length here, so ``options.padding`` has no rows left.
     """
     if argument(args, "moe_expert_capacity_factor") is not None:
         yield (
@@ -129,7 +129,7 @@ FEATURE = Feature(
             "wrap",
             f"{_HERE}.batches:pad_batches",
             "batches have no rows of padding, and ranks would average over different numbers of tokens",
-            priority=-100,  # whoever reads batches ahead gets those of the data
+            priority=-100,  # wrappers that read batches ahead get batches without padding
         ),
         Patch(
             f"{_ROUTER}.routing",
@@ -158,7 +158,7 @@ FEATURE = Feature(
             f"{_HERE}.batches:roll_data",
             "multi-token prediction would read rows of padding, and average over each rank's own tokens",
             params=("tensor", "shifts", "dims", "cp_group"),
-            priority=50,  # outside of what knows other layouts of rows, inside of what knows documents
+            priority=50,  # outside wrappers for other layouts of rows, inside wrappers for documents
         ),
     ),
 )

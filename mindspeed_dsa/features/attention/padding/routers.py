@@ -1,7 +1,7 @@
-"""Routers that leave rows of padding out of their losses and counts.
+"""Exclude padding from router losses and counts.
 
-Rows of padding get experts like all others, and give them no gradient. Imports nothing of Megatron: fetched
-while Megatron is being imported.
+Padding rows are routed to experts like all others, and give them no gradient. Does not import Megatron,
+because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.attention.padding.feature import Options
 
 _share: ContextVar[float | Tensor] = ContextVar("_share", default=1.0)
-"""Weight of the z-loss of the router that is running, by its rank's tokens."""
+"""Weight of the running router's z-loss, by the tokens of its rank."""
 
 
 def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TopKRouter.routing``.
+    """Decorate ``TopKRouter.routing`` to mask padding.
 
-    Which rows are padding follows from the layout, so that it is known on every pipeline stage, in
-    multi-token prediction and in a recomputation, where Megatron hands on no mask.
+    The mask follows from the layout. It is therefore known on every pipeline stage, in multi-token prediction
+    and in recomputation, where Megatron passes no mask.
     """
     padding = context.options.padding
 
@@ -35,7 +35,7 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
         if counted is None:
             return original(self, logits, padding_mask, **others)
         left_out = ~counted
-        # Of this rank's tokens in the mean over ranks; a loss per token is weighed by them afterwards.
+        # Weight of this rank's tokens in the mean over ranks. A per-token loss is weighed by tokens later.
         share = float(counted.float().mean()) * padding.length / padding.tokens
         mask = left_out if padding_mask is None else left_out | padding_mask
         with weighed(1.0 if self.config.calculate_per_token_loss else share):
@@ -46,7 +46,7 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
 
 @contextmanager
 def weighed(share: float | Tensor) -> Iterator[None]:
-    """Weigh the z-loss of the router that runs inside, by the share of its rank's tokens."""
+    """Weigh the z-loss of a router that runs in the block by its rank's share of tokens."""
     token = _share.set(share)
     try:
         yield
@@ -55,12 +55,13 @@ def weighed(share: float | Tensor) -> Iterator[None]:
 
 
 def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TopKRouter._apply_expert_bias``: a mask of tokens is one of rows of the routing map."""
+    """Decorate ``TopKRouter._apply_expert_bias`` to reshape a mask of tokens to the routing map."""
 
     def _apply_expert_bias(
         self: Any, routing_map: Tensor, padding_mask: Tensor | None = None, **others: Any
     ) -> None:
         if padding_mask is not None and padding_mask.dim() == 1:
+            # [tokens] -> [tokens, 1], against the routing map [tokens, experts]
             padding_mask = padding_mask[:, None]
         original(self, routing_map, padding_mask=padding_mask, **others)
 
@@ -68,13 +69,14 @@ def count_tokens(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def average_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``z_loss_func``: a rank's share of the mean over the tokens of all ranks.
+    """Decorate ``z_loss_func`` to weigh a rank's loss by its share of the tokens of all ranks.
 
-    Megatron averages the ranks' means. Of several such decorators one weighs.
+    Megatron averages the means of ranks.
     """
 
     def z_loss_func(*args: Any, **kwargs: Any) -> Tensor:
         share = _share.get()
+        # Two features install this wrapper: 1.0 inside, so that only the outer one weighs.
         with weighed(1.0):
             return original(*args, **kwargs) * share
 

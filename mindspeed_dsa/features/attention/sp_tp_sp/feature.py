@@ -1,4 +1,4 @@
-"""SP-TP-SP: latent attention whose down and output projections work on a rank's own rows."""
+"""SP-TP-SP: latent attention with down and output projections over a rank's own tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def check_sp_tp_sp(args: Any, options: Any) -> Sequence[str]:
-    """Report invalid combinations; absent arguments are not checked."""
+    """Report unsupported combinations. Missing arguments are not checked."""
     flag, problems = "--mla-sp-tp-sp", []
     if argument(args, "multi_latent_attention") is False:
         problems.append(f"{flag} is for latent attention; add --multi-latent-attention or omit it")

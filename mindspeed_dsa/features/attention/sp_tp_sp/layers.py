@@ -1,6 +1,6 @@
-"""Projections of a latent attention layer that see their own rows only.
+"""Projections of a latent attention layer that run on a rank's own tokens with whole weights.
 
-Imports nothing of Megatron: these functions are fetched while Megatron is being imported.
+Does not import Megatron, because it is loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 class WholeLinear(DuplicatedLinear):
-    """A projection that is split over tensor parallel ranks elsewhere; its checkpoints are the same there.
+    """Replicated projection in place of one that Megatron splits over tensor parallel ranks.
 
-    In a distributed checkpoint the parts of a split weight are one tensor, which this is as well.
+    Distributed checkpoints are compatible: they store the shards of a split weight as one tensor, as here.
     """
 
     def get_extra_state(self) -> None:
-        """Save nothing; Megatron's split layers save it too."""
+        """Save nothing. The method exists because Megatron's split layers save an extra state too."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore it, as there."""
+        """Ignore the state."""
 
 
 class OutputProjection(WholeLinear):
-    """Output projection that exchanges heads for rows and has the whole weight.
+    """Output projection with the whole weight, which exchanges heads for tokens first.
 
     Attributes:
-        group: tensor parallel ranks; set once the layer is built.
+        group: tensor parallel group, set after the layer is built.
     """
 
     group: ProcessGroup
 
     def forward(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Project ``[s, b, heads / t * dim]``, all rows, to ``[s / t, b, hidden]``, and the bias, if any."""
+        """Project ``[s, b, heads / t * dim]``, all tokens, to ``[s / t, b, hidden]``, and return the bias."""
         with named("output of attention"):
             output = project_as_they_arrive(heads, self.weight, self.group)
         if self.skip_bias_add or self.bias is None:
@@ -55,14 +55,14 @@ class OutputProjection(WholeLinear):
 
 @cache
 def _of_megatron(kind: Any, megatron: Megatron) -> Any:
-    """Build the class with that Megatron's random number generators."""
+    """Build the class for a Megatron, with its random number generators."""
     return type(kind.__name__, (kind,), {"megatron": megatron, "__module__": __name__})
 
 
 def project_own_rows(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``MLASelfAttention.__init__``: replace three projections of the layer that it has built.
+    """Decorate ``MLASelfAttention.__init__`` to replace down and output projections by replicated ones.
 
-    The up-projections stay split by head and gather the latents of all rows.
+    The up-projections stay split by head, and gather the latents of all tokens.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ def project_own_rows(original: Callable[..., None], context: Context[None]) -> C
 
 
 def _whole(kind: Any, layer: Any, config: Any, init: Any, context: Context[None]) -> Any:
-    """Build a whole layer in place of a split one."""
+    """Build a replicated layer in place of a split one."""
     return _of_megatron(kind, context.megatron)(
         layer.input_size,
         layer.output_size,

@@ -1,11 +1,11 @@
-"""Product of heads that travel to the ranks of their rows, one piece of the rows after the other.
+"""Output projection of attention heads that are exchanged for tokens, in pieces of tokens.
 
-A piece is the same range of every rank's own rows, with all heads: each number of the output is one sum over
-all of these, as it is of one product, and the weight's gradient is one product of all rows. Pieces of heads
-would be added up in the output's dtype, 16 bits as a rule.
+A piece is the same token range of every rank, with all heads. So each output element is one sum over all
+heads, as in a single matmul, and the weight's gradient is one matmul over all tokens. Pieces of heads would
+have to be summed in the output's dtype, usually 16 bits.
 
-Forward multiplies a piece while the next one travels. Backward sends a piece's gradient while it makes the
-next one, and computes the weight's gradient before it waits for any.
+Forward multiplies a piece while the next one is in flight. Backward sends a piece's gradient while it
+computes the next one, and computes the weight's gradient before it waits for the transfers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mindspeed_dsa.parallel.weight_gradients import DeferredGradient, deferred_g
 
 MOST_PIECES = 4
 LEAST_TOKENS = 256
-"""Tokens of a piece: a device multiplies fewer of them in no less time."""
+"""Smallest number of tokens per piece. Fewer tokens take a device as much time."""
 
 
 def project_as_they_arrive(heads: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange heads for rows, and project these.
+    """Exchange heads for tokens, and project the tokens.
 
     Args:
-        heads: ``[s, b, heads / t * dim]``, all rows of the rank's heads; ``s`` is a multiple of ``t``.
-        weight: ``[hidden, heads * dim]``, the parameter, of the same dtype.
-        group: the ``t`` ranks, which all call this.
+        heads: ``[s, b, heads / t * dim]``, all tokens of this rank's heads; ``s`` is a multiple of ``t``.
+        weight: parameter ``[hidden, heads * dim]`` of the same dtype.
+        group: process group of the ``t`` ranks, which all must call this.
 
     Returns:
-        ``[s / t, b, hidden]``, the rank's own rows.
+        Output ``[s / t, b, hidden]`` of the rank's own tokens.
     """
     deferred = deferred_gradient_of(weight)
     source = weight if deferred is None else deferred.edge
@@ -44,7 +44,7 @@ def project_as_they_arrive(heads: Tensor, weight: Tensor, group: ProcessGroup) -
 
 
 def pieces_of(rows: int, batch: int) -> list[tuple[int, int]]:
-    """Return the ranges of ``rows``, each of ``batch`` tokens, that travel one by one."""
+    """Return the ranges of ``rows``, with ``batch`` tokens each, that are exchanged piece by piece."""
     return bounds(rows, min(MOST_PIECES, rows * batch // LEAST_TOKENS))
 
 
@@ -67,6 +67,7 @@ class _Projection(torch.autograd.Function):
         def launch(piece: tuple[int, int]) -> Pending:
             return flight.send(by_rank[:, slice(*piece)].flatten(0, 1))
 
+        # Allocated whole: backward multiplies all tokens at once for the weight's gradient.
         rows = heads.new_empty(count, batch, ranks * width)
         output = heads.new_empty(count, batch, weight.size(0))
         following = launch(pieces[0])
@@ -74,7 +75,8 @@ class _Projection(torch.autograd.Function):
             arriving = following
             if number + 1 < len(pieces):
                 following = launch(pieces[number + 1])
-            arrived = arriving.wait().unflatten(0, (ranks, -1))  # by the rank whose heads they are
+            arrived = arriving.wait().unflatten(0, (ranks, -1))  # [t, end - first, b, heads / t * dim]
+            # -> [end - first, b, t, heads / t * dim], the order of the weight's columns
             rows[first:end].unflatten(-1, (ranks, width)).copy_(arrived.movedim(0, 2))
             torch.mm(rows[first:end].flatten(0, 1), weight.t(), out=output[first:end].flatten(0, 1))
         ctx.learns = weight.requires_grad
@@ -87,22 +89,24 @@ class _Projection(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, *rows = ctx.saved_tensors
         ranks, batch = ctx.ranks, grad_output.size(1)
-        flat = grad_output.flatten(0, 1).contiguous()
+        flat = grad_output.flatten(0, 1).contiguous()  # [s / t * b, hidden]
         under_way = []
         for first, end in ctx.pieces if ctx.needs_input_grad[0] else ():
             piece = torch.mm(flat[first * batch : end * batch], weight)
+            # [t, end - first, b, heads / t * dim]
             by_rank = piece.view(end - first, batch, ranks, -1).movedim(2, 0)
             under_way.append(ctx.flight.send(by_rank.flatten(0, 1), reverse=True))
         grad_source = _gradient_of_weight(ctx.deferred, flat, rows[0].flatten(0, 1)) if ctx.learns else None
         parts = [pending.wait().unflatten(0, (ranks, -1)) for pending in under_way]
         if not parts:
             return None, grad_source, None, None, None
+        # [t, s / t, b, heads / t * dim]
         grad_heads = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return grad_heads.flatten(0, 1), grad_source, None, None, None
 
 
 def _gradient_of_weight(deferred: DeferredGradient | None, grad_output: Tensor, rows: Tensor) -> Tensor:
-    """Return the weight's gradient, or ``[0]`` where it is left for later."""
+    """Return the weight's gradient, or a placeholder ``[0]`` if its computation is deferred."""
 
     def gradient() -> Tensor:
         return torch.mm(grad_output.t(), rows)
