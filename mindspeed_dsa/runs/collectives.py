@@ -1,8 +1,9 @@
-"""Records of collectives, one file per rank: what it has started, in which group, and where it stands.
+"""Records of collectives, one file per rank: the calls that it has started by process group, and their state.
 
-Each job has a folder of its own in the one that the user names. ``rank-00000.json`` is a whole record,
-written for a reason. ``live-00000.json``, ``.groups``, ``.calls`` and ``.SIGTERM`` are there while the rank
-runs, and stay where it is killed: who it is, its groups, its last calls, and the stack that the signal met.
+Each job has its own subfolder of the folder that the user names. ``rank-00000.json`` is a complete record,
+written on request. ``live-00000.json`` and its ``.groups``, ``.calls`` and ``.SIGTERM`` files exist while the
+rank runs, and remain if it is killed. They hold the rank's identity, its groups, its last calls, and the
+stack at SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from mindspeed_dsa.runs.files import RunError, write_atomically
 
 FORMAT = 2
 _KEPT = 64
-"""Calls of a kind in a group: collectives, or messages with the same ranks and tag; what hangs is one of the
-last."""
+"""Number of calls kept per ring. Collectives of a group share a ring, and so do messages with the same ranks
+and tag. A hanging call is among the last ones."""
 _SLOT, _ERROR = 640, 120
-"""Bytes of a call, and of the error that it ended with."""
+"""Bytes of one call, and of its error message."""
 _TIMES = struct.Struct("<Qdd")
-"""Number from 1, start and end in seconds since the epoch; the last is 0 while the call is not over."""
+"""Call number from 1, start and end in seconds since the epoch; the end is 0 until the call returns."""
 _TEXT = _SLOT - _TIMES.size - _ERROR
 _ANSWERS_WITHIN_S = 10.0
-"""Ranks answer each other within two or three seconds; more is a clock of another machine."""
+"""Maximum time between the answers of ranks. They answer within seconds; more is another machine's clock."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, or one message to or from a rank.
+    """Collective, or message to or from a rank.
 
     Attributes:
-        function: of ``torch.distributed``.
-        number: among the collectives that the rank has started in this group, from 1; of a message, among
-            those with the same ranks and tag.
-        tensors: shapes and dtypes of what it was called with.
-        name: what it is for, in words; empty if nobody said.
-        line: that called it.
-        started: seconds since the epoch.
-        returned: the same, once the call is over; an asynchronous one may be on its way then.
-        waits: whether the call itself waits for the others.
-        error: that it ended with.
-        source, destination: global ranks of a message; -1 for any.
-        tag: of a message.
+        function: function of ``torch.distributed``.
+        number: position among the collectives that the rank has started in this group, from 1; for a message,
+            position among the messages with the same ranks and tag.
+        tensors: shapes and dtypes of the tensor arguments.
+        name: purpose of the call; empty if it was not named.
+        line: source line of the call.
+        started: start time in seconds since the epoch.
+        returned: end time of the call, or ``None``; an asynchronous operation may still be running.
+        waits: whether the call itself waits for the other ranks.
+        error: error message of a failed call.
+        source, destination: global ranks of a message; -1 for any rank.
+        tag: tag of a message.
     """
 
     function: str
@@ -74,15 +75,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, as one of its ranks sees it.
+    """Process group, as seen by one of its ranks.
 
     Attributes:
-        name: torch's, equal on all its ranks.
-        kinds: Megatron's names, such as ``TP``; empty for a group that it does not know.
-        ranks: global ones.
-        collectives: how many this rank has started.
-        messages: how many it has sent or is to receive, by ``source>destination#tag``.
-        calls: the last of both, in order.
+        name: torch's name of the group, equal on all its ranks.
+        kinds: Megatron's names such as ``TP``; empty for other groups.
+        ranks: global ranks.
+        collectives: number of collectives that this rank has started.
+        messages: dict from ``source>destination#tag`` to the number of messages sent, or to be received.
+        calls: last collectives and messages, in order.
     """
 
     name: str
@@ -94,25 +95,25 @@ class Group:
 
     @property
     def title(self) -> str:
-        """Return it in words."""
+        """Return the group's names and ranks for messages."""
         ranks = ", ".join(map(str, self.ranks))
         return f"{' = '.join(self.kinds) or 'group ' + self.name} of ranks {ranks}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """Everything that one rank wrote.
+    """Record of one rank.
 
     Attributes:
-        job: equal on all ranks of a job, and on no other's.
-        rank, ranks: this one, and how many there are.
-        host, pid: where it runs.
-        time: of writing, in seconds since the epoch.
-        reason: it was written for; empty where nobody wrote it, and only the last calls are known.
-        place: in the schedule; empty between forwards and backwards.
-        stacks: by thread, lines of Python from the outermost call to the innermost.
-        groups: that it has used.
-        torch: file of torch's own recorder beside this one; empty without.
+        job: identifier shared by all ranks of the job.
+        rank, ranks: global rank, and number of ranks.
+        host, pid: host name and process id.
+        time: time of writing, in seconds since the epoch.
+        reason: reason for writing; empty if only the live files with the last calls exist.
+        place: position in the schedule; empty between forwards and backwards.
+        stacks: dict from thread name to Python source lines, from the outermost call to the innermost.
+        groups: process groups that the rank has used.
+        torch: file of torch's flight recorder in the same folder; empty if there is none.
     """
 
     job: str
@@ -130,37 +131,38 @@ class Record:
 
 
 class Calls:
-    """File of a rank's last calls, written as they start and end.
+    """Ring buffers of a rank's last calls in a file, updated as calls start and end.
 
     Args:
-        path: of the file.
+        path: file to write.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        # With the last who writes: else a call that ends late writes into the next file of that number.
+        # Close with the last reference. Closing earlier would let a late end of a call write into the next
+        # file with the same descriptor.
         weakref.finalize(self, os.close, self._file).atexit = False
 
     def clear(self, ring: int) -> None:
-        """Empty a ring, the room of so many calls."""
+        """Clear a ring, which has room for 64 calls."""
         size = _KEPT * _SLOT
         os.pwrite(self._file, bytes(size), ring * size)
 
     def start(self, ring: int, number: int, started: float, text: bytes) -> int:
-        """Write that a call has started; return its place.
+        """Write the start of a call; return its offset in the file.
 
         Args:
-            ring: that it goes to.
-            number: of it among those in the ring, from 1.
-            started: seconds since the epoch.
-            text: of :func:`in_words`.
+            ring: index of the ring.
+            number: position of the call in the ring's sequence, from 1.
+            started: start time in seconds since the epoch.
+            text: result of :func:`in_words`.
         """
         place = (ring * _KEPT + number % _KEPT) * _SLOT
         os.pwrite(self._file, _TIMES.pack(number, started, 0.0) + bytes(_ERROR) + text, place)
         return place
 
     def end(self, place: int, returned: float, error: str) -> None:
-        """Write that the call at a place is over."""
+        """Write the end of the call at an offset."""
         os.pwrite(self._file, struct.pack("<d", returned), place + _TIMES.size - 8)
         if error:
             os.pwrite(self._file, error.encode(errors="replace")[:_ERROR], place + _TIMES.size)
@@ -177,8 +179,9 @@ def in_words(
     name: str,
     line: str,
 ) -> bytes:
-    """Return what :meth:`Calls.start` writes of a call: as much as has room, the fields of :class:`Call`."""
+    """Return a call's fields as JSON of fixed size for :meth:`Calls.start`, cut to fit."""
     rest: list[Any] = [group, function, waits, source, destination, tag]
+    # Try full fields, then two tensors, then no tensors and short names.
     for cut, several in ((160, tensors), (160, tensors[:2]), (50, ())):
         fields = [*rest, name[:cut], line[-cut:], *several]
         text = json.dumps(fields, ensure_ascii=False).encode(errors="replace")
@@ -188,24 +191,24 @@ def in_words(
 
 
 def with_calls(groups: Sequence[Group], file: Path) -> tuple[Group, ...]:
-    """Return groups with the calls that a file of :class:`Calls` has of them."""
-    found: dict[str, list[Call]] = {}
+    """Return groups with their calls and counts, read from a file of :class:`Calls`."""
+    by_group: dict[str, list[Call]] = {}
     data = file.read_bytes() if file.exists() else b""
-    for at in range(0, len(data) - _SLOT + 1, _SLOT):
-        number, started, returned = _TIMES.unpack_from(data, at)
+    for base in range(0, len(data) - _SLOT + 1, _SLOT):
+        number, started, returned = _TIMES.unpack_from(data, base)
         error, text = (
-            data[at + begin : at + end].rstrip(b"\0").decode(errors="replace")
+            data[base + begin : base + end].rstrip(b"\0").decode(errors="replace")
             for begin, end in ((_TIMES.size, _SLOT - _TEXT), (_SLOT - _TEXT, _SLOT))
         )
         try:
             group, function, waits, source, destination, tag, name, line, *tensors = json.loads(text or "[]")
-        except (ValueError, TypeError):  # half written, or never
+        except (ValueError, TypeError):  # a slot that is empty or half written
             continue
         more = (started, returned or None, waits, error, source, destination, tag)
-        found.setdefault(group, []).append(Call(function, number, tuple(tensors), name, line, *more))
+        by_group.setdefault(group, []).append(Call(function, number, tuple(tensors), name, line, *more))
     filled = []
     for group in groups:
-        calls = sorted(found.get(group.name, ()), key=lambda call: call.started)
+        calls = sorted(by_group.get(group.name, ()), key=lambda call: call.started)
         counts: dict[str, int] = {}
         for call in calls:
             counts[call.key] = max(counts.get(call.key, 0), call.number)
@@ -214,12 +217,12 @@ def with_calls(groups: Sequence[Group], file: Path) -> tuple[Group, ...]:
 
 
 def list_group(live: Path, group: Group) -> None:
-    """Add a group, without its calls, to those of a rank."""
+    """Append a group, without its calls, to the list of a rank."""
     _append(live, {"name": group.name, "kinds": group.kinds, "ranks": group.ranks})
 
 
 def strike_group(live: Path, name: str) -> None:
-    """Take a group that is destroyed from those of a rank."""
+    """Mark a destroyed group in the list of a rank."""
     _append(live, {"gone": name})
 
 
@@ -229,66 +232,70 @@ def _append(live: Path, line: dict[str, Any]) -> None:
 
 
 def _listed(live: Path) -> list[Group]:
-    file, found = live.with_suffix(".groups"), dict[str, Group]()
+    file, groups = live.with_suffix(".groups"), dict[str, Group]()
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         try:
             data = json.loads(line)
             if "gone" in data:
-                found.pop(data["gone"], None)
+                groups.pop(data["gone"], None)
             else:
-                found[data["name"]] = Group(data["name"], tuple(data["kinds"]), tuple(data["ranks"]))
-        except (ValueError, KeyError, TypeError):  # the last line, cut short
+                groups[data["name"]] = Group(data["name"], tuple(data["kinds"]), tuple(data["ranks"]))
+        except (ValueError, KeyError, TypeError):  # an unfinished last line
             continue
-    return list(found.values())
+    return list(groups.values())
 
 
 def record_file(folder: Path, rank: int) -> Path:
-    """Return where a rank's record lies in the folder of its job."""
+    """Return the path of a rank's record in the folder of its job."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def live_file(folder: Path, rank: int) -> Path:
-    """Return where it is said who a rank is; its groups, calls and stacks lie beside that."""
+    """Return the path of a rank's identity; its groups, calls and stacks have other suffixes."""
     return folder / f"live-{rank:05d}.json"
 
 
 def write(file: Path, record: Record) -> None:
-    """Write a record, in one step."""
+    """Write a record atomically."""
     write_atomically(file, json.dumps(asdict(record)))
 
 
 def read(folder: Path) -> list[Record]:
-    """Read what all ranks of a job left, in their order: of the newest in a folder that wrote a record.
+    """Read the records of all ranks of a job, by rank. The newest job with a written record is used.
 
     Raises:
-        RunError: there is none, or one is damaged.
+        RunError: there is no record, or one is damaged.
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is no folder; name the one that was given to --record-collectives")
-    jobs = [folder, *sorted((each for each in folder.iterdir() if each.is_dir()), reverse=True)]
-    found = [records for each in jobs if (records := _of_job(each))]
-    if not found:
+    jobs = [folder, *sorted((child for child in folder.iterdir() if child.is_dir()), reverse=True)]
+    recorded = [records for job in jobs if (records := _of_job(job))]
+    if not recorded:
         raise RunError(
             f"{folder} has no record of a rank (rank-00000.json and so on); train with --record-collectives "
             f"{folder}, and send SIGUSR1 to one of the job's ranks while it hangs"
         )
-    return next((records for records in found if any(each.reason for each in records)), found[0])
+    # Without any written record, take the live files of the newest job.
+    return next((records for records in recorded if any(each.reason for each in records)), recorded[0])
 
 
 def _of_job(folder: Path) -> list[Record]:
-    """Return a record of each rank: its own, unless it went on and did not answer the next time."""
-    found = {record.rank: record for record in map(_live, folder.glob("live-*.json"))}
+    """Return one record per rank: the written one, unless it is outdated by the rank's live files."""
+    records = {record.rank: record for record in map(_live, folder.glob("live-*.json"))}
     written = [_load(file) for file in folder.glob("rank-*.json")]
+    # A rank whose record is older than the last request went on training and did not answer.
     asked = max((record.time for record in written), default=0.0) - _ANSWERS_WITHIN_S
     for record in written:
-        later = found.get(record.rank)
+        later = records.get(record.rank)
         if later is None or later.time <= record.time or asked <= record.time:
-            found[record.rank] = record
-    return [found[rank] if found[rank].reason else _ended(folder, found[rank]) for rank in sorted(found)]
+            records[record.rank] = record
+    return [
+        records[rank] if records[rank].reason else _ended(folder, records[rank]) for rank in sorted(records)
+    ]
 
 
 def _live(file: Path) -> Record:
-    """Return what is known of a rank that has not written, at the time of what it did last."""
+    """Return the live record of a rank, dated by its last call."""
     record = _load(file)
     groups = with_calls(_listed(file), file.with_suffix(".calls"))
     calls = [call for group in groups for call in group.calls]
@@ -300,12 +307,13 @@ def _live(file: Path) -> Record:
 
 
 def _ended(folder: Path, record: Record) -> Record:
-    """Add the stack that SIGTERM met, if that has ended the rank."""
+    """Add the stack at SIGTERM if the signal has ended the rank."""
     file = live_file(folder, record.rank).with_suffix(".SIGTERM")
     text = file.read_text(errors="replace") if file.exists() else ""
     if not text:
         return record
     frames = _FRAME.findall(text.rpartition("Stack (most")[2])
+    # The stack in the file has the innermost call first.
     stack = [f"{path}:{at} {name}: {linecache.getline(path, int(at)).strip()}" for path, at, name in frames]
     return replace(record, reason="SIGTERM", time=file.stat().st_mtime, stacks={"main": stack[::-1]})
 
@@ -337,6 +345,6 @@ def _call(data: dict[str, Any]) -> Call:
 
 
 def _tuples(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    """Turn lists of JSON into the tuples that fields are."""
+    """Convert JSON lists to tuples for tuple fields."""
     names = {each.name for each in fields(kind) if str(each.type).startswith("tuple")}
     return {key: tuple(value) if key in names else value for key, value in data.items()}

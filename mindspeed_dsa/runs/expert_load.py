@@ -1,16 +1,15 @@
-"""How many tokens a run's routers sent to each expert, by step: ``expert_load.jsonl``.
+"""Report of expert load by step, ``expert_load.jsonl``: the tokens that routers sent to each expert.
 
-``--moe-router-load-report`` writes one record per step, which :func:`mindspeed_dsa.runs.metrics.read` reads:
+``--moe-router-load-report`` writes one record per step, and :func:`mindspeed_dsa.runs.metrics.read` reads it:
 
-* ``layers``: for each MoE layer its ``layer`` number, from 1 through the whole model, and its pipeline
-  ``stage``, from 0; ``experts``, the tokens that each expert got; ``ranks``, those that each expert parallel
-  rank got, one list per replica of the experts; ``expert_imbalance`` and ``rank_imbalance``, the most loaded
-  one over the mean;
-* ``stages``: for each pipeline stage its number of ``tokens`` over all of its MoE layers, and ``imbalance``:
-  the most loaded ranks of its layers over their means, both added up over the layers, as ranks wait for one
-  another in every layer.
+* ``layers``: for each MoE layer its ``layer`` number in the whole model, from 1, and its pipeline ``stage``,
+  from 0. ``experts`` has the tokens of each expert. ``ranks`` has the tokens of each expert parallel rank,
+  one list per replica of the experts. ``expert_imbalance`` and ``rank_imbalance`` are maximum over mean.
+* ``stages``: for each pipeline stage its ``tokens`` over all of its MoE layers, and its ``imbalance``: the
+  sum of the layers' maximum rank loads over the sum of their means, as ranks wait for each other in every
+  layer.
 
-A token counts once for each expert that it was sent to.
+A token counts once for each expert that it is sent to.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class LayerLoad(NamedTuple):
     """Tokens of one step in one MoE layer.
 
     Attributes:
-        layer: its number, from 1.
-        stage: its pipeline stage, from 0.
+        layer: layer number, from 1.
+        stage: pipeline stage, from 0.
         experts: tokens by expert.
         ranks: tokens by replica of the experts and by expert parallel rank.
     """
@@ -44,36 +43,37 @@ class LayerLoad(NamedTuple):
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """The largest over the mean; 1 where nothing was done at all."""
+    """Return maximum over mean, or 1 if all loads are 0."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def record(step: int, layers: Sequence[LayerLoad]) -> Record:
-    """One step, as the file has it."""
+    """Return the record of one step."""
     return {
         "step": step,
         "layers": [
             {
-                "layer": each.layer,
-                "stage": each.stage,
-                "expert_imbalance": round(imbalance(each.experts), 4),
-                "rank_imbalance": round(imbalance(_flat(each.ranks)), 4),
-                "experts": list(each.experts),
-                "ranks": [list(replica) for replica in each.ranks],
+                "layer": layer.layer,
+                "stage": layer.stage,
+                "expert_imbalance": round(imbalance(layer.experts), 4),
+                "rank_imbalance": round(imbalance(_flat(layer.ranks)), 4),
+                "experts": list(layer.experts),
+                "ranks": [list(replica) for replica in layer.ranks],
             }
-            for each in layers
+            for layer in layers
         ],
         "stages": [
-            _stage(stage, [each for each in layers if each.stage == stage])
-            for stage in sorted({each.stage for each in layers})
+            _stage(stage, [layer for layer in layers if layer.stage == stage])
+            for stage in sorted({layer.stage for layer in layers})
         ],
     }
 
 
 def _stage(stage: int, layers: Sequence[LayerLoad]) -> dict[str, Any]:
-    ranks = [_flat(each.ranks) for each in layers]
+    ranks = [_flat(layer.ranks) for layer in layers]
     tokens = sum(map(sum, ranks))
+    # Ranks wait in every layer, so maxima add up: loads [3, 1] and [1, 3] give (3 + 3) / (2 + 2) = 1.5.
     waiting = sum(max(loads) for loads in ranks)
     means = sum(sum(loads) / len(loads) for loads in ranks)
     return {"stage": stage, "tokens": tokens, "imbalance": round(waiting / means, 4) if means else 1.0}
@@ -84,13 +84,13 @@ def _flat(ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def read(path: Path) -> list[Record]:
-    """Records of a report, by step.
+    """Read a report, ordered by step.
 
     Args:
-        path: the file, or the folder that was given to ``--moe-router-load-report``.
+        path: file, or folder that was passed to ``--moe-router-load-report``.
 
     Raises:
-        RunError: there is no such file, or it holds something else.
+        RunError: the file does not exist or is not a report.
     """
     file = path / FILE if path.is_dir() else path
     with _explained(file):
@@ -104,17 +104,17 @@ def read(path: Path) -> list[Record]:
 
 
 def recent(path: Path, count: int) -> tuple[list[Record], int]:
-    """The last records of a report, without reading what is before them.
+    """Read the last records of a report, from the end of the file.
 
     Args:
-        path: as for :func:`read`.
-        count: how many at most; fewer, or none, if there are not so many.
+        path: file or folder, as in :func:`read`.
+        count: maximum number of records.
 
     Returns:
-        The records by step; and how many damaged lines among them were left out.
+        Records by step, and number of damaged lines among them that were skipped.
 
     Raises:
-        RunError: there is no such file, or it holds something else.
+        RunError: the file does not exist or is not a report.
     """
     file = path / FILE if path.is_dir() else path
     with _explained(file):
@@ -145,22 +145,22 @@ def _check(layer: Mapping[str, Any]) -> None:
 
 
 def totals(records: Sequence[Record]) -> dict[int, list[int]]:
-    """Tokens by layer and expert, over all steps.
+    """Return the tokens by layer and expert, summed over all steps.
 
     Raises:
-        RunError: the number of experts changed: the records are of several models.
+        RunError: the number of experts changed, so the records are of several models.
     """
-    found: dict[int, list[int]] = {}
-    for each in records:
-        for layer in each["layers"]:
-            before = found.setdefault(layer["layer"], [0] * len(layer["experts"]))
+    sums: dict[int, list[int]] = {}
+    for entry in records:
+        for layer in entry["layers"]:
+            before = sums.setdefault(layer["layer"], [0] * len(layer["experts"]))
             if len(before) != len(layer["experts"]):
                 raise RunError(
-                    f"layer {layer['layer']} has {len(layer['experts'])} experts in step {each['step']} and "
+                    f"layer {layer['layer']} has {len(layer['experts'])} experts in step {entry['step']} and "
                     f"{len(before)} before; the report is of several models, use one folder for each"
                 )
-            found[layer["layer"]] = [a + b for a, b in zip(before, layer["experts"], strict=True)]
-    return dict(sorted(found.items()))
+            sums[layer["layer"]] = [a + b for a, b in zip(before, layer["experts"], strict=True)]
+    return dict(sorted(sums.items()))
 
 
 def draw(path: Path, records: Sequence[Record]) -> None:
@@ -168,7 +168,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
 
     Args:
         path: picture file.
-        records: of a report.
+        records: records of a report.
 
     Raises:
         RunError: matplotlib is missing.
@@ -186,6 +186,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     ):
         _map(figure, row, imbalances(records, key), list(counts), title)
         row.set_xlabel("step")
+        # About seven ticks.
         shown = sorted({round(i * (len(steps) - 1) / 6) for i in range(7)})
         row.set_xticks(shown, [str(steps[position]) for position in shown])
     _map(figure, axes[2], shares, list(counts), "tokens of an expert over the mean, all steps")
@@ -195,7 +196,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
 
 
 def imbalances(records: Sequence[Record], key: str) -> list[list[float]]:
-    """``[layers, steps]``: the figure ``key`` of every layer; NaN where a step lacks a layer."""
+    """Return ``[layers, steps]`` of the value ``key``; NaN for a step without the layer."""
     by_step = [{layer["layer"]: layer[key] for layer in each["layers"]} for each in records]
     layers = sorted({layer for each in by_step for layer in each})
     return [[each.get(layer, float("nan")) for each in by_step] for layer in layers]

@@ -1,6 +1,6 @@
-"""Which expert parallel rank holds which expert: made from recorded loads, and a file to keep it in.
+"""Placement of experts on expert parallel ranks: computed from recorded loads, and stored in a file.
 
-An order lists a layer's experts by slot; each rank has an equal number of slots, rank after rank.
+An order lists a layer's experts by slot. Ranks have equal numbers of consecutive slots.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mindspeed_dsa.runs.files import RunError, write_atomically
 
 @dataclass(frozen=True)
 class Placement:
-    """Orders of a model's MoE layers.
+    """Expert orders of a model's MoE layers.
 
     Attributes:
-        experts: number of experts of a layer.
+        experts: number of experts per layer.
         ranks: expert parallel size.
-        orders: by layer number, from 1: its experts by slot.
+        orders: dict from layer number (from 1) to its experts by slot.
     """
 
     experts: int
@@ -30,16 +30,15 @@ class Placement:
 
 
 def balanced(loads: Sequence[int], ranks: int) -> list[int]:
-    """An order that gives every rank the same number of experts and nearly the same load.
+    """Return an order with the same number of experts and nearly the same load on every rank.
 
-    Experts go to the least loaded rank that has room, the largest first; then the most loaded rank swaps
-    experts with others as long as that makes it less loaded than it was. The same loads always give the same
-    order, and where experts are as well balanced in their own slots, they stay there.
+    The result is deterministic, and experts keep their slots unless the new order is better.
 
     Args:
-        loads: tokens by expert; their number is a multiple of ``ranks``.
+        loads: tokens by expert; their number must be a multiple of ``ranks``.
         ranks: expert parallel size.
     """
+    # Greedy: experts in descending load go to the least loaded rank with a free slot.
     room = len(loads) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0] * ranks
@@ -47,6 +46,7 @@ def balanced(loads: Sequence[int], ranks: int) -> list[int]:
         rank = min((rank for rank in range(ranks) if len(held[rank]) < room), key=lambda rank: sums[rank])
         held[rank].append(expert)
         sums[rank] += loads[expert]
+    # Then the most loaded rank swaps experts as long as that lowers the maximum of the two ranks.
     while _swap(loads, held, sums):
         pass
     order = [expert for experts in held for expert in sorted(experts)]
@@ -55,12 +55,13 @@ def balanced(loads: Sequence[int], ranks: int) -> list[int]:
 
 
 def _swap(loads: Sequence[int], held: list[list[int]], sums: list[int]) -> bool:
-    """The swap that relieves the most loaded rank most; whether there was one."""
-    most = max(range(len(sums)), key=lambda rank: (sums[rank], -rank))
+    """Make the swap that relieves the most loaded rank most; return whether there was one."""
+    most = max(range(len(sums)), key=lambda rank: (sums[rank], -rank))  # ties: the lower rank
     best: tuple[int, int, int, int] | None = None
     for rank in range(len(sums)):
         for mine, expert in enumerate(held[most]):
             for theirs, other in enumerate(held[rank]):
+                # Loads 10 and 4: swapping experts of 5 and 3 moves 2, and the larger of 8 and 6 is 8.
                 moved = loads[expert] - loads[other]
                 larger = max(sums[most] - moved, sums[rank] + moved)
                 if larger < (sums[most] if best is None else best[0]):
@@ -76,13 +77,13 @@ def _swap(loads: Sequence[int], held: list[list[int]], sums: list[int]) -> bool:
 
 
 def rank_loads(loads: Sequence[int], order: Sequence[int], ranks: int) -> list[int]:
-    """Tokens by rank."""
+    """Return the tokens by rank."""
     room = len(order) // ranks
     return [sum(loads[expert] for expert in order[rank * room : (rank + 1) * room]) for rank in range(ranks)]
 
 
 def improvement(loads: Sequence[int], order: Sequence[int], ranks: int) -> tuple[float, float]:
-    """The most loaded rank over the mean, with every expert in its own slot and in this order."""
+    """Return the rank imbalance (maximum over mean) of the default order and of this one."""
     unmoved = range(len(loads))
     return (
         imbalance(rank_loads(loads, list(unmoved), ranks)),
@@ -91,14 +92,14 @@ def improvement(loads: Sequence[int], order: Sequence[int], ranks: int) -> tuple
 
 
 def place(loads: Mapping[int, Sequence[int]], ranks: int) -> Placement:
-    """:func:`balanced` orders of all layers.
+    """Return :func:`balanced` orders for all layers.
 
     Args:
-        loads: tokens by layer and expert.
+        loads: dict from layer number to tokens by expert.
         ranks: expert parallel size.
 
     Raises:
-        RunError: the ranks cannot hold equal numbers of experts.
+        RunError: the experts cannot be distributed evenly.
     """
     counts = {len(experts) for experts in loads.values()}
     (experts,) = counts if len(counts) == 1 else (0,)
@@ -111,7 +112,7 @@ def place(loads: Mapping[int, Sequence[int]], ranks: int) -> Placement:
 
 
 def write(path: Path, placement: Placement) -> None:
-    """Write the file that ``--moe-expert-placement`` takes."""
+    """Write the file for ``--moe-expert-placement``."""
     content = {
         "num_experts": placement.experts,
         "expert_model_parallel_size": placement.ranks,
@@ -121,10 +122,10 @@ def write(path: Path, placement: Placement) -> None:
 
 
 def read(path: Path) -> Placement:
-    """The counterpart.
+    """Read a file written by :func:`write`.
 
     Raises:
-        RunError: there is no such file, or it holds something else.
+        RunError: the file does not exist or is not a placement.
     """
     write_one = (
         f"write one with: python -m mindspeed_dsa experts REPORT --placement {path} "

@@ -1,4 +1,4 @@
-"""Files that hold either the old or the new content, whenever the process is killed."""
+"""Atomic file writes and locks: files have the old or the new content whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _SHOWN = 200  # characters of a file that a message repeats
 
 
 class RunError(MindSpeedDSAError):
-    """Files that cannot be used; the message names them and says what to do."""
+    """Error for unusable files; the message names them and the remedy."""
 
 
 def number(text: str) -> int | None:
-    """The number that a text consists of; ``None`` unless it is made of up to 18 of the digits 0 to 9."""
+    """Return the number that a text consists of; ``None`` unless it is 1 to 18 digits 0 to 9."""
     # str.isdigit accepts digits of every script, some of which int() refuses.
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def amount(nbytes: int) -> str:
-    """Return bytes in GB, or in MB or kB where they are fewer, as people read them."""
+    """Return bytes as text in GB, MB or kB."""
     for unit, name in ((10**9, "GB"), (10**6, "MB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -45,28 +45,26 @@ def amount(nbytes: int) -> str:
 
 
 def writer() -> str:
-    """Return who writes, other at every call: a part of temporary names in folders that machines share.
-
-    Containers may have the same process numbers, and even the same name.
-    """
+    """Return a unique name for a writer, as part of temporary file names in shared folders."""
+    # Containers may have equal process ids and even equal host names.
     return f"{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:12]}"
 
 
 def beside(path: Path, end: str = "partial") -> Path:
-    """Return a hidden name in a file's folder that no other writer has."""
+    """Return a unique hidden path next to a file."""
     return path.with_name(f".{path.name}.{writer()}.{end}")
 
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file to write, which gets its name in one step, and is on disk then; an error leaves nothing."""
+    """Open a file that replaces ``path`` atomically and is synced to disk; an error leaves no file."""
     unfinished = beside(path)
     try:
         with open(unfinished, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        os.replace(unfinished, path)  # atomic; the content must be on disk before
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -74,13 +72,13 @@ def written(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content in one step; it is on disk when this returns."""
+    """Replace a file's content atomically and sync it to disk."""
     with written(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power cut."""
+    """Sync a file's content, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,7 +87,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """:func:`sync` for everything below a folder."""
+    """Call :func:`sync` on everything below a folder."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))
@@ -97,44 +95,37 @@ def sync_tree(folder: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process of this machine runs.
-
-    One that was killed, and that nobody has waited for, does not: where a container's first process waits for
-    no orphans, it has its number for ever.
-    """
+    """Return whether a process of this machine is running; zombies are not."""
+    # In a container whose first process does not reap orphans, a killed process keeps its id forever.
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # somebody else's
+        pass  # another user's process
     return status(pid)[:1] != ["Z"]
 
 
 def status(pid: int) -> list[str]:
-    """Return what ``/proc/PID/stat`` says of a process from its state on; nothing where that cannot be asked.
-
-    The fields are those of proc_pid_stat(5), the third first.
-    """
-    with contextlib.suppress(OSError):  # it has ended, or this is not Linux
+    """Return the fields of ``/proc/PID/stat`` from the third (proc_pid_stat(5)) on; empty if unavailable."""
+    with contextlib.suppress(OSError):  # the process has ended, or this is not Linux
+        # The second field, the command in parentheses, may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
 
 
 def started(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; nothing where that cannot be asked.
+    """Return a process's start time in ticks since boot as text; empty if unavailable.
 
-    Numbers of processes come again; a number with its beginning does not.
+    Process ids are reused, but an id together with a start time is unique.
     """
     return "".join(status(pid)[19:20])
 
 
 def lock(path: Path) -> IO[str]:
-    """Wait for the lock on a file; it is held until the result is closed or the process ends.
-
-    A forked process does not share it: one that cannot be killed at once, because it waits for a disk, would
-    keep the job's successor out.
-    """
+    """Wait for the lock on a file and take it, until the result is closed or the process ends."""
+    # Forked processes close it, see _leave_locks(): a child in an uninterruptible disk wait would otherwise
+    # keep the job's successor out.
     file = open(path, "a")  # noqa: SIM115 - the caller closes it
     _locks.add(file)
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -142,7 +133,7 @@ def lock(path: Path) -> IO[str]:
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """:func:`lock` without waiting; ``None`` if another process holds it."""
+    """Take a lock like :func:`lock` without waiting; ``None`` if another process holds it."""
     file = open(path, "a")  # noqa: SIM115 - the caller closes it
     _locks.add(file)
     try:
@@ -157,7 +148,7 @@ def try_lock(path: Path) -> IO[str] | None:
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder that others may be deleting as well: what is gone already is deleted.
+    """Delete a folder, tolerating that other processes delete it at the same time.
 
     Raises:
         OSError: something in it cannot be deleted.
@@ -168,24 +159,24 @@ def delete(folder: Path) -> None:
 
 
 class Sole:
-    """The only writer of something, by a lock that ends with its process; a file beside says who it is.
+    """Exclusive right to write something, held until the process ends; a lock file names the holder.
 
-    On a file system without locks it is a file that one process alone can make, ``PATH.held``. What a process
-    that has ended leaves of it is known by its successors in the same machine or container alone; others are
-    told what to delete.
+    On a file system without locks a file ``PATH.held`` is created exclusively. After its process has ended,
+    only processes on the same machine or in the same container can tell and remove it. Others get an error
+    that names the file to delete.
 
     Args:
-        path: of the file, which is there while something is written.
-        what: is written; begins the message.
+        path: lock file, which exists while the right is held.
+        what: name of the written object at the start of messages.
 
     Raises:
-        RunError: another process writes it, or may do so.
+        RunError: another process holds the right, or may hold it.
     """
 
     def __init__(self, path: Path, what: str) -> None:
         self._path = path
         self._held = path.with_name(f"{path.name}.held")
-        self._mine = ""  # what the latter says, where there are no locks
+        self._mine = ""  # content of `_held` on file systems without locks
         self._made_folder = not path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = self._take(what)
@@ -204,10 +195,11 @@ class Sole:
                     f"{what} is being written by {self._holder()}; wait until it has ended, or name another "
                     "folder"
                 )
+            # The previous holder may have removed the file after we opened it: then try again.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock.fileno()), os.stat(self._path)):
                     break
-            lock.close()  # of a file that whoever had it has just removed
+            lock.close()
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), _me().encode())
         return lock
@@ -220,17 +212,17 @@ class Sole:
         return "another process"
 
     def end(self) -> None:
-        """Let others write; called again it does nothing."""
+        """Release the right; further calls do nothing."""
         lock, self._lock = self._lock, None
         if lock is not None:
             self._path.unlink(missing_ok=True)
             lock.close()
         mine, self._mine = self._mine, ""
-        if mine and _text(self._held) == mine:  # unless somebody has deleted it, and another one writes
+        if mine and _text(self._held) == mine:  # may have been deleted by hand, and taken by another process
             self._path.unlink(missing_ok=True)
             self._held.unlink(missing_ok=True)
         if self._made_folder:
-            with contextlib.suppress(OSError):  # something was written, or it is gone
+            with contextlib.suppress(OSError):  # not empty, or deleted already
                 self._path.parent.rmdir()
 
 
@@ -239,14 +231,14 @@ def _me() -> str:
 
 
 def _text(path: Path) -> str | None:
-    """Return a file's text; ``None`` where there is none."""
+    """Return a file's text; ``None`` if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_text(encoding="utf-8", errors="replace")
     return None
 
 
 def _make_sole(path: Path, what: str) -> str:
-    """Make a file that says who this process is, unless another one has it; return what it says."""
+    """Create the file with this process's identity, unless another process holds it; return its content."""
     pid = os.getpid()
     facts = {"who": _me(), "pid": pid, "started": started(pid), "where": _where(), "id": uuid.uuid4().hex}
     mine = json.dumps(facts)
@@ -266,17 +258,18 @@ def _make_sole(path: Path, what: str) -> str:
 
 
 def _clear(path: Path, theirs: str, what: str) -> None:
-    """Remove the file of a process that has ended; refuse if that one runs, or may run elsewhere."""
+    """Remove the file of an ended process; raise if that process is running or may run elsewhere."""
     try:
         facts = json.loads(theirs)
         pid, began, who = int(facts["pid"]), str(facts["started"]), str(facts["who"])[:_SHOWN]
         here = facts["where"] == _where()
     except (ValueError, KeyError, TypeError, RecursionError):
-        _refuse(path, what, "another process")  # which has just made it, or was killed then
+        _refuse(path, what, "another process")  # the file is being written, or its writer was killed
     now = started(pid)
     if not here or (is_running(pid) and not (now and began and now != began)):
         _refuse(path, what, who)
-    # Only one of its successors removes it, and sees before that another has not done so and made its own.
+    # Only one successor may remove the file, and only while its content is unchanged: another successor may
+    # have removed it and created its own.
     ended = path.with_name(f"{path.name}.ended")
     try:
         ended.open("x").close()
@@ -298,7 +291,7 @@ def _refuse(path: Path, what: str, who: str) -> NoReturn:
 
 
 def _where() -> str:
-    """Return whose numbers this process's is one of: a machine's since it was started, or a container's."""
+    """Return the scope of process ids: the machine since its boot, or the container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # not Linux
         parts += [
@@ -317,16 +310,15 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 
 def end_with_parent(parent: int) -> bool:
-    """Have this process killed when the one that has started it ends, in whatever way; on Linux alone.
-
-    A writer that outlives its job shares the files and pipes of the one that follows.
+    """Make the kernel kill this process when its parent ends, on Linux only.
 
     Args:
-        parent: number of the process whose main thread has started this one.
+        parent: process id of the parent, whose main thread started this process.
 
     Returns:
-        Whether it still runs: else nobody is left for whom to do anything.
+        Whether the parent is still running.
     """
+    # A writer that outlives its job would share files and pipes with the next job.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     return os.getppid() == parent

@@ -1,8 +1,8 @@
-"""The list of a checkpoint's files, with which a checkpoint is known to be whole: ``dsa_manifest.json``.
+"""Manifest of a checkpoint, ``dsa_manifest.json``: a list of its files, which proves that it is complete.
 
-A save renames it into the checkpoint's folder last, so that a folder with one was written to its end.
-For each file it has the number of bytes and, on request, the CRC-32 of zlib, which finds flipped bits; it is
-no protection against somebody who means harm. Imports neither torch nor Megatron.
+A save renames the manifest into the checkpoint's folder last, so a folder with a manifest was written
+completely. Each file is listed with its size and, on request, zlib's CRC-32. The checksum detects bit flips,
+but does not protect against deliberate changes. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 
 from mindspeed_dsa.runs.files import RunError, amount, sync, write_atomically
 
-try:  # the same sums, of four times as many bytes a second
+try:  # same checksums at four times the speed
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
 
 NAME = "dsa_manifest.json"
 _FORMAT = "mindspeed_dsa.checkpoint/1"
-_BLOCK = 128 << 10  # stays in a cache between the copy and the sum
+_BLOCK = 128 << 10  # bytes; a block stays in the cache from the read to the checksum
 _THREADS = 8
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file.
+    """Size and checksum of a file.
 
     Attributes:
-        size: bytes.
-        crc32: checksum of its content, as zlib computes it; ``None`` where none was made.
+        size: size in bytes.
+        crc32: zlib's CRC-32 of the content; ``None`` if not computed.
     """
 
     size: int
@@ -43,12 +43,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A list of a checkpoint's files.
+    """List of a checkpoint's files.
 
     Attributes:
-        name: of its folder, ``iter_0000100``.
-        job: of the processes that wrote it; any text.
-        files: by path below the folder, with ``/``.
+        name: name of the checkpoint's folder, ``iter_0000100``.
+        job: name of the job that wrote it, any text.
+        files: dict from path below the folder, with ``/``, to the file's entry.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(entry.size for entry in self.files.values())
 
     @property
     def has_sums(self) -> bool:
-        """Return whether each file has a checksum."""
+        """Return whether every file has a checksum."""
         return all(entry.crc32 is not None for entry in self.files.values())
 
     def __str__(self) -> str:
@@ -70,20 +70,21 @@ class Manifest:
 
 
 def names(checkpoint: Path) -> list[str]:
-    """Return what a manifest lists: every file below a folder but hidden ones of this library and itself.
+    """Return the files below a folder that a manifest lists: all except the manifest and its temporary files.
 
     Raises:
         OSError: a folder cannot be read.
     """
 
+    # os.walk ignores errors unless they are raised.
     def fail(error: OSError) -> None:
         raise error
 
-    found = []
+    listed = []
     for parent, _, files in os.walk(checkpoint, onerror=fail):
         below = Path(parent).relative_to(checkpoint)
-        found += [(below / name).as_posix() for name in files if not _is_ours(name)]
-    return sorted(found)
+        listed += [(below / name).as_posix() for name in files if not _is_ours(name)]
+    return sorted(listed)
 
 
 def _is_ours(name: str) -> bool:
@@ -91,7 +92,7 @@ def _is_ours(name: str) -> bool:
 
 
 def sums(checkpoint: Path, files: Iterable[str]) -> dict[str, Entry]:
-    """Read files, in threads, and return their sizes and checksums.
+    """Read files with several threads, and return their sizes and checksums.
 
     Raises:
         OSError: a file cannot be read.
@@ -112,25 +113,25 @@ def _sum(path: Path) -> Entry:
 
 
 def sizes(checkpoint: Path) -> dict[str, Entry]:
-    """Return every file of a checkpoint with its size.
+    """Return all files of a checkpoint with their sizes.
 
     Raises:
-        OSError: a file cannot be asked.
+        OSError: a file or folder cannot be read.
     """
     return {name: Entry((checkpoint / name).stat().st_size) for name in names(checkpoint)}
 
 
 def complete(checkpoint: Path, job: str, summed: Mapping[str, Entry], name: str = "") -> Manifest:
-    """Bring all files of a checkpoint to the disk, and write its manifest.
+    """Sync all files of a checkpoint to disk, then write its manifest.
 
     Args:
-        checkpoint: its folder.
-        job: name of the processes that wrote it.
-        summed: files whose checksums are known; of others the size is listed.
-        name: name that the folder will have; by default the one it has.
+        checkpoint: folder of the checkpoint.
+        job: name of the job that wrote it.
+        summed: entries with checksums; other files are listed with their size.
+        name: final name of the folder; default: its current name.
 
     Raises:
-        OSError: a file cannot be read, or nothing can be written.
+        OSError: a file cannot be read, or the folder is not writable.
     """
     files = sizes(checkpoint)
     for file in files:
@@ -139,17 +140,16 @@ def complete(checkpoint: Path, job: str, summed: Mapping[str, Entry], name: str 
 
 
 def write(checkpoint: Path, job: str, files: Mapping[str, Entry], name: str = "") -> Manifest:
-    """Write the manifest of a checkpoint whose files are all on their way to the disk; nothing is written
-    after it.
+    """Write the manifest of a checkpoint whose files are already synced. No file may be written afterwards.
 
     Args:
-        checkpoint: its folder.
-        job: of the processes that wrote it.
-        files: entries from :func:`sizes` or :func:`sums`; none mark a checkpoint that is being written.
-        name: that the folder will have; by default the one it has.
+        checkpoint: folder of the checkpoint.
+        job: name of the job that wrote it.
+        files: entries from :func:`sizes` or :func:`sums`; an empty dict marks an unfinished checkpoint.
+        name: final name of the folder; default: its current name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the manifest cannot be written.
     """
     manifest = Manifest(name or checkpoint.name, job, files)
     content = {
@@ -168,11 +168,10 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 
 def read(checkpoint: Path) -> Manifest | None:
-    """Return a checkpoint's manifest; ``None`` where it has none, as those that Megatron alone has written.
+    """Return a checkpoint's manifest; ``None`` if it has none, as checkpoints of stock Megatron.
 
     Raises:
-        RunError: it cannot be read, or is another program's file; the message goes on from the checkpoint's
-            name.
+        RunError: the file cannot be read or is not a manifest; the message follows the checkpoint's name.
     """
     try:
         content = json.loads((checkpoint / NAME).read_bytes())
@@ -193,21 +192,22 @@ def read(checkpoint: Path) -> Manifest | None:
 
 
 def _entry(name: str, facts: Any) -> Entry:
+    # A damaged or foreign manifest must not name files outside of the checkpoint.
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"it lists {name[:40]!r}, which is elsewhere")
-    if b"\0" in os.fsencode(name):  # or characters that no file system has
+    if b"\0" in os.fsencode(name):  # raises for characters that no file system accepts
         raise ValueError(f"it lists {name[:40]!r}, which names no file")
     return Entry(int(facts["bytes"]), int(facts["crc32"], 16) if "crc32" in facts else None)
 
 
 def damage(checkpoint: Path, manifest: Manifest, contents: bool = False) -> str:
-    """Return in words what a checkpoint lacks of its manifest; nothing if it is whole.
+    """Describe the first deviation of a checkpoint from its manifest; empty if it is complete.
 
     Args:
-        checkpoint: its folder.
-        manifest: from :func:`read`.
-        contents: read all files that have a checksum, besides the sizes of all.
+        checkpoint: folder of the checkpoint.
+        manifest: manifest from :func:`read`.
+        contents: whether to compare checksums in addition to sizes.
     """
     if manifest.name != checkpoint.name:
         return f"{NAME} is that of {manifest.name[:40]}"
@@ -222,9 +222,9 @@ def damage(checkpoint: Path, manifest: Manifest, contents: bool = False) -> str:
             return f"{name} has {size} bytes of {entry.size}"
     wanted = [name for name, entry in manifest.files.items() if contents and entry.crc32 is not None]
     try:
-        found = sums(checkpoint, wanted)
+        actual = sums(checkpoint, wanted)
     except OSError as error:
         where = Path(error.filename).name if error.filename else "a file"
         return f"{where} cannot be read ({error.strerror or error})"
-    differ = [name for name in wanted if found[name] != manifest.files[name]]
+    differ = [name for name in wanted if actual[name] != manifest.files[name]]
     return f"{differ[0]} has another content than was written" if differ else ""

@@ -1,8 +1,9 @@
-"""Metrics of a run by step: a file with one JSON object per line.
+"""Metrics of a run by step, in a file with one JSON object per line.
 
-``--step-metrics-file`` writes it for Megatron-LM's training loop, and ``python -m mindspeed_dsa compare``
-reads it. A step's record has ``step``, ``lm_loss`` and ``indexer_loss`` (nats per token), ``grad_norm``,
-``tokens_per_s``, ``step_time_s`` and ``peak_memory_bytes``; what a job does not measure is absent or null.
+``--step-metrics-file`` writes it in Megatron-LM's training loop, and ``python -m mindspeed_dsa compare``
+reads it. A record has ``step``, ``lm_loss`` and ``indexer_loss`` (nats per token), ``grad_norm``,
+``tokens_per_s``, ``step_time_s`` and ``peak_memory_bytes``. Values that a job does not measure are absent or
+null.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from typing import IO, Any
 from mindspeed_dsa.runs.files import RunError, write_atomically
 
 FILE = "metrics.jsonl"
-_BLOCK = 1 << 20  # bytes that are read at a time from the end of a file
-_SHOWN = 40  # characters of a line that a message repeats
+_BLOCK = 1 << 20  # bytes per read from the end of a file
+_SHOWN = 40  # maximum characters of a line in a message
 Record = Mapping[str, Any]
 
 
 def append(path: Path, record: Record) -> None:
-    """Add one record; a killed process leaves complete lines and at most one unfinished at the end.
+    """Append one record. A killed process leaves complete lines, and at most one unfinished line at the end.
 
-    What an earlier process, or a full disk, has left unfinished there is cut off first.
+    An unfinished line from an earlier process, or from a full disk, is removed first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("a+b") as file:
             _end_line(file)
             file.write((json.dumps(record) + "\n").encode())
-    except OSError as error:  # a full disk's has no name
+    except OSError as error:  # the error of a full disk lacks the file name
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """Make the next record begin a line."""
+    """Make sure that the next record starts a new line."""
     end = file.seek(0, os.SEEK_END)
     if not end or _ends_line(file, end):
         return
     tail = next(_lines_from_end(file))
     if _is_torn(tail):
         file.truncate(end - len(tail))
-    else:  # a whole record, or none of ours
+    else:  # a complete record, or a foreign line
         file.write(b"\n")
 
 
 def _is_torn(text: bytes) -> bool:
-    """Return whether a last line without an end is what a kill has left of a record."""
-    begun = text.strip(b"\0")  # a power cut leaves zeros in some file systems
+    """Return whether an unterminated last line is the start of a record, cut by a kill."""
+    begun = text.strip(b"\0")  # after a power cut some file systems leave zeros
     if not begun.startswith(b"{"):
         return not begun
     try:
@@ -65,7 +66,7 @@ def _ends_line(file: IO[bytes], end: int) -> bool:
 
 
 def _lines_from_end(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines, the last one first, without their ends; no more than one of them is held."""
+    """Yield the lines without line ends, the last line first, holding only one in memory."""
     position, rest = file.seek(0, os.SEEK_END), b""
     if position and _ends_line(file, position):
         position -= 1
@@ -81,7 +82,7 @@ def _lines_from_end(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _step(text: bytes) -> tuple[int, Record] | None:
-    """A line's step and record; ``None`` if it is not one."""
+    """Return a line's step and record; ``None`` if it is not a record."""
     try:
         record = json.loads(text)
         return int(record["step"]), record
@@ -90,25 +91,25 @@ def _step(text: bytes) -> tuple[int, Record] | None:
 
 
 def read(path: Path) -> list[Record]:
-    """Records by step; if a step was repeated after a resume, the later record.
+    """Return the records by step; of steps repeated after a resume, the later record.
 
-    A last line that a killed process has left unfinished is left out.
+    An unfinished last line, left by a killed process, is ignored.
 
     Raises:
         ValueError: another line is not a record.
     """
-    found: dict[int, Record] = {}
+    by_step: dict[int, Record] = {}
     lines = path.read_bytes().splitlines(keepends=True)
     for number, text in enumerate(lines, start=1):
         record = _step(text)
         if record is not None:
-            found[record[0]] = record[1]
+            by_step[record[0]] = record[1]
         elif number < len(lines) or text.endswith((b"\n", b"\r")) or not _is_torn(text):
             raise ValueError(
                 f"{path}, line {number}: not a record of a step ({_shown(text)}); the job must write one "
                 "JSON object per line into that file, and nothing else"
             )
-    return [found[step] for step in sorted(found)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _shown(text: bytes) -> str:
@@ -116,20 +117,19 @@ def _shown(text: bytes) -> str:
 
 
 def latest(path: Path, count: int) -> tuple[list[Record], int]:
-    """The last records of a file, which is read from its end, and no further than they reach.
+    """Return the last records of a file, which is read backwards only as far as needed.
 
-    Steps that were repeated after a resume are taken from the last time that the job came to them, and the
-    later ones of the times before are left out.
+    If steps were repeated after a resume, records from the last pass are returned, and later steps of earlier
+    passes are left out.
 
     Args:
-        path: the file.
-        count: how many at most.
+        path: file of metrics.
+        count: maximum number of records.
 
     Returns:
-        The records by step; and how many lines among them are not records, not counted an unfinished last
-        one.
+        Records by step, and number of lines among them that are not records, without an unfinished last line.
     """
-    found: list[tuple[int, Record]] = []
+    newest: list[tuple[int, Record]] = []
     broken = 0
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -138,24 +138,25 @@ def latest(path: Path, count: int) -> tuple[list[Record], int]:
             record = _step(text)
             if record is None:
                 broken += bool(end) and not (unfinished and number == 0 and _is_torn(text))
-            elif not found or record[0] < found[-1][0]:
-                found.append(record)
-            if len(found) == count:
+            # Backwards, steps decrease. A larger step is from a pass before the resume.
+            elif not newest or record[0] < newest[-1][0]:
+                newest.append(record)
+            if len(newest) == count:
                 break
-    return [record for _, record in reversed(found)], broken
+    return [record for _, record in reversed(newest)], broken
 
 
 def truncate(path: Path, step: int, required: Sequence[str]) -> tuple[list[Record], str]:
-    """Prepare a file for a run that resumes after ``step``: drop the records of later steps and broken lines.
+    """Prepare a file for a run that resumes after ``step``: remove records of later steps and broken lines.
 
     Args:
-        path: the file; it need not exist.
+        path: file of metrics, which may not exist.
         step: last step to keep.
-        required: what a record must hold as a number besides its step.
+        required: keys that must be numbers in every record, in addition to ``step``.
 
     Returns:
-        The records kept; and a warning if more is broken than the last line, which a killed process leaves
-        unfinished. The original file is then kept as ``NAME.damaged``.
+        Kept records, and a warning if more than an unfinished last line is broken. In that case the original
+        file is kept as ``NAME.damaged``.
     """
     if not path.exists():
         return [], ""
@@ -171,13 +172,14 @@ def truncate(path: Path, step: int, required: Sequence[str]) -> tuple[list[Recor
             f"{path} is damaged: {len(broken)} of its {len(lines)} lines, first line {broken[0]}, are not "
             f"records of steps; the run continues without them, and the original is kept as {aside.name}"
         )
+    # Later steps are trained again, and would otherwise appear twice.
     kept = [record for record in records if record is not None and record["step"] <= step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept, warning
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a figure of a record is a number; NaN and infinity are."""
+    """Return whether a value of a record is a number, including NaN and infinity."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -191,13 +193,13 @@ def _parse(text: bytes, required: Sequence[str]) -> Record | None:
 
 
 def points(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:
-    """Steps that have a figure, and their values."""
+    """Return the steps that have a value for ``name``, and the values."""
     found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def pyplot_for_files() -> Any:
-    """Return matplotlib's ``pyplot``, drawing into files without a screen.
+    """Return matplotlib's ``pyplot`` with a backend that draws to files.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -211,7 +213,7 @@ def pyplot_for_files() -> Any:
 
 
 def pyplot_for(picture: Path) -> Any:
-    """Return what :func:`pyplot_for_files` does, for a picture that somebody has asked for.
+    """Return ``pyplot`` as :func:`pyplot_for_files` does, with an error that names the requested picture.
 
     Raises:
         RunError: matplotlib is not installed.
@@ -234,9 +236,9 @@ def draw(
 
     Args:
         path: picture file.
-        records: as ``metrics.jsonl`` holds them.
+        records: records of ``metrics.jsonl``.
         heldout: records of evaluations, with ``heldout_loss``.
-        levels: losses to compare with, as horizontal lines by name.
+        levels: dict from name to a reference loss, drawn as a horizontal line.
     """
     pyplot = pyplot_for_files()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")

@@ -1,7 +1,7 @@
-"""Folders of checkpoints as Megatron-LM lays them out, and which checkpoint of one is whole.
+"""Folders of Megatron-LM checkpoints, and choice of a complete checkpoint in them.
 
-A folder has ``iter_0000100`` and so on, perhaps ``release``, and a tracker file that names the latest.
-Imports neither torch nor Megatron.
+A folder has ``iter_0000100`` and so on, possibly ``release``, and a tracker file that names the latest
+checkpoint. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from mindspeed_dsa.runs.files import RunError, beside, delete, number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron's name of a checkpoint that no job has written: loaded without optimizer, from step 0 on."""
+"""Megatron's name for a checkpoint without a training state: loaded without optimizer, starting at step 0."""
 UNCHECKED = f"it has no {manifest.NAME}, as Megatron alone writes it, and is taken unchecked"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _LAST = "metadata.json"
-"""What Megatron writes last into a distributed checkpoint."""
+"""Last file that Megatron writes in a distributed checkpoint."""
 _INDEX = ".metadata"
 _SHARDS = re.compile(rb"__\d+_\d+\.distcp")
-"""Names of files in an index of torch's, of which each text is written in one piece."""
-_SHOWN = 40  # characters of a damaged file that a message repeats
-_MOST = 3  # checkpoints that a message names
+"""Names of files in torch's pickled index, which stores each name contiguously."""
+_SHOWN = 40  # maximum characters of a damaged file in a message
+_MOST = 3  # maximum number of checkpoints in a message
 _ABSENT = f"there is no {TRACKER}"
 
 
 @dataclass(frozen=True)
 class State:
-    """A checkpoint as far as it is known without loading it.
+    """State of a checkpoint, as far as it is known without loading.
 
     Attributes:
-        path: its folder.
-        iteration: ``None`` for ``release``.
-        damage: in words; empty if it is whole, or not known to be damaged.
-        listed: its manifest; ``None`` where it has none that can be read.
+        path: folder of the checkpoint.
+        iteration: iteration; ``None`` for ``release``.
+        damage: description of the damage; empty if none is known.
+        listed: manifest; ``None`` if there is no readable one.
     """
 
     path: Path
@@ -51,12 +51,12 @@ class State:
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint to load.
+    """Checkpoint to load.
 
     Attributes:
-        state: of the checkpoint; ``None`` where the folder has none, and no tracker.
-        passed: in words, each that was passed over, and why.
-        unverified: checksums were to be compared, and it has none.
+        state: state of the checkpoint; ``None`` if the folder has neither checkpoints nor a tracker.
+        passed: descriptions of the checkpoints that were skipped, with reasons.
+        unverified: whether checksums were requested but are missing.
     """
 
     state: State | None
@@ -65,7 +65,7 @@ class Choice:
 
 
 def name_of(iteration: int | None) -> str:
-    """Return the name of a checkpoint's folder; ``None`` is ``release``."""
+    """Return the name of a checkpoint's folder; ``None`` stands for ``release``."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
@@ -73,7 +73,7 @@ def tracked(folder: Path) -> tuple[int | str | None, str]:
     """Read a tracker file.
 
     Returns:
-        The iteration, or ``release``, or ``None``; and in words what is wrong with the file, or nothing.
+        Iteration, ``release``, or ``None``; and a description of a problem with the file, or an empty string.
     """
     try:
         with open(folder / TRACKER, "rb") as file:
@@ -91,13 +91,13 @@ def tracked(folder: Path) -> tuple[int | str | None, str]:
 
 
 def is_tracked(folder: Path, name: str) -> bool:
-    """Return whether the tracker names a checkpoint's folder."""
+    """Return whether the tracker names the checkpoint."""
     latest, _ = tracked(folder)
     return name == (name_of(latest) if isinstance(latest, int) else latest)
 
 
 def iterations(folder: Path) -> list[int]:
-    """Return the iterations of all folders that are named like checkpoints, the newest first.
+    """Return the iterations of all checkpoint folders by name, newest first.
 
     Raises:
         RunError: the folder cannot be read.
@@ -114,12 +114,12 @@ def iterations(folder: Path) -> list[int]:
 
 
 def state_of(folder: Path, iteration: int | None, contents: bool = False) -> State:
-    """Check one checkpoint.
+    """Check a checkpoint.
 
     Args:
-        folder: that it lies in.
-        iteration: ``None`` for ``release``.
-        contents: read all of its files.
+        folder: parent folder of the checkpoints.
+        iteration: iteration; ``None`` for ``release``.
+        contents: whether to compare checksums in addition to sizes.
     """
     path = folder / name_of(iteration)
     try:
@@ -134,13 +134,14 @@ def state_of(folder: Path, iteration: int | None, contents: bool = False) -> Sta
 
 
 def _unfinished(path: Path) -> str:
-    """Return in words what a checkpoint of Megatron alone lacks that loading would certainly miss."""
+    """Describe a missing part of a checkpoint without manifest that loading needs; empty if none is known."""
     if not path.is_dir():
         return "it is missing"
     with os.scandir(path) as entries:
         found = {entry.name for entry in entries}
     if found & {_LAST, _INDEX}:
         return _incomplete(path, found)
+    # --ckpt-format torch: one folder per tensor and pipeline parallel rank.
     ranks = sorted(name for name in found if name.startswith("mp_rank_"))
     if not ranks:
         return "it was not written to its end"
@@ -151,10 +152,8 @@ def _unfinished(path: Path) -> str:
 
 
 def _incomplete(path: Path, found: set[str]) -> str:
-    """Return in words what of a distributed checkpoint has gone, as when it was deleted and that was killed.
-
-    Its index names the files; what it is pickled with is not read.
-    """
+    """Describe a missing file of a distributed checkpoint, for example after an interrupted deletion."""
+    # The index names the files. It is searched as bytes, and not unpickled.
     if _INDEX in found:
         named = {name.decode() for name in _SHARDS.findall((path / _INDEX).read_bytes())}
         lost = sorted(named - found)
@@ -165,23 +164,23 @@ def _incomplete(path: Path, found: set[str]) -> str:
     try:
         kind = json.loads((path / _LAST).read_bytes())["sharded_backend"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return ""  # of which Megatron speaks
+        return ""  # Megatron reports this file itself
     return f"{_INDEX} is missing" if kind == "torch_dist" and _INDEX not in found else ""
 
 
 def choose(folder: Path, step: int | None = None, contents: bool = False) -> Choice:
-    """Choose the checkpoint to load: the newest whole one that the tracker's iteration does not precede.
+    """Choose the checkpoint to load: the newest complete one up to the tracker's iteration.
 
-    Newer ones than the tracker says count only where no other is whole: a tracker may have been set back.
-    One without a manifest counts where the tracker names it, and else if Megatron has written its last file.
+    Newer checkpoints are used only if no other one is complete, as a tracker may have been set back. A
+    checkpoint without a manifest must be named by the tracker, or have the last file that Megatron writes.
 
     Args:
-        folder: of checkpoints.
-        step: this one alone.
-        contents: compare checksums of those that come into question, besides sizes.
+        folder: parent folder of the checkpoints.
+        step: iteration to check and load; ``None`` for the best checkpoint.
+        contents: whether to compare checksums of the candidates in addition to sizes.
 
     Raises:
-        RunError: none is whole, in one line; or the folder cannot be read.
+        RunError: no checkpoint is complete, or the folder cannot be read.
     """
     if step is not None:
         state = state_of(folder, step, contents)
@@ -197,7 +196,8 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
     for iteration in _candidates(folder, latest):
         state = state_of(folder, iteration, contents)
         if wrong == _ABSENT and not _has_list(state):
-            continue  # without a tracker Megatron loads nothing, and may have been killed while it wrote this
+            # Without a tracker Megatron loads nothing. It may have been killed while writing this checkpoint.
+            continue
         kept_lists = kept_lists or _has_list(state)
         if state.damage:
             passed.append(f"{state.path.name}: {state.damage}")
@@ -227,19 +227,20 @@ def _shortened(passed: Sequence[str]) -> str:
 
 
 def _candidates(folder: Path, latest: int | str | None) -> Iterator[int | None]:
-    """Yield what may be loaded, in the order of preference; what the tracker names is among it."""
-    found = iterations(folder)
+    """Yield the checkpoints to consider in order of preference, including the tracker's."""
+    existing = iterations(folder)
     if latest == RELEASE:
         yield None
     if isinstance(latest, int):
-        yield from sorted({latest, *(each for each in found if each < latest)}, reverse=True)
-        yield from (each for each in found if each > latest)
+        # The tracker's and older ones, newest first. Then newer ones.
+        yield from sorted({latest, *(each for each in existing if each < latest)}, reverse=True)
+        yield from (each for each in existing if each > latest)
     else:
-        yield from found
+        yield from existing
 
 
 def describe(folder: Path, choice: Choice) -> str:
-    """Return a choice in one line."""
+    """Return a choice as one line of text."""
     passed = f"; passed over: {_shortened(choice.passed)}" if choice.passed else ""
     if choice.state is None:
         return f"{folder} has no checkpoint yet"
@@ -249,7 +250,7 @@ def describe(folder: Path, choice: Choice) -> str:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a checkpoint that is to be deleted; return its new name, which is no checkpoint's.
+    """Rename a checkpoint for deletion to a name that is not a checkpoint's, and return the new path.
 
     Raises:
         OSError: it cannot be renamed.
@@ -258,29 +259,29 @@ def put_aside(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; killed on the way, what is left of it has no checkpoint's name.
+    """Delete a checkpoint; if interrupted, the remains do not have a checkpoint's name.
 
     Raises:
         OSError: it cannot be deleted.
     """
-    delete(put_aside(path))  # which the next deletion may have found
+    delete(put_aside(path))  # tolerates that another deletion has found the renamed folder
 
 
 def superfluous(folder: Path, known: Sequence[State], keep: int) -> list[State]:
-    """Return which checkpoints may be deleted: those that are older than the newest whole ones.
+    """Return the checkpoints that may be deleted: those older than the newest complete ones.
 
-    What the tracker names stays.
+    The tracker's checkpoint is never deleted.
 
     Args:
-        folder: of checkpoints.
-        known: those of iterations, the newest first.
-        keep: how many whole ones stay; at least 1.
+        folder: parent folder of the checkpoints.
+        known: states of its checkpoints, newest first.
+        keep: number of complete checkpoints to keep, at least 1.
 
     Raises:
-        RunError: a folder among those to be deleted has no manifest, or files that its manifest does not
-            list.
+        RunError: a checkpoint to delete has no manifest, or has files that the manifest does not list.
     """
     latest, _ = tracked(folder)
+    # Positions of the complete checkpoints, newest first. Without a manifest none counts as complete.
     whole = [position for position, state in enumerate(known) if state.listed and not state.damage]
     if len(whole) <= keep:
         return []
@@ -295,7 +296,7 @@ def superfluous(folder: Path, known: Sequence[State], keep: int) -> list[State]:
 
 
 def _foreign(state: State) -> str:
-    """Return in words why a folder is not deleted."""
+    """Describe why a folder must not be deleted; empty if it may be."""
     if state.path.is_symlink():
         return "is a link"
     if state.listed is None:
