@@ -125,26 +125,29 @@ _ENGLISH = {
 
 [中文](../zh/recipes.md)
 
-Released models on 8 to 512 devices: GiB of the largest rank, seconds of a step at best, and a link to the
-complete command. Sequences of 4096 tokens, eight of them a step for each device, in bf16. Each layout is the
-fastest that [`plan --search`](../planner.md) finds with micro-batches of one sequence.
+Find a layout and the complete command for a released model on 8 to 512 devices.
+Each cell has the GiB of the largest rank and the ideal seconds per step, and links to the command.
+Jobs use bf16 and sequences of 4096 tokens, eight per device and step.
+Each layout is the fastest that [`plan --search`](../planner.md) finds with micro-batches of one sequence.
 
 | Model | Devices | H100 | H200 | A3, dies | Status |
 | --- | --- | --- | --- | --- | --- |
 """,
     "tail": """
-* **planned**: nobody has run it. Its times are those of an ideal job: compare layouts with them, and expect
-  two to four times as long.
-* **small one run**: a narrow model of the same kind has trained through `pretrain_gpt.py`, on two CPU ranks
+* **planned**: the recipe has not been run. Use its times only to compare layouts, and expect two to four
+  times as long.
+* **small one run**: a narrow model of the same kind was trained through `pretrain_gpt.py`, on two CPU ranks
   ([recipe](../megatron_lm.md)).
-* **no**: nothing fits, whatever is recomputed or moved to the host; what the closest layout needs.
-* DeepSeek-V3, Kimi-K2 and Moonlight have dense latent attention; the others have DSA, whose indexer is
-  trained. GLM-5.1 has the commands of GLM-5, GLM-5.3 those of GLM-5.2.
-* On A3 there is no Transformer Engine, so its commands have `--transformer-impl local`.
+* **no**: no layout fits, even with full recomputation and host memory.
+  The figure is the need of the closest layout.
+* DeepSeek-V3, Kimi-K2 and Moonlight have dense latent attention. The others have DSA with trained indexers.
+  GLM-5.1 uses the commands of GLM-5, and GLM-5.3 the commands of GLM-5.2.
+* A3 has no Transformer Engine, so its commands have `--transformer-impl local`.
 
-The figures again: `python -m mindspeed_dsa plan --config glm-5.2 --devices 256 --device h200 --` with the
-flags of a page's `STEP` and of the command. `python -m benchmarks.plan.recipes` writes these pages, a test
-holds them, and `--search` looks for the layouts again.
+To reproduce the figures, run `python -m mindspeed_dsa plan --config glm-5.2 --devices 256 --device h200 --`
+with the flags of a page's `STEP` and of the command.
+`python -m benchmarks.plan.recipes` writes these pages, and a test compares them.
+Its `--search` searches the layouts again.
 """,
 }
 _CHINESE = {
@@ -212,7 +215,7 @@ def _page(name: str, plans: Plans) -> str:
     lines = [
         f"# {model.title}",
         "",
-        "[All recipes](README.md), and what the figures are. What all commands share, for",
+        "[All recipes](README.md) explains the figures. All commands share these settings, for",
         f"`{model.released}` on Megatron-LM 0.14 and later:",
         "",
         "```",
@@ -232,7 +235,7 @@ def _page(name: str, plans: Plans) -> str:
         f"{count} {KINDS[kind][0]}" for kind in KINDS for count in COUNTS if (name, kind, count) not in plans
     ]
     if lacking:
-        lines += ["", f"It does not fit {', '.join(lacking)}, whatever is recomputed or moved to the host."]
+        lines += ["", f"It does not fit on {', '.join(lacking)}, even with full recomputation and offload."]
     return "\n".join([*lines, ""])
 
 
