@@ -1,4 +1,4 @@
-"""Recording of collectives for the day of a hang, and for what is left of a job that has lost a rank."""
+"""``--record-collectives``: records collectives, to find the cause when a job hangs or loses a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.patches.spec import Patch
 
 SILENCE_S = 120.0
-"""Most jobs start a collective more often; the default time-out of a group is five times as long."""
+"""Default seconds without a collective before records are written; a group's default timeout is 600 s."""
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
@@ -21,18 +21,18 @@ COLLECTIVES = (
     *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather_object"),
     *("scatter_object_list", "barrier", "monitored_barrier"),
 )
-"""Functions of ``torch.distributed`` that all ranks of a group call."""
+"""Collective functions of ``torch.distributed``, called by all ranks of a group."""
 MESSAGES = ("send", "recv", "isend", "irecv")
-"""Functions of ``torch.distributed`` that two ranks call."""
+"""Point-to-point functions of ``torch.distributed``."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of ``--record-collectives``.
 
     Attributes:
-        folder: where the files go.
-        silence_s: seconds without a collective after which they are written.
+        folder: folder of the records.
+        silence_s: seconds without a collective after which records are written.
     """
 
     folder: Path
@@ -40,10 +40,10 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings.
+        """Read the options from resolved settings.
 
         Raises:
-            SettingsError: a time without a folder.
+            SettingsError: ``--record-collectives-after`` is given without ``--record-collectives``.
         """
         folder, silence_s = settings.record_collectives, settings.record_collectives_after
         if folder is None:
@@ -55,21 +55,23 @@ class Options:
 
 
 def recording_wanted(settings: Any) -> bool:
-    """Return whether a folder is named, or a time, which is refused without one."""
+    """Return whether either flag is given; :meth:`Options.of` refuses the time without a folder."""
     return settings.record_collectives is not None or settings.record_collectives_after is not None
 
 
 def check_recording(args: Any, options: Any) -> Iterator[str]:
-    """Yield a folder that cannot be one, and a time in which nothing can be seen."""
+    """Yield problems of the folder and of the time."""
     silence_s, folder = Options.of(args).silence_s, Path(args.record_collectives)
     if silence_s < 1:
         yield f"--record-collectives-after {silence_s}: use at least 1 second"
     if folder.exists() and not folder.is_dir():
         yield f"--record-collectives {folder} is a file; name a folder"
+    # The folder may not exist yet: check the nearest existing parent.
     nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if nearest.is_dir() and not os.access(nearest, os.W_OK):
         yield f"--record-collectives {folder}: {nearest} cannot be written to; name another folder"
     minutes = getattr(args, "distributed_timeout_minutes", None)
+    # The timeout of a group kills the process, and nothing would be written.
     if minutes and silence_s >= 60 * minutes:
         yield (
             f"--record-collectives-after {silence_s:g}: the groups' own time-out ends the job first "

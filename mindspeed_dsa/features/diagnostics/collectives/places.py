@@ -1,4 +1,4 @@
-"""Names of Megatron's own collectives: the layer, the microbatch and the direction that they belong to."""
+"""Names collectives by their layer, microbatch and direction (forward or backward)."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _DIRECTIONS = {**{kind: kind.name.lower() for kind in Kind}, Kind.WEIGHT: "weigh
 
 
 class _Follower(pipeline_steps.Follower):
-    """Naming of what forwards and backwards start."""
+    """Sets the current name at the beginning of each forward and backward."""
 
     def __init__(self, context: Context[Options]) -> None:
         super().__init__(context.megatron)
         self._recorder = context.state(Recorder)
 
     def begins(self, step: dict[str, Any]) -> bool:
-        """Count the step."""
+        """Count the step; return True to follow its events."""
         self._recorder.step += 1
         self._recorder.after = ()
         return True
 
     def before(self, events: Sequence[Event]) -> None:
-        """Name what comes by its microbatch."""
+        """Set the current name to the microbatches of the next events."""
         passes = tuple(Pass(_DIRECTIONS[event.kind], event.microbatch, event.chunk) for event in events)
         self._recorder.passes = passes
         names.set_current(Name(passes=passes))
 
     def after(self, events: Sequence[Event]) -> None:
-        """Name what comes by nothing."""
+        """Clear the current name."""
         self._recorder.passes, self._recorder.after = (), self._recorder.passes
         names.set_current(Name())
 
 
 def _follower(context: Context[Options]) -> pipeline_steps.Follower:
-    """Return the session's follower; its own state is the recorder, which knows it."""
+    """Return the session's follower, which is stored in the session's recorder."""
     recorder = context.state(Recorder)
     if recorder.follower is None:
         recorder.follower = _Follower(context)
@@ -77,9 +77,10 @@ def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
 
 
 def name_layer(original: _Function) -> _Function:
-    """Decorate ``TransformerLayer.forward``.
+    """Decorate ``TransformerLayer.forward``: name the layer's collectives in forward and backward.
 
-    Backward enters a layer where the gradient of its output is there, and leaves it for the one below.
+    In backward, a layer begins when the gradient of its output is computed, and ends when the next one
+    begins.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +96,7 @@ def name_layer(original: _Function) -> _Function:
 
 
 def name_pieces(original: _Function) -> _Function:
-    """Decorate ``TransformerLayer.__init__``: schedules that take layers apart do not call their forward."""
+    """Decorate ``TransformerLayer.__init__``, for schedules that run a layer in pieces, not its forward."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -105,17 +106,17 @@ def name_pieces(original: _Function) -> _Function:
 
 
 class _Pieces(split_layers.Pass):
-    """Forward of a layer in pieces, each of which has its name."""
+    """Forward of a layer in pieces."""
 
     def __init__(self, layer: Any, hidden: Tensor, others: Sequence[Any]) -> None:
         self._number = layer.layer_number
 
     def piece(self) -> AbstractContextManager[None]:
-        """Name what a piece starts by its layer."""
+        """Return a context in which collectives are named by the layer."""
         return names.under(replace(names.current(), layer=self._number))
 
     def ends(self, output: Tensor) -> None:
-        """Name what the layer's backward starts."""
+        """Name the collectives of the layer's backward."""
         if output.requires_grad:
             output.register_hook(partial(_enter, self._number))
 
@@ -136,7 +137,7 @@ def name_combine(original: _Function) -> _Function:
 
 def _naming(original: _Function, what: str) -> _Function:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if names.current().what:  # by the feature that takes Megatron's place
+        if names.current().what:  # already named by a feature that replaces the all-to-all
             return original(*args, **kwargs)
         with named(what):
             return original(*args, **kwargs)

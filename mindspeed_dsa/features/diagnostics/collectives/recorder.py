@@ -1,7 +1,7 @@
-"""Recorder of the last collectives and messages of every group, started and ended.
+"""Records the start and end of the last collectives and messages of every group.
 
-Calls go to a file as they start and end. A record then needs no handler of signals and no last word: whatever
-ends the process, they are there.
+Calls are written to a file when they start and end. They are thus available whatever ends the
+process, without a signal handler or a last action.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mindspeed_dsa.runs import collectives as files
 
 _Function = Callable[..., Any]
 _BETWEEN = ("torch.distributed", "mindspeed_dsa.parallel", "mindspeed_dsa.patches", __name__)
-"""Modules that pass calls on: the line that is shown lies above them."""
+"""Modules that only forward calls; the recorded line is their caller's."""
 _KINDS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "TP",
     "PIPELINE_MODEL_PARALLEL_GROUP": "PP",
@@ -46,12 +46,12 @@ _KINDS = {
     "TENSOR_AND_DATA_PARALLEL_GROUP": "TP-DP",
     "MODEL_PARALLEL_GROUP": "TP-PP",
 }
-"""Megatron's names of its groups, in ``parallel_state`` and as descriptions, and what its users call them."""
+"""Dict from Megatron's name of a group to its usual short name."""
 _KNOWN = ("world", *_KINDS.values())
 
 
 class _Call(NamedTuple):
-    """Arguments of a collective or a message, as far as they are recorded."""
+    """Recorded arguments of a collective or message."""
 
     group: Any
     function: str
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
 
 
 class _Group:
-    """Calls of this rank in one group: by kind of call, their ring in the file, and how many there were."""
+    """This rank's calls in one group: a dict from kind of call to [ring in the file, number of calls]."""
 
     __slots__ = ("__weakref__", "name", "ranks", "rings")
 
@@ -73,7 +73,7 @@ class _Group:
 
 
 class _Inside(threading.local):
-    """Mark of a thread that runs a recorded function, whose own calls are part of it."""
+    """Flag of a thread inside a recorded function, as calls that the function makes are not recorded."""
 
     now = False
 
@@ -82,11 +82,11 @@ class Recorder:
     """State of a session's recording.
 
     Attributes:
-        step: of the run, from 1.
-        passes: that run.
-        after: the last ones that ran.
-        follower: of the schedule, which sets both.
-        changed: when a call started or ended last, in seconds since the epoch.
+        step: number of the training step, from 1.
+        passes: running forwards and backwards.
+        after: last finished forwards and backwards.
+        follower: follower of the schedule, which sets both.
+        changed: time of the last start or end of a call, in seconds since the epoch.
     """
 
     def __init__(self, context: Context[Options]) -> None:
@@ -101,7 +101,7 @@ class Recorder:
         self._failed = False
 
     def run(self, original: _Function, describe: Callable[..., _Call], args: Any, kwargs: Any) -> Any:
-        """Make a call whose start and end are recorded; what fails in recording ends it, and not the call."""
+        """Call ``original``, and record start and end. An error in recording only stops the recording."""
         calls = slot = None
         if not self._failed:
             try:
@@ -123,35 +123,35 @@ class Recorder:
                     self._give_up(error)
 
     def _start(self, call: _Call) -> tuple[files.Calls | None, int | None]:
-        """Write that a call starts; return the file and the place in it, if the group is this rank's."""
-        known = self.group(call.group)
-        if known is None or self._watch is None:
+        """Record the start of a call; return the file and its slot, or None for a group without this rank."""
+        record = self.group(call.group)
+        if record is None or self._watch is None:
             return None, None
         key = "" if call.source is None else f"{call.source}>{call.destination}#{call.tag}"
-        ring = known.rings.get(key)
+        ring = record.rings.get(key)
         if ring is None:
             taken = {each[0] for group in self._known() for each in group.rings.values()}
-            ring = known.rings[key] = [next(each for each in count() if each not in taken), 0]
-            self._watch.calls.clear(ring[0])  # of a group that is gone
+            ring = record.rings[key] = [next(each for each in count() if each not in taken), 0]
+            self._watch.calls.clear(ring[0])  # it may have calls of a destroyed group
         ring[1] += 1
         self.changed = time.time()
-        text = _text(known.name, *call[1:], names.current(), *_caller())
+        text = _text(record.name, *call[1:], names.current(), *_caller())
         return self._watch.calls, self._watch.calls.start(ring[0], ring[1], self.changed, text)
 
     def group(self, group: Any) -> _Group | None:
-        """Return the record of a group; ``None`` for what is no group of this rank's."""
+        """Return the record of a group; None if this rank is not in it."""
         if group is None:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             return None
-        known = self._groups.get(group)
-        if known is None:
+        record = self._groups.get(group)
+        if record is None:
             if self._watch is None:
                 self._watch = Watch(self._context.options, self._context.log, self)
-                self._ends = weakref.finalize(self, self._watch.stop)  # with the session
-            known = self._groups[group] = _Group(group)
-            self._watch.list_group(self._in_words(group, known, self._kinds()))
-        return known
+                self._ends = weakref.finalize(self, self._watch.stop)  # at the session's end
+            record = self._groups[group] = _Group(group)
+            self._watch.list_group(self._in_words(group, record, self._kinds()))
+        return record
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
@@ -168,31 +168,31 @@ class Recorder:
             )
 
     def strike(self, group: Any) -> None:
-        """Forget a group that is to be destroyed."""
-        known = self._groups.pop(group, None)
-        if known is not None and self._watch is not None:
+        """Remove a group before it is destroyed."""
+        record = self._groups.pop(group, None)
+        if record is not None and self._watch is not None:
             try:
-                self._watch.strike_group(known.name)
+                self._watch.strike_group(record.name)
             except OSError as error:
                 self._give_up(error)
 
     def stop(self) -> None:
-        """Forget all groups: they are gone."""
+        """Remove all groups, and stop the watch."""
         watch = self._watch
         self.forget()
         if watch is not None:
             watch.stop()
 
     def forget(self) -> None:
-        """Forget all groups and the watch, as in a forked child, whose parent goes on."""
+        """Drop all groups and the watch without stopping it: in a forked child, it belongs to the parent."""
         if self._ends is not None:
-            self._ends.detach()  # it holds the watch
+            self._ends.detach()  # the finalizer would stop the watch
         self._groups, self._watch = WeakKeyDictionary(), None
 
     # -- for the file -----------------------------------------------------------------------------
 
     def place(self) -> str:
-        """Return where the schedule stands, in words."""
+        """Return the position in the schedule as text."""
         running, done = (" beside ".join(map(str, each)) for each in (self.passes, self.after))
         where = running or (f"after {done}" if done else "before forwards and backwards")
         return f"step {self.step}: {where}" if self.step else ""
@@ -210,14 +210,14 @@ class Recorder:
         return [known for _, known in _copied(self._groups)]
 
     def _kinds(self) -> dict[int, list[str]]:
-        """Return what ``parallel_state`` calls its groups."""
-        found: dict[int, list[str]] = {id(dist.group.WORLD): ["world"]}
+        """Return a dict from id of a group to its names in ``parallel_state``."""
+        kinds: dict[int, list[str]] = {id(dist.group.WORLD): ["world"]}
         state = sys.modules.get(f"{self._context.megatron.root}.core.parallel_state")
         for name, value in list(vars(state).items()) if state is not None else ():
             for group in value if isinstance(value, list) else [value]:
                 if isinstance(group, dist.ProcessGroup) and name.isupper():
-                    found.setdefault(id(group), []).append(_kind(name.lstrip("_")))
-        return {number: [each for each in own if each in _KNOWN] or own for number, own in found.items()}
+                    kinds.setdefault(id(group), []).append(_kind(name.lstrip("_")))
+        return {number: [each for each in own if each in _KNOWN] or own for number, own in kinds.items()}
 
 
 def _kind(name: str) -> str:
@@ -236,11 +236,11 @@ def _copied(groups: WeakKeyDictionary[Any, _Group]) -> list[tuple[Any, _Group]]:
     while True:
         try:
             return list(groups.items())
-        except RuntimeError:  # one was added meanwhile
+        except RuntimeError:  # another thread added a group during the iteration
             continue
 
 
-@lru_cache(maxsize=1 << 14)  # steps repeat their calls
+@lru_cache(maxsize=1 << 14)  # every step repeats the same calls
 def _text(
     group: str,
     function: str,
@@ -273,18 +273,18 @@ def _tensor_in_words(value: tuple[int, Any, Any]) -> str:
 
 
 def _tensors(values: Iterable[Any]) -> tuple[tuple[int, Any, Any], ...]:
-    """Return count, shape and dtype of tensors and lists of them, without the tensors."""
-    found: list[tuple[int, Any, Any]] = []
+    """Return count, shape and dtype of tensors and lists of tensors; holds no reference to them."""
+    described: list[tuple[int, Any, Any]] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append((0, value.shape, value.dtype))
+            described.append((0, value.shape, value.dtype))
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            found.append((len(value), value[0].shape, value[0].dtype))
-    return tuple(found)
+            described.append((len(value), value[0].shape, value[0].dtype))
+    return tuple(described)
 
 
 def _caller() -> tuple[str, int, str]:
-    """Return file, line and function of the innermost call that is not of a module which passes calls on."""
+    """Return file, line and function of the innermost caller outside of :data:`_BETWEEN`."""
     frame = sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
@@ -295,7 +295,7 @@ def _caller() -> tuple[str, int, str]:
 
 
 def record_collective(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate a function that all ranks of a group call."""
+    """Decorate a collective function."""
     recorder, function = context.state(Recorder), original.__name__
     position = list(signature(original).parameters).index("group")
 
@@ -313,7 +313,7 @@ def record_collective(original: _Function, context: Context[Options]) -> _Functi
 
 
 def record_message(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate a function with which one rank sends to another, or receives."""
+    """Decorate a point-to-point function."""
     recorder, function = context.state(Recorder), original.__name__
     sends, waits = function.endswith("send"), not function.startswith("i")
     peer_name = "dst" if sends else "src"
@@ -323,6 +323,7 @@ def record_message(original: _Function, context: Context[Options]) -> _Function:
         peer = kwargs.get(peer_name, args[1] if len(args) > 1 else None)
         if peer is None and kwargs.get(f"group_{peer_name}") is not None:
             peer = dist.get_process_group_ranks(group)[kwargs[f"group_{peer_name}"]]
+        # A receive without a source accepts a message of any rank.
         other, rank = -1 if peer is None else int(peer), dist.get_rank()
         source, destination = (rank, other) if sends else (other, rank)
         tensors = _tensors(args[:1] or (kwargs.get("tensor"),))

@@ -1,7 +1,7 @@
-"""Watch of a rank: writes its record when the job hangs, when somebody asks, and when the rank fails.
+"""Watches a rank: writes its record when the job hangs, on request, and when the rank fails.
 
-A thread does it, since the main one waits in a collective then, outside of Python. Ranks ask each other
-through the folder. Nobody's end depends on it: signals act as they did before.
+It runs in its own thread, because the main thread of a hanging job waits in a collective, outside of Python.
+Ranks request each other's records through a file in the folder. Signals have their previous effect, too.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ from mindspeed_dsa.runs import collectives as files
 from mindspeed_dsa.runs.files import write_atomically
 
 _PERIOD_S = 1.0
-"""Each rank then asks the file system about one file: of thousands, it may be one that all share."""
+"""Longest period between two looks, each with one ``stat`` per rank on a possibly shared file system."""
 _FIRST_S = 0.05
-"""Until the second look; each of the next ones comes after twice as long, up to the period."""
+"""First period; it doubles up to :data:`_PERIOD_S`."""
 _STOPS_WITHIN_S = 2.0
-"""A thread that writes to a file server which is gone keeps no process."""
+"""Longest wait for the thread at the end, in case it hangs while writing to a dead file server."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class Recorded(Protocol):
-    """The part of a recorder that is watched."""
+    """Interface of the recorder."""
 
     changed: float
 
     def place(self) -> str:
-        """Return where the schedule stands, in words."""
+        """Return the position in the schedule as text."""
 
     def groups(self) -> tuple[files.Group, ...]:
         """Return all groups, without their calls."""
 
     def forget(self) -> None:
-        """Forget all groups and this watch."""
+        """Drop all groups and the watch."""
 
 
 class Watch:
-    """Thread of one rank.
+    """Watch of one rank, with its thread.
 
     Args:
-        options: of the feature.
-        log: of the feature.
-        recorder: what is written.
+        options: feature's options.
+        log: feature's log.
+        recorder: recorder with the calls.
 
     Attributes:
         calls: file of the last calls.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
 
     def __init__(self, options: Options, log: Log, recorder: Recorded) -> None:
         self._log, self._silence_s = log, options.silence_s
-        # A session ends without a word where nothing of it is patched any more.
+        # Weak: a session without any applied patch is just garbage collected, and the watch must notice it.
         self._recorder = weakref.ref(recorder)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._job = _job_of_all_ranks(dist.distributed_c10d._get_default_store())
@@ -87,7 +87,7 @@ class Watch:
         files.write(self._live, self._record("", recorder, {}))
         self._silent_since = 0.0
         self._failure: tuple[str, list[str]] | None = None
-        self._writing = threading.RLock()  # the main thread, which has failed, and this one's
+        self._writing = threading.RLock()  # the main thread writes, too, if it fails
         self._stopped = threading.Event()
         self._signals = [_Signal(each, self._live) for each in (signal.SIGUSR1, signal.SIGTERM)]
         self._previous_hook = sys.excepthook
@@ -97,7 +97,7 @@ class Watch:
         threading.Thread(target=self._watch, name="record-collectives", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread, and remove what is kept for the case that the process dies: it does not."""
+        """Stop the thread and remove this rank's running files, as the process ends in order."""
         if self._stopped.is_set():
             return
         self._let_go()
@@ -106,13 +106,13 @@ class Watch:
         for file in self._live.parent.glob(f"{self._live.stem}.*"):
             with contextlib.suppress(OSError):
                 file.unlink()
-        with contextlib.suppress(OSError):  # it has records
+        with contextlib.suppress(OSError):  # not empty: other ranks, or records
             self._folder.rmdir()
         if written:
             self._writing.release()
 
     def leave_child(self) -> None:
-        """Take from a forked child what is this process's."""
+        """Drop the watch in a forked child, without touching the parent's files."""
         recorder = self._recorder()
         if recorder is not None and not self._stopped.is_set():
             recorder.forget()
@@ -125,20 +125,20 @@ class Watch:
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
 
-    # -- what makes it write ----------------------------------------------------------------------
+    # -- triggers ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         period_s = _FIRST_S
         while not self._stopped.is_set():
             try:
                 self._look()
-            except Exception as error:  # neither a full file system nor a defect here ends training
+            except Exception as error:  # a full file system or a bug here must not end training
                 self._log.warning("%s gets no records: %r", self._folder, error, once=True)
             self._stopped.wait(period_s)
             period_s = min(2 * period_s, _PERIOD_S)
 
     def _look(self) -> None:
-        """Answer signals and other ranks, and look for silence."""
+        """Check for signals, requests of other ranks, and silence."""
         recorder = self._recorder()
         if recorder is None:
             self.stop()
@@ -156,7 +156,7 @@ class Watch:
         quiet_s = time.time() - recorder.changed
         if quiet_s > self._silence_s and self._silent_since != recorder.changed:
             self._silent_since = recorder.changed
-            # Where another has asked since then, this rank has answered.
+            # A request since the last call was already answered with a record.
             if self._seen < recorder.changed * 1e9:
                 self._ask(f"no collective has started or ended for {quiet_s:.0f} s")
 
@@ -171,7 +171,7 @@ class Watch:
     # -- writing ----------------------------------------------------------------------------------
 
     def _ask(self, reason: str) -> None:
-        """Write this rank's record, and have the others write theirs."""
+        """Write this rank's record, and request the records of all other ranks."""
         with self._writing:
             write_atomically(self._request, json.dumps({"rank": self._rank, "reason": reason}))
         self._write(reason)
@@ -183,7 +183,7 @@ class Watch:
         if recorder is None:
             return
         stacks = _stacks()
-        if self._failure is not None:  # what comes later is its consequence
+        if self._failure is not None:  # later signals are consequences of the failure
             reason, stacks["main"] = self._failure
         groups = files.with_calls(recorder.groups(), self._live.with_suffix(".calls"))
         record = self._record(reason, recorder, stacks, groups, self._write_torchs())
@@ -205,15 +205,15 @@ class Watch:
         )
 
     def list_group(self, group: files.Group) -> None:
-        """Have a group known whatever becomes of this rank."""
+        """Add a group to the running file, which is kept if the process is killed."""
         files.list_group(self._live, group)
 
     def strike_group(self, name: str) -> None:
-        """Have it known that a group is destroyed."""
+        """Mark a group as destroyed in the running file."""
         files.strike_group(self._live, name)
 
     def _write_torchs(self) -> str:
-        """Write what torch's own recorder has, which knows the device's progress; its analyser reads it."""
+        """Dump torch's flight recorder, which knows the device's progress, for torch's own analyser."""
         dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
         if dump is None:
             return ""
@@ -225,36 +225,36 @@ class Watch:
 
 
 class _Signal:
-    """The main thread's stack at a signal, in a file: for the thread, or for who reads it when all is over.
+    """Handler of one signal: ``faulthandler`` writes the main thread's stack to a file.
 
-    Handlers of Python run in the main thread once that is back in Python, which it never is in a collective
-    that does not end. The handler of ``faulthandler`` runs at once, writes, and calls the one before: a
-    signal does what it did.
+    Python's handlers run when the main thread returns to Python, which does not happen in a hanging
+    collective. ``faulthandler`` runs at once, and then calls the previous handler, so the signal keeps its
+    effect.
     """
 
     def __init__(self, number: signal.Signals, live: Path) -> None:
         self._number, self.name, self._size = number, number.name, 0
         self._file = open(live.with_suffix(f".{number.name}"), "wb", buffering=0)  # noqa: SIM115
         self._before = signal.getsignal(number)
-        # SIGUSR1, which only asks, would end a process where nobody else hears it.
+        # Do not chain SIGUSR1 to the default action, which ends the process: here it only requests records.
         self._chained = number == signal.SIGTERM or self._before is not signal.SIG_DFL
         faulthandler.register(number, self._file, all_threads=False, chain=self._chained)
         self._interrupt()
 
     def _interrupt(self) -> None:
-        # What the main thread waits in would go on, and Python's handler before this one never run.
+        # Without this, the interrupted system call restarts, and a previous Python handler never runs.
         if self._chained:
             signal.siginterrupt(self._number, True)
 
     def came(self) -> bool:
-        """Return whether it has come since this was last asked."""
+        """Return whether the signal arrived since the last call."""
         before, self._size = self._size, os.fstat(self._file.fileno()).st_size
         if self._size != before:
             self._interrupt()
         return self._size != before
 
     def restore(self) -> None:
-        """Restore the handler before; one that was set later stays."""
+        """Restore the previous handler, unless another one was set later."""
         now = signal.getsignal(self._number)
         if now is not self._before and threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
@@ -276,7 +276,7 @@ os.register_at_fork(after_in_child=_leave_child)
 
 
 def _hook(previous: _Hook, failed: weakref.WeakMethod[_Hook]) -> _Hook:
-    """Take the place of ``sys.excepthook``; who has wrapped this one keeps no watch."""
+    """Return an excepthook that also records; holds the watch weakly, as later hooks may keep this one."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
@@ -287,21 +287,22 @@ def _hook(previous: _Hook, failed: weakref.WeakMethod[_Hook]) -> _Hook:
 
 
 def _job_of_all_ranks(store: Any) -> str:
-    """Return a name that all ranks of a job agree on, whoever of them is the first, and no other job has."""
+    """Return a unique name of the job, the same on all ranks."""
     mine = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+    # compare_set stores the first rank's proposal, and returns the stored one to all others.
     return str(store.compare_set("mindspeed_dsa/record-collectives", "", mine).decode())
 
 
 def _stacks() -> dict[str, list[str]]:
-    known = {thread.ident: thread for thread in threading.enumerate()}
-    found = {}
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    stacks = {}
     for number, frame in sys._current_frames().items():
-        thread = known.get(number)
+        thread = threads.get(number)
         if number == threading.get_ident():
             continue
         name = "main" if thread is threading.main_thread() else thread.name if thread else f"thread {number}"
-        found[name] = _lines(traceback.extract_stack(frame))
-    return found
+        stacks[name] = _lines(traceback.extract_stack(frame))
+    return stacks
 
 
 def _lines(stack: traceback.StackSummary) -> list[str]:

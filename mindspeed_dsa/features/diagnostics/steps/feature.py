@@ -1,4 +1,4 @@
-"""Observers of training steps: digests of weights before the first, metrics of all.
+"""Features that observe training steps: digests of initial weights, and metrics of every step.
 
 tests: tests/features/diagnostics
 """
@@ -27,7 +27,7 @@ class WeightsOptions:
     """Options of ``--initial-weights-dir``.
 
     Attributes:
-        folder: gets one file of digests per rank.
+        folder: folder for one file of digests per rank.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class MetricsOptions:
     """Options of ``--step-metrics-file``.
 
     Attributes:
-        file: where records are appended.
+        file: file to which records are appended.
     """
 
     file: Path
@@ -89,7 +89,7 @@ _NO_TRAINING_LOOP = (
 
 
 def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
-    """Report a missing training loop or an unusable file."""
+    """Return problems: a missing training loop or an unusable file."""
     problems = []
     if not _exists(f"{args.megatron_root}.training"):
         problems.append(_NO_TRAINING_LOOP)
@@ -100,7 +100,7 @@ def check_step_metrics(args: Any, options: Any) -> Sequence[str]:
 
 
 def require_training_loop(context: Context[MetricsOptions]) -> None:
-    """Refuse a job that never loaded Megatron-LM's training loop.
+    """Raise an error if the job has not loaded Megatron-LM's training loop.
 
     Raises:
         MindSpeedDSAError: ``megatron.training.training`` is not imported when the model is built.

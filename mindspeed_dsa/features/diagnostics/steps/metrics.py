@@ -1,7 +1,7 @@
-"""Records of steps of ``megatron.training.training.train``.
+"""Records metrics of each step of ``megatron.training.training.train``.
 
-A step lasts from the start of ``train_step`` until its loss is a number on the host; evaluation, checkpoints
-and Megatron's own logging are excluded.
+A step's time begins with ``train_step`` and ends when its loss is a number on the host. Evaluation,
+checkpoints and Megatron's logging are excluded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def time_step(original: Callable[..., Any], context: Context[MetricsOptions]) ->
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         step.samples_before = _job_args(context).consumed_train_samples
-        indexer_loss.take_step_loss(context.megatron)  # of a step that failed
+        indexer_loss.take_step_loss(context.megatron)  # drop the loss of a failed step
         platforms.current().synchronize()
         step.begin = time.perf_counter()
         return original(*args, **kwargs)
@@ -48,8 +48,8 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
     step = context.state(_Step)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        # Parameters moved between releases; names did not. The composed function carries the original's
-        # signature, whatever else wraps it.
+        # Positions of parameters differ between releases, names do not. The composed function has the
+        # original's signature, whatever else wraps it.
         signature = inspect.signature(context.megatron("training.training").training_log)
         arguments = signature.bind(*args, **kwargs).arguments
         lm_loss = _lm_loss(arguments["loss_dict"])
@@ -80,10 +80,10 @@ def record_step(original: Callable[..., Any], context: Context[MetricsOptions]) 
 
 
 def _lm_loss(losses: Mapping[str, Any]) -> float | None:
-    """Return the language model loss in nats per token; known to the last pipeline stage only.
+    """Return the language model loss in nats per token, or None on other than the last pipeline stage.
 
     Args:
-        losses: means over the global batch by name; a single loss may have any name.
+        losses: dict from name to mean over the global batch; a single loss may have any name.
     """
     if "lm loss" in losses:
         return float(losses["lm loss"])
@@ -93,14 +93,14 @@ def _lm_loss(losses: Mapping[str, Any]) -> float | None:
 def _largest_over_ranks(value: int) -> int:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    # HCCL reduces no float64 on most products.
+    # int64, because HCCL does not reduce float64 on most devices.
     largest = torch.tensor(value, dtype=torch.int64, device=platforms.current().device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
 
 
 def _is_last_rank() -> bool:
-    """Return whether this is the last rank, which every order of groups has in the last pipeline stage."""
+    """Return whether this is the last rank; with every order of groups it is in the last pipeline stage."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 

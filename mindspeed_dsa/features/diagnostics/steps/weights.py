@@ -16,8 +16,8 @@ from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.diagnostics.steps.feature import WeightsOptions
 
 _written: set[Path] = set()
-"""Files that this process has written. Not per session: enabling another feature during training starts a
-new session, but the weights are then no longer those of the first step."""
+"""Files written by this process. Not stored per session: enabling another feature during training starts
+a new session, when the weights are no longer the initial ones."""
 
 
 def write_before_first_step(
@@ -46,22 +46,22 @@ def write(file: Path, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Non
     """Write ``{"rank", "world_size", "parameters": {name: {"sha256", "dtype", "shape"}}}``.
 
     Args:
-        file: its folder is created.
-        model: one module, or this rank's chunks of an interleaved pipeline.
+        file: output file; its folder is created.
+        model: module, or this rank's chunks of an interleaved pipeline.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    found = {}
+    digests = {}
     for index, chunk in enumerate(chunks):
         prefix = f"chunk{index}." if len(chunks) > 1 else ""
         for name, parameter in chunk.named_parameters():
-            found[prefix + plain_name(name)] = digest(parameter)
-    content = {"rank": _rank(), "world_size": _world_size(), "parameters": found}
+            digests[prefix + plain_name(name)] = digest(parameter)
+    content = {"rank": _rank(), "world_size": _world_size(), "parameters": digests}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the names of model wrappers, which features may change."""
+    """Return a parameter's name without prefixes of model wrappers, which depend on features."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
@@ -70,6 +70,7 @@ def plain_name(name: str) -> str:
 def digest(parameter: torch.Tensor) -> dict[str, Any]:
     """Return the SHA-256 over the bytes of this rank's part of a parameter, with its dtype and shape."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    # View as bytes, as NumPy has no bfloat16.
     values = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     sha256 = hashlib.sha256(values).hexdigest()
     return {"sha256": sha256, "dtype": str(local.dtype).removeprefix("torch."), "shape": list(local.shape)}
