@@ -1,4 +1,4 @@
-"""``torch.compile`` for the parts of a layer that consist of many small operators."""
+"""``--compile-regions``: ``torch.compile`` for parts of a layer with many small operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_dsa.patches.spec import Patch
 
 
 def check_regions(args: Any, options: Any) -> Iterator[str]:
-    """Yield what in a job's arguments takes layers as a whole in another way."""
+    """Yield problems with arguments that do not work together with compiled regions."""
     if argument(args, "cuda_graph_impl") not in (None, "none") or argument(args, "enable_cuda_graph"):
         yield (
             "--compile-regions compiles at the first steps, which a CUDA graph cannot record; omit "
@@ -24,7 +24,7 @@ _MLA = "megatron.core.transformer.multi_latent_attention:MLASelfAttention"
 _ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla:AbsorbedMLASelfAttention"
 _RELEASES = ">=0.16,<0.21"
 _INNERMOST = -200
-"""Inside of all other wrappers: what they add to a function is not compiled."""
+"""Priority below all other wrappers, so that they stay outside of the compiled graphs."""
 
 FEATURE = Feature(
     name="compile-regions",

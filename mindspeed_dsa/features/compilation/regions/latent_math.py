@@ -1,6 +1,7 @@
-"""Latent attention's steps on rows ``[tokens, ...]``: what graphs are made of.
+"""Functions of latent attention on ``[tokens, ...]``, from which graphs are compiled.
 
-They are Megatron's own, in its order and precision; a graph contains those between two collectives.
+They match Megatron's operations in order and precision. A graph contains the operations between two
+collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Sizes(NamedTuple):
 
 
 class Down(NamedTuple):
-    """From hidden states to latents; a product is ``None`` where it was computed before."""
+    """Down-projections and norms; a projection is None if its product is passed instead of its input."""
 
     query: Linear | None
     key: Linear | None
@@ -37,13 +38,13 @@ Latents = tuple[Tensor | None, Tensor, Tensor]
 
 
 def latents(query_rows: Tensor, key_rows: Tensor, down: Down, sizes: Sizes) -> Latents:
-    """Normed latents, and the rotary key as it was projected.
+    """Return normed latents, and the rotary key before rotation.
 
     Args:
-        query_rows: hidden states ``[tokens, hidden]``, or their product.
-        key_rows: likewise.
-        down: without a norm of the query there is no latent query.
-        sizes: of the layer.
+        query_rows: hidden states ``[tokens, hidden]``, or their down-projection for the query.
+        key_rows: hidden states, or their down-projection for key and value.
+        down: projections and norms; without a query norm there is no query latent.
+        sizes: layer's sizes.
     """
     query = None
     if down.query_norm is not None:
@@ -54,12 +55,12 @@ def latents(query_rows: Tensor, key_rows: Tensor, down: Down, sizes: Sizes) -> L
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``[tokens, heads, rotary]`` whose pairs lie next to each other, halves afterwards.
+    """Rotate ``[tokens, heads, rotary]``; the input has interleaved pairs, the output two halves.
 
     Args:
-        states: as they were projected.
-        cos: ``[tokens, rotary]``, in the states' dtype.
-        sin: likewise.
+        states: projected query or key.
+        cos: cosines ``[tokens, rotary]``, in the states' dtype.
+        sin: sines, likewise.
     """
     first, second = states[..., 0::2], states[..., 1::2]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -77,17 +78,17 @@ def by_head(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key ``[tokens, heads, plain + rotary]``, and value ``[tokens, heads, value]``, of every head.
+    """Return query and key ``[tokens, heads, plain + rotary]`` and value ``[tokens, heads, value]`` by head.
 
     Args:
-        query_rows: latents, or their product.
-        key_rows: likewise.
-        rotary_key: ``[tokens, rotary]``.
-        query_up: ``None`` where the product was computed before.
-        key_up: likewise.
-        cos: of the rows.
-        sin: likewise.
-        sizes: of the layer.
+        query_rows: query latents, or their up-projection.
+        key_rows: key-value latents, or their up-projection.
+        rotary_key: rotary key before rotation, ``[tokens, rotary]``.
+        query_up: query's up-projection; None if it is already applied.
+        key_up: up-projection of key and value; None if it is already applied.
+        cos: cosines of the tokens.
+        sin: sines of the tokens.
+        sizes: layer's sizes.
     """
     query = query_rows if query_up is None else query_up.of(query_rows)
     plain, rotary = query.unflatten(-1, (sizes.heads, -1)).split([sizes.plain, sizes.rotary], dim=-1)
@@ -108,17 +109,17 @@ def absorbed(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor]:
-    """Query ``[tokens, heads, latent + rotary]``, and the key of all heads, ``[tokens, 1, latent + rotary]``.
+    """Return absorbed query ``[tokens, heads, latent + rotary]`` and key ``[tokens, 1, latent + rotary]``.
 
     Args:
-        query_rows: latents, or their product.
-        latent: ``[tokens, latent]``.
-        rotary_key: ``[tokens, rotary]``.
-        query_up: ``None`` where the product was computed before.
-        up_key: ``[heads, plain, latent]``.
-        cos: of the rows.
-        sin: likewise.
-        sizes: of the layer.
+        query_rows: query latents, or their up-projection.
+        latent: normed key-value latents ``[tokens, latent]``.
+        rotary_key: rotary key before rotation, ``[tokens, rotary]``.
+        query_up: query's up-projection; None if it is already applied.
+        up_key: key's up-projection weight ``[heads, plain, latent]``.
+        cos: cosines of the tokens.
+        sin: sines of the tokens.
+        sizes: layer's sizes.
     """
     query = query_rows if query_up is None else query_up.of(query_rows)
     plain, rotary = query.unflatten(-1, (sizes.heads, -1)).split([sizes.plain, sizes.rotary], dim=-1)
@@ -135,7 +136,7 @@ def whole_by_head(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Return :func:`by_head` of hidden states ``[tokens, hidden]``, then the two latents."""
+    """Return the outputs of :func:`by_head` for hidden states ``[tokens, hidden]``, then both latents."""
     query, latent, rotary_key = latents(rows, rows, down, sizes)
     source = rows if query is None else query
     return *by_head(source, latent, rotary_key, query_up, key_up, cos, sin, sizes), query, latent
@@ -151,9 +152,9 @@ def whole_absorbed(
     sin: Tensor,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return :func:`absorbed` of hidden states ``[tokens, hidden]``, then the two latents.
+    """Return the outputs of :func:`absorbed` for hidden states ``[tokens, hidden]``, then both latents.
 
-    ``key_norm`` is the norm that the key's up-projection holds, which is not called in this form.
+    ``key_norm`` is the norm fused into the key's up-projection, which is not called in this form.
     """
     query, latent, rotary_key = latents(rows, rows, down, sizes)
     source = rows if query is None else query
@@ -162,8 +163,8 @@ def whole_absorbed(
 
 
 def up_projected(attended: Tensor, up_value: Tensor) -> Tensor:
-    """Attention over latents, ``[tokens, heads, latent]``, to ``[tokens, heads * value]``.
+    """Project attention outputs over latents, ``[tokens, heads, latent]``, to ``[tokens, heads * value]``.
 
-    ``up_value`` is ``[heads, value, latent]``.
+    ``up_value`` is the value's up-projection weight ``[heads, value, latent]``.
     """
     return torch.einsum("thc,hdc->thd", attended, up_value).flatten(1)

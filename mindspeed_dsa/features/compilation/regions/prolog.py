@@ -1,8 +1,8 @@
-"""Latent attention's prolog and epilog around compiled graphs.
+"""Latent attention's prolog and epilog with compiled graphs.
 
-On one tensor parallel rank the prolog is one graph. On several ranks the up-projections gather or reduce:
-they run as they are, between a graph up to the latents and one that begins with their outputs. A layer that
-does more than multiply is left out of a graph in the same way.
+With tensor parallel size 1 the prolog is one graph. Otherwise the up-projections communicate: they run
+eagerly, between a graph up to the latents and a graph from their outputs on. Layers that do more than a
+matrix product are left out of the graphs in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def offer_to_attention(original: Callable[..., None], context: Context[None]) ->
 
 
 def compile_prolog(original: Callable[..., Any], context: Context[None]) -> Callable[..., Any]:
-    """Decorate ``MLASelfAttention.get_query_key_value_tensors``, whose form is by head."""
+    """Decorate ``MLASelfAttention.get_query_key_value_tensors``, the form by head (not absorbed)."""
     regions = regions_of(context)
 
     def derive(layer: Any, hidden_states: Tensor, packed_seq_params: Any, generates: bool) -> Any:
@@ -69,22 +69,22 @@ def compile_absorbed_prolog(original: Callable[..., Any], context: Context[None]
         inference_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        found = None
+        derived = None
         if packed_seq_params is None and inference_context is None and not any(kwargs.values()):
             up_key, _ = self._get_kv_up_weights()
-            found = _absorbed(regions, context.megatron, self, hidden_states, up_key)
-        if found is None:
+            derived = _absorbed(regions, context.megatron, self, hidden_states, up_key)
+        if derived is None:
             return original(
                 self, hidden_states, key_value_states, packed_seq_params, inference_context, **kwargs
             )
-        query, key, latent_query, _ = found
+        query, key, latent_query, _ = derived
         return query, key, latent_query
 
     return get_query_key_value_tensors
 
 
 def _why_not(layer: Any) -> str | None:
-    """Return what in a layer's configuration these graphs do not support."""
+    """Return the part of a layer's configuration that the graphs do not support, or None."""
     config = layer.config
     for name in ("cache_mla_latents", "apply_rope_fusion", "rotary_interleaved", "fp8", "fp4"):
         if getattr(config, name, None):
@@ -97,7 +97,7 @@ def _why_not(layer: Any) -> str | None:
 
 
 class _Layer:
-    """One layer's weights, as they are at this call."""
+    """A layer's weights at the time of a call."""
 
     def __init__(self, layer: Any, megatron: Megatron) -> None:
         config, self.module = layer.config, layer
@@ -124,7 +124,7 @@ class _Layer:
         )
 
     def why_not(self) -> str | None:
-        """Return what in its modules can run neither in a graph nor between graphs."""
+        """Return the property of the layer's modules that rules out graphs, or None."""
         layer, config = self.module, self.module.config
         if not self.knows_norms:
             return "it does not know the norms of latents"
@@ -140,13 +140,13 @@ class _Layer:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether one graph holds it all."""
+        """Whether one graph can contain the whole prolog."""
         downs = self.down.key is not None and (self.query_down is None or self.down.query is not None)
         recomputed = getattr(self.module, "recompute_up_proj", False)
         return downs and None not in self.up and not recomputed
 
     def latents(self, regions: Regions, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return ``[s, b, ...]`` of the hidden states' own rows."""
+        """Return the latents ``[s, b, ...]`` of this rank's tokens."""
         query_source = key_source = hidden
         if self.query_down is not None and self.down.query is None:
             query_source = self.query_down(hidden)[0]
@@ -154,27 +154,27 @@ class _Layer:
             key_source = self.module.linear_kv_down_proj(hidden)[0]
         region = regions.of(f"{PROLOG}, latents", latent_math.latents, rows=2)
         rows = rows_of(hidden)
-        found = region(
+        result = region(
             rows if query_source is hidden else rows_of(query_source),
             rows if key_source is hidden else rows_of(key_source),
             self.down,
             self.sizes,
         )
-        return _split(found, hidden)  # type: ignore[no-any-return]
+        return _split(result, hidden)  # type: ignore[no-any-return]
 
     def whole_rotary_key(self, rotary_key: Tensor) -> Tensor:
-        """Return the rotary key of the whole sequence, ``[s, b, rotary]``."""
+        """Gather the rotary key of the full sequence, ``[s, b, rotary]``, under sequence parallelism."""
         return self.gathered(rotary_key) if self.module.config.sequence_parallel else rotary_key
 
     def gathered(self, states: Tensor) -> Tensor:
-        """Gather all tensor parallel ranks' parts of a sequence; gradients are summed and scattered."""
+        """Gather a sequence over tensor parallel ranks; its backward is a reduce-scatter."""
         if self.module.config.tensor_model_parallel_size == 1:
             return states
         gather = self._megatron("core.tensor_parallel").gather_from_sequence_parallel_region
         return gather(states, group=self.module.pg_collection.tp)  # type: ignore[no-any-return]
 
     def recomputed_if_asked(self, derive: Callable[..., Any], *parts: Tensor) -> Any:
-        """Run now; with ``mla_up_proj`` among the modules to recompute, the layer frees the results."""
+        """Run a function, in a recomputed checkpoint with ``--recompute-modules mla_up_proj``."""
         if not getattr(self.module, "recompute_up_proj", False):
             return derive(*parts)
         checkpoint = self._megatron("core.tensor_parallel").CheckpointWithoutOutput(fp8=None)
@@ -183,7 +183,7 @@ class _Layer:
 
 
 def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) -> Any:
-    """Compute what ``get_query_key_value_tensors`` returns; ``None`` where no graph serves the layer."""
+    """Return the results of ``get_query_key_value_tensors``, or None if the layer is not supported."""
     if not regions.usable(hidden):
         return None
     layer = _Layer(module, megatron)
@@ -219,7 +219,7 @@ def _by_head(regions: Regions, megatron: Megatron, module: Any, hidden: Tensor) 
 def _absorbed(
     regions: Regions, megatron: Megatron, module: Any, hidden: Tensor, up_key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Run the prolog in absorbed form, as ``CompiledSteps.prolog`` says."""
+    """Run the prolog in absorbed form; see ``CompiledSteps.prolog``."""
     if not regions.usable(hidden):
         return None
     layer, config = _Layer(module, megatron), module.config
@@ -229,8 +229,8 @@ def _absorbed(
     if reason is not None:
         regions.declined(PROLOG, reason)
         return None
-    # The key's up-projection is not called in this form; the norm that it may hold is part of the graph, or
-    # comes before what gathers the latents.
+    # The key's up-projection is not called in this form. A norm fused into it is a part of the graph, or runs
+    # before the latents are gathered.
     key_up, sizes = layer.up[1], layer.sizes
     if layer.is_whole and key_up is not None:
         cos, sin = _tables.of(module, hidden, hidden.size(0))
@@ -252,17 +252,17 @@ def _absorbed(
     def derive(latent_query: Tensor, latent: Tensor, rotary_key: Tensor, up_key: Tensor) -> Any:
         query_up: Linear | None = layer.up[0]
         query = latent_query if query_up is not None else layer.query_up(latent_query)[0]
-        found = region(
+        heads = region(
             rows_of(query), rows_of(latent), rows_of(rotary_key), query_up, up_key, cos, sin, sizes
         )
-        return _split(found, rotary_key)
+        return _split(heads, rotary_key)
 
     query, key = layer.recomputed_if_asked(derive, latent_query, whole_latent, rotary_key, up_key)
     return query, key, latent_query, latent
 
 
 def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
-    """Run the epilog, as ``CompiledSteps.epilog`` says."""
+    """Run the epilog; see ``CompiledSteps.epilog``."""
     if not regions.usable(attended):
         return torch.einsum("bshc,hdc->sbhd", attended, up_value).flatten(2)
     region = regions.of(EPILOG, latent_math.up_projected)
@@ -270,22 +270,22 @@ def _epilog(regions: Regions, attended: Tensor, up_value: Tensor) -> Tensor:
 
 
 def _split(found: tuple[Tensor | None, ...], like: Tensor) -> Any:
-    """Bring rows back to ``[s, b, ...]``, with the sequence and batch of another tensor."""
+    """Reshape ``[s * b, ...]`` to ``[s, b, ...]``, with s and b of ``like``."""
     shape = like.shape[:2]
     return tuple([rows if rows is None else rows.view(*shape, *rows.shape[1:]) for rows in found])
 
 
 class _Tables:
-    """Cosines and sines of a layer's rows, ``[s * b, rotary]``, of its last sequence length.
+    """Cache of cosines and sines ``[s * b, rotary]``, for each layer's last sequence length.
 
-    Megatron keeps the angles of a length, and hands out the same tensor for it.
+    Megatron caches the angles of a length and returns the same tensor, so its identity is part of the key.
     """
 
     def __init__(self) -> None:
         self._last: WeakKeyDictionary[Any, tuple[Any, Tensor, Tensor, Tensor]] = WeakKeyDictionary()
 
     def of(self, module: Any, states: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return them in the dtype of the states: ``length`` rows of a rank's sequence, ``[s, b, ...]``."""
+        """Return cosines and sines in the dtype of ``states``, for ``length`` tokens of this rank."""
         ranks = module.config.context_parallel_size
         angles, mscale = module.rotary_pos_emb(length * ranks), 1.0
         if isinstance(angles, tuple):  # YaRN
@@ -294,10 +294,10 @@ class _Tables:
         known = self._last.get(module)
         if known is not None and known[0] == key and known[1] is angles:
             return known[2], known[3]
-        # Megatron: the product with mscale in the angles' precision, then the states' dtype.
-        with torch.inference_mode(False):  # training will want them after an evaluation too
+        # As in Megatron, multiply with mscale in the angles' precision, then convert to the states' dtype.
+        with torch.inference_mode(False):  # tensors cached by an evaluation are used in training, too
             rows = angles[:length].reshape(length, 1, -1)
-            found = [
+            tables = [
                 open_rows(
                     (function(rows) * mscale)
                     .to(states.dtype)
@@ -306,8 +306,8 @@ class _Tables:
                 )
                 for function in (torch.cos, torch.sin)
             ]
-        self._last[module] = (key, angles, found[0], found[1])
-        return found[0], found[1]
+        self._last[module] = (key, angles, tables[0], tables[1])
+        return tables[0], tables[1]
 
 
 _tables = _Tables()

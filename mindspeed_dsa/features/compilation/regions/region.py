@@ -1,4 +1,4 @@
-"""Functions on tensors that are compiled as one graph each, or run as they are where that fails."""
+"""Functions that are compiled as one graph each, with a fallback to eager execution."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NOT_COMPILED = "torch.compile with fullgraph=True found no compiled frames"
 
 
 class Region:
-    """Function that is compiled once for all layers of a session: weights are arguments.
+    """A function that is compiled once for all layers of a session; weights are its arguments.
 
     Attributes:
-        name: as messages call it.
-        compilations: graphs that were compiled so far.
-        seconds: that this took.
-        failure: why it is not compiled any more; ``None`` while it is.
+        name: name in messages.
+        compilations: number of compiled graphs.
+        seconds: total time of compilations.
+        failure: reason why compilation was given up; None while the function is compiled.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Region:
         self._compiled = torch.compile(function, fullgraph=True, backend=self._backend)
 
     def __call__(self, *args: Any) -> Any:
-        """Return the function's result, compiled where possible.
+        """Return the function's result, compiled if possible.
 
-        A mode that watches operators, such as a counter of operations, sees nothing of compiled code, and
-        torch does not compile under one: the function runs as it is for the duration.
+        Under a dispatch mode, such as a FLOP counter, the function runs eagerly: the mode cannot see compiled
+        code, and torch does not compile under one.
         """
         if self.failure is not None or _modes():
             return self._function(*args)
@@ -72,7 +72,7 @@ class Region:
 
     def _give_up(self, error: Exception) -> None:
         cause: BaseException = error
-        # Dynamo keeps a backend's exception as an attribute of its own, which ends the chain.
+        # Dynamo stores a backend's exception in `inner_exception` instead of chaining it.
         while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
             cause = inner
         text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
@@ -85,17 +85,18 @@ class Region:
         )
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Compile with Inductor, backward at once: a failure shows in forward, where it is caught."""
+        """Compile forward and backward with Inductor."""
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
         started = time.perf_counter()
         device = next(each.device.type for each in inputs if isinstance(each, Tensor))
+        # Compile backward now, not at its first run: __call__ can only catch a failure in forward.
         with config.patch(force_non_lazy_backward_lowering=True):
             compiled = compile_fx(
                 graph,
                 inputs,
-                # Round to bf16 where the operators do that are fused.
+                # Round to bf16 after every operation, as the eager operators do.
                 config_patches={"emulate_precision_casts": True, **inductor_settings(device)},
             )
         self.compilations += 1
@@ -110,7 +111,7 @@ class Region:
 
 
 class Regions:
-    """Regions of one session, each compiled at its first call."""
+    """Regions of one session; each is compiled at its first call."""
 
     def __init__(self, context: Context[None]) -> None:
         self._log = context.log
@@ -118,7 +119,7 @@ class Regions:
         self._usable: dict[str, bool] = {}
 
     def of(self, name: str, function: Callable[..., Any], rows: int = 1) -> Region:
-        """Return the region of that name; the first ``rows`` arguments come from :func:`rows_of`."""
+        """Return the region of that name; its first ``rows`` arguments must come from :func:`rows_of`."""
         region = self._regions.get(name)
         if region is None:
             region = self._regions[name] = Region(name, function, rows, self._log)
@@ -129,7 +130,7 @@ class Regions:
         return tuple(self._regions.values())
 
     def usable(self, states: Tensor) -> bool:
-        """Return whether code can be compiled for these states' device; say once what is missing."""
+        """Return whether code can be compiled for the states' device; log a missing tool once."""
         device = states.device.type
         if device not in self._usable:
             problem = missing_toolchain(device)
@@ -139,7 +140,7 @@ class Regions:
         return self._usable[device] and not torch.is_autocast_enabled(device)
 
     def declined(self, region: str, reason: str) -> None:
-        """Say once that a region runs as it is, and why."""
+        """Log once why a region runs eagerly."""
         self._log.info("the %s runs as it is: %s", region, reason, once=(region, reason))
 
 
@@ -149,9 +150,9 @@ def regions_of(context: Context[None]) -> Regions:
 
 
 def rows_of(states: Tensor) -> Tensor:
-    """Return ``[s, b, ...]`` as ``[s * b, ...]``.
+    """Flatten ``[s, b, ...]`` to ``[s * b, ...]``.
 
-    Without gradients the rows need none, so that one compiled form serves all layers of a recomputed block.
+    Detached without grad mode, so that one compiled graph serves all layers of a recomputed block.
     """
     rows = states.flatten(0, 1)
     if rows.requires_grad and not torch.is_grad_enabled():
@@ -160,17 +161,18 @@ def rows_of(states: Tensor) -> Tensor:
 
 
 def open_rows(rows: Tensor) -> Tensor:
-    """Mark a tensor's first dimension as one that changes from call to call; one row is a case apart."""
+    """Mark a tensor's first dimension as dynamic, so that other lengths do not recompile."""
+    # torch.compile specializes size 1 in any case.
     if rows.size(0) > 1:
         torch._dynamo.mark_dynamic(rows, 0)
     return rows
 
 
-# -- what torch.compile needs beside torch ---------------------------------------------------------
+# -- toolchain of torch.compile --------------------------------------------------------------------
 
 
 def missing_toolchain(device_type: str) -> str | None:
-    """Return what is missing for code for a device, and what to install; ``None`` if it is all there."""
+    """Return a sentence about a missing compiler for a device and how to install it, or None."""
     if device_type == "cpu":
         named = os.environ.get("CXX", "g++")
         if shutil.which(named) is None:
@@ -196,21 +198,21 @@ def missing_toolchain(device_type: str) -> str | None:
 
 @cache
 def inductor_settings(device_type: str) -> dict[str, Any]:
-    """Return settings of Inductor's that spare it finding out what is known here.
+    """Return Inductor settings that skip its search for vector instructions on x86.
 
-    For x86 it builds and loads a program for every set of vector instructions that the processor has, longer
-    than it compiles a region, and takes the first that works. Here that one alone is tried.
+    Inductor builds and loads a test program for every instruction set, which takes longer than compiling a
+    region, and uses the first that works. With these settings it only tries that one.
     """
     if device_type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return {}
     from torch._inductor import config, cpu_vec_isa
 
     flags = cpu_vec_isa.x86_isa_checker()
-    known = [
+    supported = [
         each
         for each in cpu_vec_isa.supported_vec_isa_list
         if all(flag in flags for flag in str(each).split())
     ]
-    if config.cpp.vec_isa_ok is not None or not known or not known[0]:
+    if config.cpp.vec_isa_ok is not None or not supported or not supported[0]:
         return {}
     return {"cpp.vec_isa_ok": True}
