@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of Megatron-LM with a tokenizer's own chat template: prompts count in no loss.
+"""``--sft-mask-prompts``: excludes prompts from the loss of Megatron-LM's SFT with chat templates.
 
 tests: tests/features/data/sft_prompts
 """
@@ -20,11 +20,11 @@ MASK_PROMPTS = Flag(
 )
 _FORMAT = "default"
 _IGNORED = -100
-"""Target of a token that does not count, as in Megatron's data set and in torch."""
+"""Target of a token without loss, in Megatron's data set and in torch."""
 
 
 def check_prompts(args: Any, options: Any) -> Iterator[str]:
-    """Yield what a job's arguments lack."""
+    """Yield problems with missing or contradictory arguments."""
     if not argument(args, "sft"):
         yield f"{MASK_PROMPTS.name} is about conversations; add --sft, or omit it"
     elif argument(args, "sft_tokenizer_prompt_format") != _FORMAT:
@@ -35,7 +35,7 @@ def check_prompts(args: Any, options: Any) -> Iterator[str]:
 
 
 def mask_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``SFTTokenizer.tokenize_conversation``, which returns tokens and targets, 1-d numpy arrays."""
+    """Decorate ``SFTTokenizer.tokenize_conversation``, which returns numpy arrays of tokens and targets."""
 
     def tokenize_conversation(
         self: Any, conversation: Sequence[Any], return_target: bool, add_generation_prompt: bool
@@ -61,7 +61,7 @@ def mask_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
         for turn, message in enumerate(conversation):
             if message["role"].lower() != "assistant":
                 continue
-            # An answer is what its turn adds to the prompt that a model would be given.
+            # The answer's tokens: the conversation with this turn, minus the prompt that asks for it.
             before, behind = rendered(turn, True), rendered(turn + 1, False)
             whole = [int(token) for token in tokens[: len(behind)]]
             if whole != behind or behind[: len(before)] != before:
