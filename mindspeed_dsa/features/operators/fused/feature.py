@@ -1,6 +1,6 @@
-"""Small operators that Megatron runs as chains of PyTorch operations, each as one.
+"""``--fused-operators``: fuses small operators that Megatron runs as chains of PyTorch operations.
 
-``--fused-operators`` lists them; three have a switch of their own, as in MindSpeed.
+Three of them also have their own switch, as in MindSpeed.
 
 tests: tests/features/operators, tests/ops/test_small_operators.py
 """
@@ -38,11 +38,11 @@ FUSED_OPERATORS = Flag(
 
 
 def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
-    """Return the activation rule: on with its own switch, and where the list has its name or all of them.
+    """Return the activation rule of an operator: on by its switch, or if the list has its name or ``all``.
 
     Args:
         operator: one of :data:`OPERATORS`.
-        switch: ``dest`` of a flag, if it has one.
+        switch: ``dest`` of the operator's own flag, if it has one.
     """
 
     def active(settings: Any) -> bool:
@@ -53,23 +53,24 @@ def selects(operator: str, switch: str = "") -> Callable[[Any], bool]:
 
 
 def fills_by_mask(settings: Any) -> bool:
-    """Return whether masks are filled by arithmetic; by default on NPUs, beside a list of others as well."""
+    """Return whether mask-arithmetic is on: if listed, and on NPUs unless the list has ``none``."""
     if selects("mask-arithmetic")(settings):
         return True
     return settings.platform == "npu" and "none" not in (getattr(settings, FUSED_OPERATORS.dest, None) or ())
 
 
 def is_named(args: Any, operator: str, switch: str) -> bool:
-    """Return whether somebody asked for this very operator, and not for all that have something to do."""
+    """Return whether this operator was requested by name or switch, and not only by ``all``."""
     return bool(argument(args, switch)) or operator in (argument(args, FUSED_OPERATORS.dest) or ())
 
 
 def _check_selection(args: Any, operator: str, switch: str = "") -> Iterator[str]:
-    """Yield a problem where the list says none, and something else as well; once for all operators."""
-    chosen = argument(args, FUSED_OPERATORS.dest) or ()
-    if "none" not in chosen:
+    """Yield a problem if the list has ``none`` and something else."""
+    selected = argument(args, FUSED_OPERATORS.dest) or ()
+    if "none" not in selected:
         return
-    if "all" in chosen:
+    if "all" in selected:
+        # Every operator runs this check; only the first reports the contradiction.
         if operator == OPERATORS[0]:
             yield "--fused-operators has both all and none; drop one of them"
         return
@@ -79,7 +80,7 @@ def _check_selection(args: Any, operator: str, switch: str = "") -> Iterator[str
 
 
 def _check_library(operator: str) -> Iterator[str]:
-    """Yield a problem where the library is missing that has the operator's kernels for GPUs."""
+    """Yield a problem if Liger-Kernel, with the operator's GPU kernels, is not installed."""
     if platforms.current().name == "cuda" and find_spec(_LIBRARY) is None:
         yield (
             f"{operator} runs on GPUs through Liger-Kernel, which is not installed; pip install "
@@ -91,7 +92,7 @@ def _check_library(operator: str) -> Iterator[str]:
 
 
 def check_mask_arithmetic(args: Any, options: Any) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with mask arithmetic."""
+    """Yield problems with arguments that do not work together with mask-arithmetic."""
     yield from _check_selection(args, "mask-arithmetic")
 
 
@@ -127,7 +128,7 @@ MASK_ARITHMETIC = Feature(
 
 
 def check_rmsnorm(args: Any, options: Any) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with a fused RMSNorm."""
+    """Yield problems with arguments that do not work together with a fused RMSNorm."""
     yield from _check_selection(args, "rmsnorm", "use_fused_rmsnorm")
     yield from _check_library("rmsnorm")
     if not is_named(args, "rmsnorm", "use_fused_rmsnorm"):
@@ -158,7 +159,7 @@ RMSNORM = Feature(
             "PyTorch's RMSNorm is half a dozen operations, whose results backward keeps",
             params=("config", "hidden_size", "eps"),
             versions=releases.SERVED,
-            priority=100,  # outside of what makes PyTorch's norms fit
+            priority=100,  # outermost: it replaces the norm that inner wrappers adapt
         ),
         Patch(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
@@ -180,9 +181,9 @@ _ROTARY = ("rope", "yarn", "mrope")
 
 
 def take_the_place_of_megatrons(args: Any) -> Sequence[str]:
-    """Switch off ``apply_rope_fusion``; ``Feature.rewrite``.
+    """Switch off ``apply_rope_fusion``; used as ``Feature.rewrite``.
 
-    Megatron's default is true, so a job that leaves it has not asked for it, and no flag is contradicted.
+    Megatron's default is true, so this does not contradict a flag of the job.
     """
     if not getattr(args, "apply_rope_fusion", False):
         return ()
@@ -191,7 +192,7 @@ def take_the_place_of_megatrons(args: Any) -> Sequence[str]:
 
 
 def check_rotary(args: Any, options: Any) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with a fused rotary embedding."""
+    """Yield problems with arguments that do not work together with a fused rotary embedding."""
     yield from _check_selection(args, "rotary-pos-emb", "use_fused_rotary_pos_emb")
     if not is_named(args, "rotary-pos-emb", "use_fused_rotary_pos_emb"):
         return
@@ -236,7 +237,7 @@ class SwigluOptions:
     """Options of a fused SwiGLU.
 
     Attributes:
-        apart: each expert's activation is recomputed by itself.
+        apart: whether each expert's activation is recomputed separately.
     """
 
     apart: bool
@@ -248,7 +249,7 @@ class SwigluOptions:
 
 
 def check_swiglu(args: Any, options: Any) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with a fused SwiGLU."""
+    """Yield problems with arguments that do not work together with a fused SwiGLU."""
     yield from _check_selection(args, "swiglu", "use_fused_swiglu")
     yield from _check_library("swiglu")
     if not is_named(args, "swiglu", "use_fused_swiglu"):
@@ -294,7 +295,7 @@ SWIGLU = Feature(
             "an MLP without Megatron's own fusion keeps the results of three operations for backward",
             params=("hidden_states", "per_token_scale"),
             versions=releases.SERVED,
-            priority=-1,  # inside of what runs the forward in part, or knows the module by its identity
+            priority=-1,  # inside of wrappers that run the forward in part, or compare the module's identity
         ),
         Patch(
             "megatron.core.transformer.moe.experts:SequentialMLP.forward",

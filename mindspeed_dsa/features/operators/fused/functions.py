@@ -1,4 +1,4 @@
-"""Functions of Megatron's that run as one operator: a section for each, as in ``feature.py``."""
+"""Decorators that replace Megatron's functions by fused operators, in the sections of ``feature.py``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mindspeed_dsa.ops.swiglu import swiglu
 
 
 class _FillingByMask(TorchFunctionMode):
-    """Mode that assigns a number where a mask is true by selecting it, or what was there, for every element.
+    """Mode that runs ``tensor[mask] = number`` as ``masked_fill_``, which does not wait for the device.
 
-    No product with the mask: it would leave a NaN where a masked element is not finite.
+    A product with the mask would not do: it turns masked elements that are not finite into NaN.
     """
 
     def __torch_function__(
@@ -50,7 +50,7 @@ class _FillingByMask(TorchFunctionMode):
 
 
 def _mask_of(tensor: Tensor, index: Any) -> Tensor | None:
-    """Return an index that is a mask of whole rows, with an axis for each of ``tensor``'s; else None."""
+    """Return a mask over leading axes, with as many axes as ``tensor``; None for any other index."""
     mask, *rest = index if isinstance(index, tuple) else (index,)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or any(each != slice(None) for each in rest):
         return None
@@ -60,10 +60,10 @@ def _mask_of(tensor: Tensor, index: Any) -> Tensor | None:
 
 
 def fill_by_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of Megatron's, whose body stays as it is."""
+    """Decorate a function of Megatron: run its unchanged body under the mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which turns such an assignment into a selection by itself
+        if torch.compiler.is_compiling():  # the compiler does the same by itself
             return original(*args, **kwargs)
         with _FillingByMask():
             return original(*args, **kwargs)
@@ -75,7 +75,7 @@ def fill_by_mask(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedRMSNorm(SequenceParallelRMSNorm):
-    """RMSNorm on our operator; parameters, their attributes and state dicts are those of PyTorch's."""
+    """RMSNorm by the fused operator, with the same parameters, attributes and state dict as PyTorch's."""
 
     eps: float
 
@@ -99,7 +99,7 @@ def build_fused_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fuse_in_linear_layers(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``TransformerLayer.__init__``: the norms that are part of its linear layers."""
+    """Decorate ``TransformerLayer.__init__``: use the fused norm inside of linear layers with a norm."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -110,33 +110,34 @@ def fuse_in_linear_layers(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-# -- rotary-pos-emb: the function that all layouts of a batch come down to ---------------------------
+# -- rotary-pos-emb: all batch layouts call the decorated function ------------------------------------
 
 _MOST = 16
 
 
 class _Rotations:
-    """Tables of sines and cosines, which last as long as the angles exist that they were made of."""
+    """Cache of sine and cosine tables; entries live as long as the angles from which they were computed."""
 
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
     def of(self, angles: Tensor, scale: float, layout: Layout, like: Tensor) -> Rotation:
-        """Return the table of earlier calls with these angles, unless somebody has written to them since."""
-        # Callers cut off what is beyond the sequence, so a call's own tensor is a view of the one that stays.
+        """Return the table for these angles, computed again if the angles were modified in place."""
+        # Callers slice the angles to the sequence length, so each call has a new view of the same base
+        # tensor.
         lasting = angles._base if angles._base is not None else angles
         if angles.is_inference() or lasting.is_inference():  # these have no version
             return rotation(angles, scale, layout, like)
-        known = self._of.setdefault(lasting, {})
+        tables = self._of.setdefault(lasting, {})
         place = angles.shape, angles.stride(), angles.storage_offset(), lasting._version
-        # A backend's limits depend on the sizes of what is rotated.
+        # The shape of the rotated tensor decides which backends support it.
         key = place, scale, layout, like.dtype, like.device, like.shape[:-1]
-        if key not in known:
-            if len(known) >= _MOST:
-                known.clear()
-            with torch.inference_mode(False):  # training will want them after an evaluation too
-                known[key] = rotation(angles, scale, layout, like)
-        table: Rotation = known[key]
+        if key not in tables:
+            if len(tables) >= _MOST:
+                tables.clear()
+            with torch.inference_mode(False):  # tables cached by an evaluation are used in training, too
+                tables[key] = rotation(angles, scale, layout, like)
+        table: Rotation = tables[key]
         return table
 
 
@@ -151,8 +152,8 @@ def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         latent, mscale, more = _other_arguments(args, kwargs)
-        # A compiler fuses by itself. Angles that learn, an order that is both, and what later releases can be
-        # asked for as well, are Megatron's affair.
+        # Left to Megatron: compiled code, which is fused anyway, learned angles, MLA's order together with
+        # interleaved pairs, and arguments of later releases.
         if torch.compiler.is_compiling() or freqs.requires_grad or (latent and rotary_interleaved) or more:
             return original(t, freqs, rotary_interleaved, *args, **kwargs)
         layout: Layout = "pairs to halves" if latent else "pairs" if rotary_interleaved else "halves"
@@ -162,7 +163,7 @@ def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _other_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, float, bool]:
-    """Return whether the order is latent attention's, the factor of lengths, and whether there is more."""
+    """Return whether the order is latent attention's, mscale, and whether there are other arguments."""
     named = dict(kwargs)
     latent = args[0] if args else named.pop("mla_rotary_interleaved", False)
     if (older := named.pop("multi_latent_attention", None)) is not None:
@@ -171,7 +172,7 @@ def _other_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[boo
     return bool(latent), float(mscale), any(args[2:]) or any(named.values())
 
 
-# -- swiglu: Megatron's two functions, and the MLPs and experts that do without them -----------------
+# -- swiglu: Megatron's two functions, and the MLPs and experts that do not call them ----------------
 
 
 def fuse_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -199,7 +200,7 @@ def fuse_weighted_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether backward keeps something else, in 8 bits or on the host, or values are clamped."""
+    """Return whether other arguments are set: FP8 storage, CPU offloading, or clamping."""
     return any(value is not None and value is not False for value in (*args, *kwargs.values()))
 
 
@@ -212,7 +213,7 @@ def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
         config = self.config
         if config.bias_activation_fusion or not is_plain_swiglu(self, config):
             return original(self, hidden_states, per_token_scale, **kwargs)
-        if per_token_scale is not None and config.add_bias_linear:  # which Megatron's function refuses
+        if per_token_scale is not None and config.add_bias_linear:  # Megatron's fused function refuses both
             return original(self, hidden_states, per_token_scale, **kwargs)
         fusing = AttributeOverride(config, bias_activation_fusion=True, activation_func_fp8_input_store=False)
         return original(AttributeOverride(self, config=fusing), hidden_states, per_token_scale, **kwargs)
@@ -221,7 +222,7 @@ def fuse_in_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain_swiglu(mlp: Any, config: Any) -> bool:
-    """Return whether the activation is SwiGLU without what releases have added: clamps, offsets, modules."""
+    """Return whether the activation is plain SwiGLU, without clamp, offset or activation module."""
     return (
         mlp.activation_func is F.silu
         and config.gated_linear_unit
@@ -232,9 +233,10 @@ def is_plain_swiglu(mlp: Any, config: Any) -> bool:
 
 
 def activate_together(original: Callable[..., Any], context: Context[SwigluOptions]) -> Callable[..., Any]:
-    """Decorate ``SequentialMLP.forward``: it sees one expert, whose linear layers are those of all experts.
+    """Decorate ``SequentialMLP.forward``: replace the local experts by one expert for all tokens.
 
-    The code around the expert, and the expert's own between its linear layers, stays Megatron's.
+    Its linear layers multiply each expert's tokens with that expert's weight. Megatron's own code runs
+    before, between and after them, and thus runs the activation once for all experts.
     """
 
     def forward(self: Any, rows: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
@@ -255,7 +257,7 @@ def activate_together(original: Callable[..., Any], context: Context[SwigluOptio
 
 
 def _of_each(linears: Sequence[Any], counts: list[int], megatron: Megatron) -> Function:
-    """Build one linear layer of several: those that do nothing but multiply are not called, others are."""
+    """Build one linear layer for all experts: a grouped product if possible, else one call per expert."""
 
     def products(rows: Tensor) -> tuple[Tensor, None]:
         plain = linears_of(linears, megatron)
@@ -268,13 +270,13 @@ def _of_each(linears: Sequence[Any], counts: list[int], megatron: Megatron) -> F
 
 
 def _can_be_one(experts: Any, megatron: Megatron) -> bool:
-    """Return whether all experts compute SwiGLU, and differ in their linear layers alone."""
+    """Return whether all experts compute plain SwiGLU, and differ only in their linear layers."""
     config = experts.config
     if experts.num_local_experts == 1 or config.add_bias_linear:
         return False
-    if getattr(config, "fp8", None) or getattr(config, "fp4", None):  # which pads the rows of each
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):  # both pad each expert's tokens
         return False
-    mlp = megatron("core.transformer.mlp").MLP  # a class derived from it may add what one expert alone has
+    mlp = megatron("core.transformer.mlp").MLP  # a subclass may have parts that differ between experts
     return all(
         type(each) is mlp and is_plain_swiglu(each, config) and not _has_hooks(each)
         for each in experts.local_experts

@@ -1,4 +1,4 @@
-"""``--fused-linear-cross-entropy``: output projection and loss in chunks of tokens, without whole logits."""
+"""``--fused-linear-cross-entropy``: output projection and loss in chunks of tokens, without full logits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REFUSED = {
     "use_megatron_fsdp": ("--use-megatron-fsdp", "takes gradients out of its own linear layers"),
     "use_custom_fsdp": ("--use-custom-fsdp", "takes gradients out of its own linear layers"),
 }
-"""Arguments of Megatron that are refused when they are set: the flag, and why."""
+"""Dict from refused argument of Megatron to its flag and the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Options:
     """Options of fused-linear-cross-entropy.
 
     Attributes:
-        gradient: when the weight's gradient is formed: ``auto``, ``forward`` or ``backward``.
+        gradient: time when the weight's gradient is computed: ``auto``, ``forward`` or ``backward``.
     """
 
     gradient: Any
@@ -64,24 +64,25 @@ class Options:
 
 
 def forms_in_forward(choice: str, tokens: float, hidden: int, number: int) -> bool:
-    """Return whether the gradient of the projection's weight is formed in forward, and kept until backward.
+    """Return whether the gradient of the projection's weight is computed in forward, and kept until backward.
 
-    Left open, it is where it takes at most half of the bytes of whole logits: of those that Megatron's loss
-    keeps in fp32, and of the products in fewer bits that these are made of. Both are proportional to the
-    vocabulary.
+    With ``auto`` it is if the gradient needs at most half of the bytes of full logits. Megatron's loss keeps
+    logits in fp32, in addition to the 16-bit products.
 
     Args:
         choice: ``auto``, ``forward`` or ``backward``.
-        tokens: of a microbatch on a rank.
-        hidden: size of the hidden states.
+        tokens: number of a microbatch's tokens on a rank.
+        hidden: hidden size.
         number: bytes of a product.
     """
+    # The gradient and the logits are both proportional to the vocabulary, which cancels. bf16, hidden 7168:
+    # 2 x 7168 x 4 bytes <= tokens x 6 bytes holds from 9558 tokens on.
     by_logit = _FLOAT + (number if number < _FLOAT else 0)
     return choice == "forward" or (choice == "auto" and 2 * hidden * _FLOAT <= tokens * by_logit)
 
 
 def check_linear_cross_entropy(args: Any, options: Any) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with logits that are never whole."""
+    """Yield problems with arguments that need full logits."""
     for name, (flag, why) in _REFUSED.items():
         if argument(args, name):
             yield f"{FLAG} cannot be used with {flag}, which {why}; omit one of them"

@@ -1,8 +1,8 @@
-"""Logits that are computed when somebody reads them, and a loss that does not.
+"""Logits that are computed only if they are read, and a loss that does not read them.
 
 While a model computes its loss, its output layer returns :class:`PostponedLogits`: hidden states and weight.
-Megatron's code hands them to ``compute_language_model_loss``, which computes the loss of them. Whoever else
-reads them gets logits.
+Megatron passes them to ``compute_language_model_loss``, which computes the loss from them in chunks. Any
+other operation on them computes the full logits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def postpone_logits(original: Callable[..., Any], context: Context[Options]) -> 
     names = tuple(inspect.signature(original).parameters)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names[1:], args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names[1:], args, strict=False)), **kwargs}
         layer = getattr(self, "output_layer", None)
-        if given.get("labels") is None or layer is None or _has_gathered_logits(layer, given):
+        if arguments.get("labels") is None or layer is None or _has_gathered_logits(layer, arguments):
             return original(self, *args, **kwargs)
-        head = _Head(layer, given.get("loss_mask"), context)
+        head = _Head(layer, arguments.get("loss_mask"), context)
 
         def loss(labels: Tensor, logits: Any) -> Tensor:
             if isinstance(logits, PostponedLogits):
@@ -48,7 +48,7 @@ def postpone_logits(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 def _has_gathered_logits(layer: Any, given: dict[str, Any]) -> bool:
-    """Return whether each rank wants the logits of all ranks, which are not a loss's."""
+    """Return whether the logits are gathered over tensor parallel ranks, which the loss does not need."""
     gathers = given.get("runtime_gather_output")
     return bool(layer.gather_output if gathers is None else gathers) and _ranks(layer) > 1
 
@@ -58,12 +58,12 @@ def _ranks(layer: Any) -> int:
 
 
 class _Head:
-    """An output layer that postpones; in everything but a call it is the layer.
+    """Wrapper of an output layer that returns postponed logits; other attributes are the layer's.
 
     Args:
         layer: ``ColumnParallelLinear``.
-        loss_mask: ``[batch, sequence]``, what losses are going to be multiplied with, or None.
-        context: the feature's.
+        loss_mask: mask ``[batch, sequence]`` that the losses will be multiplied with, or None.
+        context: feature's context.
     """
 
     def __init__(self, layer: Any, loss_mask: Tensor | None, context: Context[Options]) -> None:
@@ -78,27 +78,27 @@ class _Head:
     def losses(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor, scale: float
     ) -> tuple[Tensor, TokenLosses]:
-        """Return the loss of each token and what else is known of its logits.
+        """Return the loss of each token, and the other results of the chunked loss.
 
-        Runs as the layer's forward, with the hooks of whoever gathers its weight.
+        Runs as the layer's forward, so that FSDP's hooks gather its weight.
 
         Args:
-            hidden: ``[sequence, batch, hidden]``, this rank's rows with sequence parallelism.
-            weight: ``[vocabulary, hidden]`` of this rank, or None for the layer's own.
-            labels: ``[batch, sequence]``.
-            scale: of the logits.
+            hidden: hidden states ``[sequence, batch, hidden]``; this rank's part under sequence parallelism.
+            weight: this rank's weight ``[vocabulary, hidden]``, or None for the layer's own.
+            labels: labels ``[batch, sequence]``.
+            scale: factor of the logits.
         """
-        found: list[TokenLosses] = []
+        results: list[TokenLosses] = []
 
         def forward(rows: Tensor) -> Tensor:
-            own = self.layer.weight if weight is None else weight
-            result = self._losses(rows, own, labels, scale)
-            found.append(result)
+            layer_weight = self.layer.weight if weight is None else weight
+            result = self._losses(rows, layer_weight, labels, scale)
+            results.append(result)
             return result.loss.view(labels.shape[::-1]).t().contiguous()
 
         with _as_forward(self.layer, forward):
             loss: Tensor = self.layer(hidden)
-        return loss, found[0]
+        return loss, results[0]
 
     def _losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> TokenLosses:
         layer, megatron = self.layer, self.context.megatron
@@ -139,7 +139,7 @@ class _Head:
 
 @contextlib.contextmanager
 def _as_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a call of a layer, with its hooks, run another function in place of its forward."""
+    """Replace a layer's forward inside the block; its hooks still run."""
     before = vars(layer).get("forward")
     layer.forward = forward
     try:
@@ -152,10 +152,10 @@ def _as_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class PostponedLogits:
-    """Logits ``[sequence, batch, vocabulary]`` of this rank, which are computed if they are read.
+    """This rank's logits ``[sequence, batch, vocabulary]``, computed only if they are read.
 
-    Stands for a tensor where Megatron's code passes it on: a product with a number is postponed as well, and
-    the largest logit of each token is known with the loss.
+    Takes the place of a tensor in Megatron's code. A product with a number is postponed, too, and the largest
+    logit of each token is a by-product of the loss.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class PostponedLogits:
         self._rows: tuple[int, int] = (0, 0)
 
     def loss(self, labels: Tensor) -> Tensor:
-        """Return the loss ``[batch, sequence]`` in fp32 of labels of that shape."""
+        """Return the fp32 loss ``[batch, sequence]`` for labels of the same shape."""
         loss, found = self._head.losses(self._hidden, self._weight, labels, self._scale)
         self._tops = TokenLosses(found.loss.detach(), found.top, found.top_index)
         self._rows = (labels.shape[1], labels.shape[0])
         return loss
 
     def whole(self) -> Tensor:
-        """Return the logits."""
+        """Compute the full logits, with a warning."""
         self._head.context.log.warning(
             "the logits of all tokens are computed once more, since they are read beside the loss", once=True
         )
@@ -187,14 +187,14 @@ class PostponedLogits:
         return logits if self._scale == 1 else logits * self._scale
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the sizes, or that of an axis."""
+        """Return the shape, or the size of one axis."""
         layer, (rows, batch) = self._head.layer, self._hidden.shape[:2]
         ranks = _ranks(layer) if layer.sequence_parallel else 1
         sizes = torch.Size((rows * ranks, batch, layer.output_size_per_partition))
         return sizes if dim is None else sizes[dim]
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what a tensor does; the largest logits of each token are known with the loss."""
+        """Return ``Tensor.max``; over the last axis it is known after the loss, without computing logits."""
         if self._tops is not None and (args, kwargs) in (((-1,), {}), ((), {"dim": -1})):
             return self._tops.top.view(self._rows), self._tops.top_index.view(self._rows)
         return self.whole().max(*args, **kwargs)
@@ -206,7 +206,7 @@ class PostponedLogits:
         return self.whole() * factor
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what something looks like is no reason to compute it
+        if name.startswith("__"):  # introspection must not compute the logits
             raise AttributeError(name)
         return getattr(self.whole(), name)
 
@@ -222,10 +222,10 @@ class PostponedLogits:
 
 
 class _MainGrad:
-    """Buffer in which Megatron accumulates a weight's gradient."""
+    """Accumulator for the weight's gradient, in Megatron's ``main_grad`` buffer."""
 
     def __init__(self, weight: Any, megatron: Megatron) -> None:
-        # A weight that several layers share may have lost it until backward.
+        # Keep main_grad: a weight shared by several layers may lose the attribute before its last backward.
         self._weight, self._main_grad, self._megatron = weight, weight.main_grad, megatron
 
     def target(self) -> Tensor:
@@ -238,7 +238,7 @@ class _MainGrad:
 
 
 def _accumulator(layer: Any, weight: Tensor, megatron: Megatron) -> _MainGrad | None:
-    """Return where Megatron's linear layers add the gradient, if not to what autograd passes on."""
+    """Return the accumulator under gradient accumulation fusion; None if autograd returns the gradient."""
     if not layer.gradient_accumulation_fusion or getattr(weight, "main_grad", None) is None:
         return None
     return _MainGrad(weight, megatron)

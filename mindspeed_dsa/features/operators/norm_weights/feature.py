@@ -1,4 +1,4 @@
-"""``--init-norm-weight-in-fp32``: weights of norms in fp32 in a model of 16 bits."""
+"""``--init-norm-weight-in-fp32``: keeps norm weights in fp32 in a model with 16-bit weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _REFUSED = {
     "optimizer_cpu_offload": _OWN_COPIES,
     "use_layer_wise_distributed_optimizer": _OWN_COPIES,
 }
-"""Arguments of Megatron that are refused when they are set, and why."""
+"""Dict from refused argument of Megatron to the reason."""
 _OPTIMIZERS = ("adam", "sgd")
 
 
 def check_arguments(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with the feature; of a model, its modules are asked."""
+    """Yield problems with a job's arguments; modules are checked when the model is built."""
     implementation = argument(args, "transformer_impl")
     if implementation not in (None, "local"):
         yield (
@@ -37,8 +37,8 @@ def check_arguments(args: Any, options: Any = None) -> Iterator[str]:
 
 
 def check_norm_weights(args: Any, options: Any = None) -> Iterator[str]:
-    """Yield what in arguments, or in the configuration of a model or an optimizer, does not go with it."""
-    # A namespace without bf16 is not Megatron's.
+    """Yield problems with arguments, or with the configuration of a model or optimizer."""
+    # Without the attribute bf16 this is not Megatron's namespace, so its absence says nothing.
     if hasattr(args, "bf16") and not (args.bf16 or argument(args, "fp16")):
         yield f"{FLAG} has no effect where all weights are fp32; add --bf16, or omit it"
     for name, why in _REFUSED.items():
@@ -84,7 +84,7 @@ FEATURE = Feature(
             f"{_IMPL}.optimizers:count_fp32_weights_in",
             "weights in fp32 would be missing from its lists, by whose positions checkpoints are read",
             versions=releases.SERVED,
-            priority=-100,  # inside of what moves master weights elsewhere
+            priority=-100,  # inside of wrappers that move master weights
         ),
         Patch(
             f"{DISTRIBUTED}.__init__",

@@ -1,7 +1,7 @@
-"""Norms whose weights stay in fp32 while the rest of the model is converted to 16 bits.
+"""Keeps norm weights in fp32 while the rest of the model is converted to 16 bits.
 
-A norm gets an input of 16 bits and returns one, and computes in fp32 in between. The norms of this library
-do so by themselves. Any other, Apex' or Transformer Engine's, gets an fp32 copy of its input.
+A norm takes 16-bit input, computes in fp32 and returns 16 bits. This library's norms do so themselves. Other
+norms, from Apex or Transformer Engine, get an fp32 copy of their input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IN_LINEAR_LAYERS = ("layer_norm_weight", "layer_norm_bias")
 
 
 def keep_norms_in_fp32(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``Float16Module.__init__``: values of norms are taken before it rounds them."""
+    """Decorate ``Float16Module.__init__``: restore the fp32 values of norm weights after the conversion."""
 
     def __init__(self: Any, config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         require(context, check_norm_weights, config)
@@ -43,20 +43,20 @@ def keep_norms_in_fp32(original: Callable[..., None], context: Context[None]) ->
 
 
 def parameters_of_norms(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield every norm of a model with the name of each of its parameters.
+    """Yield (norm, parameter name) for all norms of a model.
 
-    Norms are known by the names of their classes, as those of packages that are not installed have to be, and
-    norms of linear layers by the names of their parameters.
+    Norms are recognized by their class name, as their packages may not be installed; norms fused into linear
+    layers by their parameter names.
 
     Raises:
-        SettingsError: a linear layer with a norm is not this library's.
+        SettingsError: a linear layer with a fused norm is not this library's.
     """
     for module in model.modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
+        names = [name for name, _ in module.named_parameters(recurse=False)]
         if any(each.__name__.endswith("Norm") for each in type(module).__mro__):
-            yield from ((module, name) for name in own)
+            yield from ((module, name) for name in names)
             continue
-        held = [name for name in own if name in _IN_LINEAR_LAYERS]
+        held = [name for name in names if name in _IN_LINEAR_LAYERS]
         if held and not type(module).__dict__.get("is_norm_and_product"):
             raise SettingsError(
                 f"{FLAG}: {type(module).__name__} holds a norm and is not known to take its weight in fp32; "
@@ -67,14 +67,14 @@ def parameters_of_norms(model: nn.Module) -> Iterator[tuple[Any, str]]:
 
 @cache
 def _for_wider_weights(norm: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a norm's class that computes in the type of its weight."""
+    """Return a subclass of a norm's class that computes in the weight's dtype."""
     base: Any = norm
 
     class ForWiderWeights(base):
-        """Norm of a copy of its input in the type of its weight; the result has the type of the input."""
+        """Norm that casts its input to the weight's dtype, and its output back to the input's."""
 
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            """Normalise ``[..., hidden_size]`` to the same shape and dtype."""
+            """Normalize ``[..., hidden_size]`` to the same shape and dtype."""
             wider = torch.promote_types(hidden_states.dtype, self.weight.dtype)
             normalised: Tensor = super().forward(hidden_states.to(wider), *args, **kwargs)
             return normalised.to(hidden_states.dtype)
@@ -84,7 +84,7 @@ def _for_wider_weights(norm: type[nn.Module]) -> type[nn.Module]:
 
 
 def build_norm_for_wider_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``WrappedTorchNorm.__new__``: norms whose input may have another type than their weight."""
+    """Decorate ``WrappedTorchNorm.__new__``: build norms that accept another dtype than their weight's."""
 
     def __new__(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any

@@ -1,11 +1,12 @@
 """Megatron's two mixed precision optimizers with some weights in fp32.
 
-``Float16OptimizerWithFloat16Params`` leaves weights in fp32 out of the lists by whose positions it pairs
-saved masters with parameters, and so reads and writes wrong pairs. Here each of them has a master like any
-other weight, in the same memory. Checkpoints are then those of a job whose weights all have 16 bits.
+``Float16OptimizerWithFloat16Params`` pairs saved masters with parameters by position, but leaves fp32 weights
+out of its lists, so the pairs are wrong. Here every fp32 weight gets a master that shares its memory.
+Checkpoints are then the same as for a job with only 16-bit weights.
 
-``DistributedOptimizer`` works on weights in fp32 in place, and saves them by their names. A rank reads the
-part that it updates; what the model has of the rest was rounded if the checkpoint's model has 16 bits.
+``DistributedOptimizer`` updates fp32 weights in place and saves them by name. After loading, each rank only
+has fp32 values in its own shard, and the rest is rounded if the checkpoint's model has 16 bits. So it is
+gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mindspeed_dsa.features.operators.norm_weights.feature import check_norm_wei
 from mindspeed_dsa.megatron.configuration import require
 
 _NOT_A_MASTERS = ("main_grad", "main_param")
-"""Attributes of a parameter that say where its gradient and its master are."""
+"""Attributes of a parameter that its master does not get: its gradient buffer and its master."""
 
 
 def count_fp32_weights_in(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
@@ -33,14 +34,15 @@ def count_fp32_weights_in(original: Callable[..., None], context: Context[None])
         original(self, optimizer, config, *args, **kwargs)
         if not self.is_stub_optimizer and any(self.fp32_from_fp32_groups):
             _give_masters(self)
-            # Apex' kernel, which fp16 copies by, takes all tensors of a list for ones of the first's type.
+            # Disable Apex' multi-tensor copy for fp16: it assumes the first tensor's dtype for the whole
+            # list.
             self._dummy_overflow_buf = None
 
     return __init__
 
 
 def _give_masters(optimizer: Any) -> None:
-    """List weights in fp32 with those of 16 bits, in the order of the optimizer's groups."""
+    """Add fp32 weights to the lists of 16-bit weights, in the order of the optimizer's param groups."""
     inner = optimizer.optimizer
     groups = zip(
         inner.param_groups,
@@ -53,12 +55,12 @@ def _give_masters(optimizer: Any) -> None:
         model_of = {id(master): model for master, model in zip(masters, models, strict=True)}
         model_of |= {id(whole): whole for whole in wholes}
         pairs = []
-        for at, parameter in enumerate(group["params"]):
+        for index, parameter in enumerate(group["params"]):
             model = model_of.get(id(parameter))
-            if model is None:  # it is not trained
+            if model is None:  # the parameter is frozen
                 continue
             if parameter is model:
-                parameter = group["params"][at] = model.main_param = _master_in_place(model)
+                parameter = group["params"][index] = model.main_param = _master_in_place(model)
                 if model in inner.state:
                     inner.state[parameter] = inner.state.pop(model)
             pairs.append((model, parameter))
@@ -67,7 +69,7 @@ def _give_masters(optimizer: Any) -> None:
 
 
 def _master_in_place(model: Parameter) -> Tensor:
-    """Return another tensor over a weight's memory, with a gradient of its own."""
+    """Return a tensor that shares a weight's memory but has its own gradient."""
     master = model.detach()
     for name, value in vars(model).items():
         if name not in _NOT_A_MASTERS:
@@ -76,7 +78,7 @@ def _master_in_place(model: Parameter) -> Tensor:
 
 
 def check_distributed(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``DistributedOptimizer.__init__``."""
+    """Decorate ``DistributedOptimizer.__init__``: check its configuration first."""
 
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         require(context, check_norm_weights, config)
@@ -86,7 +88,7 @@ def check_distributed(original: Callable[..., None], context: Context[None]) -> 
 
 
 def gather_when_loaded(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a method of ``DistributedOptimizer`` that reads this rank's part of the weights."""
+    """Decorate a loading method of ``DistributedOptimizer``: afterwards, gather fp32 weights."""
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -97,7 +99,7 @@ def gather_when_loaded(original: Callable[..., None]) -> Callable[..., None]:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 whole = bucket.param_data.view(-1)
-                own = whole.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(whole, own, group=group)
+                shard = whole.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(whole, shard, group=group)
 
     return load

@@ -1,4 +1,4 @@
-"""``--two-streams``: the indexer's projections and the shared expert run beside the rest of their layer."""
+"""``--two-streams``: runs the indexer's projections and the shared expert on a second stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFUSED = {
     "use_megatron_fsdp": "frees a layer's weights when one stream is done",
     "use_custom_fsdp": "frees a layer's weights when one stream is done",
 }
-"""Arguments of Megatron that are refused when they are set, and why."""
+"""Dict from refused argument of Megatron to the reason."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Options:
     """Options of ``--two-streams``.
 
     Attributes:
-        streams: what every kind of feature reads of them.
-        dsa: parts of attention that run on our operators, which decide who projects for the indexer.
-        overlaps_tp: linear layers hide tensor parallel communication, in buffers for one stream.
+        streams: settings shared with other features.
+        dsa: parts of attention that run on this library's operators; they decide who projects for the
+            indexer.
+        overlaps_tp: whether linear layers overlap TP communication, with buffers for a single stream.
     """
 
     streams: Streams
@@ -44,7 +45,7 @@ class Options:
 
 
 def check_streams(args: Any, options: Options) -> Iterator[str]:
-    """Yield what in a job's arguments does not go with a second stream."""
+    """Yield problems with arguments that do not work together with a second stream."""
     streams = options.streams
     yield from _check_work(args, streams)
     if streams.least_tokens is not None and streams.least_tokens < 0:
@@ -66,7 +67,7 @@ def check_streams(args: Any, options: Options) -> Iterator[str]:
 
 
 def _check_work(args: Any, streams: Streams) -> Iterator[str]:
-    """Refuse models without work for the second stream."""
+    """Yield a problem if the model has no work for the second stream."""
     if dsa.uses_dsa(args) or streams.pairs:
         return
     if not argument(args, "moe_shared_expert_intermediate_size"):
@@ -151,7 +152,7 @@ FEATURE = Feature(
             "nobody needs the shared expert's output before the layer's last step",
             params=("hidden_states",),
             versions=">=0.16,<0.21",
-            priority=-100,  # inside of whoever decides when the shared expert runs
+            priority=-100,  # inside of wrappers that decide when the shared expert runs
         ),
     ),
     requires=Requires(versions={"megatron-core": ">=0.16,<0.21"}),

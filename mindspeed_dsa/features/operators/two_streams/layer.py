@@ -1,4 +1,4 @@
-"""Parts of a layer on the second stream: the indexer's projections and the shared expert."""
+"""Runs the indexer's projections and the shared expert on the second stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_dsa.megatron.two_streams import FLAG
 
 
 def say_how_many(context: Context[Options]) -> None:
-    """Say where there is one stream only, and what runs elsewhere: the flag is for other work then."""
+    """Log if the platform has only one stream, and if another feature overlaps the shared expert."""
     platform = platforms.current()
     if not platform.asynchronous:
         context.log.info("%s: %s has one stream, so everything runs in turns", FLAG, platform.name, once=True)
@@ -28,18 +28,17 @@ def say_how_many(context: Context[Options]) -> None:
         context.log.info("%s: the shared expert runs under transfers, by %s", FLAG, elsewhere, once=True)
 
 
-# -- the indexer's key and weights, projected while the main attention projects its latents -----------
+# -- indexer: projects key and weights while the main attention projects its latents ------------------
 #
-# Under sequence parallelism Megatron's indexer gathers the hidden states first: the second stream does that,
-# too. Context parallel ranks that share keys project own rows.
+# Under sequence parallelism Megatron's indexer first gathers the hidden states; the second stream does that,
+# too. Context parallel ranks that share keys only project their own tokens.
 
 
 def project_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Decorate ``get_query_key_value_tensors`` of ``MLASelfAttention``, or of 0.19's absorbed form.
 
-    A layer that shares another one's selection has no indexer. The products are awaited where attention's
-    own projections end: what comes next reads them, and so nothing is left on the second stream where an
-    indexer has no turn.
+    Layers that share another layer's selection have no indexer. The current stream waits for the products
+    after attention's own projections. So nothing is left on the second stream if the indexer is not called.
     """
 
     def get_query_key_value_tensors(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +48,7 @@ def project_beside(original: Callable[..., Any], context: Context[Options]) -> C
         if (reason := _why_not(self.config, indexer)) is not None:
             context.log.info("the indexer projects when its turn comes: %s", reason, once=True)
             return original(self, hidden_states, *args, **kwargs)
-        states = hidden_states.detach()  # the indexer's gradient ends here
+        states = hidden_states.detach()  # the indexer's loss does not train the rest of the model
         key, weights = indexer.linear_wk, indexer.linear_weights_proj
         gather = _gather_of(self.config, indexer, context)
 
@@ -76,7 +75,7 @@ def _why_not(config: Any, indexer: Any) -> str | None:
 
 
 def _gather_of(config: Any, indexer: Any, context: Context[Options]) -> Callable[[Tensor], Tensor] | None:
-    """Return what the indexer does to hidden states before it projects; ``None`` for nothing."""
+    """Return the function that gathers hidden states before the indexer's projections, or None."""
     ranks_share = config.context_parallel_size > 1 and shares_keys(config, context.options.dsa)
     if ranks_share or not _is_split(config, indexer):
         return None
@@ -98,7 +97,7 @@ def _over_ranks(indexer: Any, context: Context[Options]) -> Callable[[Tensor], T
 
 
 def take_projections(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate the function of ``DSAIndexer`` that projects: in 0.16 it goes on to scores."""
+    """Decorate the method of ``DSAIndexer`` that projects; in 0.16 it also computes the scores."""
 
     def project(self: Any, x: Tensor, qr: Tensor, *args: Any, **kwargs: Any) -> Any:
         projected = second_stream.take_projected(self, x)
@@ -106,7 +105,8 @@ def take_projections(original: Callable[..., Any], context: Context[Options]) ->
             return original(self, x, qr, *args, **kwargs)
         early = second_stream.view_with_projected(self, projected)
         if projected.is_gathered:
-            # Both inputs are whole then, and Megatron's function takes them as they are without the setting.
+            # Both inputs are gathered already, so switch the setting off to keep Megatron from gathering
+            # them.
             whole = AttributeOverride(self.config, sequence_parallel=False)
             early = AttributeOverride(early, config=whole)
             x, qr = projected.rows, _over_ranks(self, context)(qr)
@@ -115,23 +115,23 @@ def take_projections(original: Callable[..., Any], context: Context[Options]) ->
     return project
 
 
-# -- the shared expert beside the router and the experts, awaited where its output is added -----------
+# -- shared expert: runs in parallel with router and experts, awaited where its output is added -------
 
 
 class _Beside(SharedOutput):
-    """Output that the second stream computes."""
+    """Output of the shared expert, computed on the second stream."""
 
     def __init__(self, started: second_stream.Started) -> None:
         self._started = started
 
     @property
     def tensor(self) -> Tensor:
-        """Return the output, for the current stream."""
+        """The output; the current stream waits for it."""
         return self._started.wait()[0]
 
 
 def compute_beside(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``MoELayer.shared_experts_compute``."""
+    """Decorate ``MoELayer.shared_experts_compute``: start it on the second stream, and return at once."""
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         streams = context.options.streams
