@@ -103,14 +103,14 @@ def iterations(folder: Path) -> list[int]:
         RunError: the folder cannot be read.
     """
     try:
-        found = [_ITERATION.fullmatch(entry.name) for entry in os.scandir(folder)]
+        matches = [_ITERATION.fullmatch(entry.name) for entry in os.scandir(folder)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(
             f"{folder} cannot be read ({error.strerror or error}); name a folder that holds checkpoints"
         ) from error
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def state_of(folder: Path, iteration: int | None, contents: bool = False) -> State:
@@ -138,11 +138,11 @@ def _unfinished(path: Path) -> str:
     if not path.is_dir():
         return "it is missing"
     with os.scandir(path) as entries:
-        found = {entry.name for entry in entries}
-    if found & {_LAST, _INDEX}:
-        return _incomplete(path, found)
+        present = {entry.name for entry in entries}
+    if present & {_LAST, _INDEX}:
+        return _incomplete(path, present)
     # --ckpt-format torch: one folder per tensor and pipeline parallel rank.
-    ranks = sorted(name for name in found if name.startswith("mp_rank_"))
+    ranks = sorted(name for name in present if name.startswith("mp_rank_"))
     if not ranks:
         return "it was not written to its end"
     for name in ranks:

@@ -1,10 +1,10 @@
-"""Stock Megatron on a machine without an accelerator: its ``torch.cuda`` calls are redirected to the host.
+"""Declaration of the CPU platform: Megatron's ``torch.cuda`` calls are redirected to the host.
 
-``torch.cuda.is_available()`` stays as it is (false), so that torch itself, torch.compile, DataLoader
-and checkpointing behave as on any CPU build; Megatron is permitted to run by its own ``allow_no_cuda``.
-Only names that Megatron-core or Megatron-LM's training loop uses are redirected.
+``torch.cuda.is_available()`` stays false, so that torch itself, torch.compile, DataLoader and checkpointing
+behave as on any CPU build. Megatron runs because of its own ``allow_no_cuda``. Only names used by
+Megatron-core or Megatron-LM's training loop are redirected.
 
-Pipeline messages over gloo are a feature of their own, which doctor names apart.
+Pipeline messages over gloo are a separate feature, so that ``doctor`` lists them separately.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _BACKENDS = ("init_process_group", "new_group")
 _PATCHES = (
     *without_cuda.ROWS,
     # All rows for torch have `stale="report"`: torch keeps tables of its own functions (overrides, dynamo,
-    # jit), which may keep referring to the originals.
+    # jit), which may still refer to the originals.
     *(
         Patch(f"torch.cuda{target}", kind, f"{_TORCH}:{impl}", why, stale="report")
         for target, kind, impl, why in _CUDA
@@ -253,7 +253,7 @@ P2P_ORDERING = (
         "a send whose handle the schedule dropped is completed before the schedule returns",
     ),
 )
-"""Pipelines over gloo: sends keep their data, and messages are tagged by direction."""
+"""Pipelines over gloo: sends keep their data alive, and messages are tagged by direction."""
 
 CPU = Feature(
     name="cpu-platform",

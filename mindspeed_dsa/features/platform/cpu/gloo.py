@@ -1,32 +1,29 @@
 """Process groups and pipeline messages over gloo.
 
-Groups are destroyed with Megatron's parallel state.
+Groups are destroyed together with Megatron's parallel state.
 
-Transfers of interleaved pipelines over gloo, which otherwise compute wrong gradients.
+Interleaved pipelines over gloo would compute wrong gradients without the transfers in this module. Megatron's
+overlapped schedule starts a send, and before the next microbatch sets the sent tensor's ``.data`` to a
+one-element tensor (``deallocate_output_tensor``). It waits for the send only later. On NCCL this is sound:
+the send is enqueued on a stream, and the caching allocator reuses the memory only for later work on that
+stream. A gloo send reads the memory when the receiver is ready, from a separate thread, at the address taken
+at its start. Its work object holds the tensor, but ``.data`` replaces the tensor's storage, so the memory is
+freed under a pending send. The receiver then gets whatever was written there meanwhile: wrong gradients, NaN,
+or ``writev: Bad address`` if the pages are unmapped.
 
-Megatron's overlapped schedule starts a send, and before the next microbatch sets the sent tensor's
-``.data`` to a one-element tensor (``deallocate_output_tensor``), waiting for the send only later. On
-NCCL that is sound: the send was enqueued on a stream, and the caching allocator reuses the memory only for
-later work on that stream. A gloo send is not a copy either, but it reads the memory whenever the receiver is
-ready, from a separate thread, through an address taken when it was started. The work object does hold the
-tensor, yet ``.data`` swaps the storage of that very tensor, so the memory goes back to the heap under a
-pending send. The receiver then gets whatever was written there meanwhile: wrong gradients, or NaN, or
-``writev: Bad address`` when the pages are gone.
+Gloo also lacks two other properties of NCCL:
 
-Two more of NCCL's properties are missing in gloo:
+* NCCL pairs the sends and receives of two ranks by the order in which they were started. Megatron lists a
+  batch as (previous, next) on both sides. With two pipeline ranks previous and next are the same rank, so one
+  side's gradient would meet the other side's activation. Gloo has tags, which tell them apart.
+* An NCCL work object may be dropped. Dropping an incomplete gloo send cancels it: the message is lost and the
+  receiver hangs. The schedule drops the handle of its last forward send. This matters in evaluation, where no
+  gradient proves that the send has arrived.
 
-* NCCL pairs sends and receives of two ranks by the order in which they were started. Megatron lists
-  a batch as (previous, next) on both sides; with two pipeline ranks previous and next are the same
-  rank, so one side's gradient meets the other's activation. Tags, which NCCL does not have, tell the
-  two apart.
-* The NCCL work object may be dropped. Dropping a gloo send that has not completed cancels it: the
-  message is lost and the receiver hangs. The schedule drops the handle of its last
-  forward send, which shows in evaluation, where no gradient proves that the send has arrived.
-
-Therefore a send goes through an alias that shares the storage and keeps it alive, its handle is kept here
-until it is complete, each direction has its tag, and the schedule returns when its sends are done.
-The shapes that ``variable_seq_lengths`` exchanges first are not tagged; with two pipeline ranks and
-more than one model chunk they need the overlapped schedule, as Megatron-LM requires anyway.
+A send here therefore uses an alias that keeps the storage alive. Its handle is kept until it is complete,
+each direction has its own tag, and the schedule returns after its sends are done. The shapes that
+``variable_seq_lengths`` exchanges first are not tagged. With two pipeline ranks and several model chunks they
+need the overlapped schedule, which Megatron-LM requires anyway.
 """
 
 from __future__ import annotations
@@ -48,16 +45,14 @@ _Function = Callable[..., Any]
 # -- groups --------------------------------------------------------------------------------------
 
 _remembered: defaultdict[Megatron, WeakSet[ProcessGroup]] = defaultdict(WeakSet)
-"""Groups of this rank, by the Megatron that created them and keeps no list of them. They outlive a
-session: enabling another feature starts a new one."""
+"""Dict from a Megatron package that keeps no list of its groups to this rank's groups. It outlives a session,
+because enabling another feature starts a new one."""
 
 
 def remember_group(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``create_group`` of a Megatron that keeps no list of its groups.
-
-    Not all of them can be found in its module: where a rank belongs to two groups of one kind, some
-    variables hold the last one only.
-    """
+    """Decorate ``create_group`` of Megatron releases that keep no list of their groups."""
+    # Not all groups can be found in Megatron's module: if a rank belongs to two groups of one kind, some
+    # variables hold the last one only.
 
     def create_group(*args: Any, **kwargs: Any) -> Any:
         group = original(*args, **kwargs)
@@ -69,12 +64,10 @@ def remember_group(original: _Function, context: Context[None]) -> _Function:
 
 
 def set_up_together(original: _Function) -> _Function:
-    """Decorate ``initialize_model_parallel``: return only when every rank has all its groups.
-
-    Creating a gloo group waits only for the rank's own connections. A rank that finishes early and destroys
-    the group would disconnect ranks that are still connecting to it. The barrier is here, which all ranks
-    reach, and not in the destruction, which a failed rank reaches alone.
-    """
+    """Decorate ``initialize_model_parallel`` to return only when every rank has all its groups."""
+    # Creating a gloo group waits for the rank's own connections only. A rank that finishes early and destroys
+    # the group would disconnect ranks that are still connecting. The barrier is here, which all ranks reach.
+    # A failed rank may reach the destruction alone.
 
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -85,12 +78,9 @@ def set_up_together(original: _Function) -> _Function:
 
 
 def destroy_groups(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``destroy_model_parallel``.
-
-    Only groups created by Megatron's ``create_group`` are destroyed; the module's variables may also hold the
-    world group or one of the caller's. Like Megatron's own destruction of its explicit gloo groups, this
-    waits for no other rank.
-    """
+    """Decorate ``destroy_model_parallel`` to destroy the groups that Megatron's ``create_group`` has made."""
+    # The module's variables may also hold the world group or a group of the caller. Like Megatron's
+    # destruction of its explicit gloo groups, this does not wait for other ranks.
 
     def destroy_model_parallel() -> None:
         remembered = _remembered.pop(context.megatron, ())
@@ -98,9 +88,9 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
         listed = state.get("_global_process_group_list") or ()
         groups = {group for group in (*remembered, *listed) if isinstance(group, ProcessGroup)}
         original()
-        _pending.pop(context.megatron, None)  # sends of a step that failed, which nobody receives
+        _pending.pop(context.megatron, None)  # sends of a failed step, which are never received
         for group in groups:
-            # Others were destroyed before: by the caller, by Megatron just now, or with the world.
+            # Some groups were destroyed before: by the caller, by Megatron just now, or with the world.
             with contextlib.suppress(ValueError):
                 destroy_process_group(group)
         _forget(state, groups)
@@ -109,7 +99,8 @@ def destroy_groups(original: _Function, context: Context[None]) -> _Function:
 
 
 def _forget(variables: dict[str, Any], groups: set[ProcessGroup]) -> None:
-    """Remove groups from variables, lists and dictionaries of a module: a reference keeps threads alive."""
+    """Remove groups from a module's variables, lists and dicts."""
+    # A reference would keep the group's threads alive.
     for name, value in variables.items():
         if isinstance(value, ProcessGroup) and value in groups:
             variables[name] = None
@@ -127,13 +118,13 @@ _FORWARD_TAG = 1  # activations, to the next rank
 _BACKWARD_TAG = 2  # gradients, to the previous rank
 
 _Pending = list[tuple[Any, torch.Tensor]]
-"""``(work, alias of what is sent)``."""
+"""List of ``(work, alias of the sent tensor)``."""
 _pending: defaultdict[Megatron, _Pending] = defaultdict(list)
-"""Sends of each Megatron's schedules that may be incomplete."""
+"""Dict from Megatron package to sends of its schedules that may be incomplete."""
 
 
 def exchange_overlapped(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``_p2p_ops``; returns handles by name, as it does."""
+    """Decorate ``_p2p_ops``, which returns handles by name."""
 
     def _p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):
@@ -144,7 +135,7 @@ def exchange_overlapped(original: _Function, context: Context[None]) -> _Functio
 
 
 def exchange_batched(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``_batched_p2p_ops``; returns a list of handles, as it does."""
+    """Decorate ``_batched_p2p_ops``, which returns a list of handles."""
 
     def _batched_p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):
@@ -155,11 +146,9 @@ def exchange_batched(original: _Function, context: Context[None]) -> _Function:
 
 
 def complete_sends(original: _Function, context: Context[None]) -> _Function:
-    """Decorate the interleaved schedule: wait for sends whose handles it has dropped.
-
-    By then this rank has started all its transfers of this step, so no other rank can be waiting for it and
-    the waits complete.
-    """
+    """Decorate the interleaved schedule to wait for sends whose handles it has dropped."""
+    # By then this rank has started all transfers of the step, so no other rank can be waiting for it, and the
+    # waits complete.
 
     def forward_backward_pipelining_with_interleaving(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -191,17 +180,17 @@ def _exchange(
     """Start up to four transfers.
 
     Args:
-        pending: sends that may not be complete; grows by those that are started here.
+        pending: sends that may be incomplete; the sends started here are appended.
         tensor_send_prev: gradient for the previous rank.
-        tensor_recv_prev: buffer for its activation.
+        tensor_recv_prev: buffer for the previous rank's activation.
         tensor_send_next: activation for the next rank.
-        tensor_recv_next: buffer for its gradient.
+        tensor_recv_next: buffer for the next rank's gradient.
         group: gloo process group.
-        prev_pipeline_rank: global rank.
-        next_pipeline_rank: global rank.
+        prev_pipeline_rank: global rank of the previous stage.
+        next_pipeline_rank: global rank of the next stage.
 
     Returns:
-        Handles under ``send_prev``, ``recv_prev``, ``send_next``, ``recv_next``.
+        Dict of handles with keys ``send_prev``, ``recv_prev``, ``send_next``, ``recv_next``.
     """
     pending[:] = [(work, sent) for work, sent in pending if not work.is_completed()]
     handles: dict[str, Any] = {}
@@ -217,7 +206,7 @@ def _exchange(
 
 
 def _send(tensor: torch.Tensor, rank: int, group: Any, tag: int, pending: _Pending) -> Any:
-    alias = tensor.detach()
+    alias = tensor.detach()  # survives `tensor.data = ...`
     work = dist.isend(alias, rank, group, tag)
     pending.append((work, alias))
     return work

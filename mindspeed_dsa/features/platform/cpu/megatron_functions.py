@@ -1,4 +1,4 @@
-"""Functions of Megatron itself on the CPU platform."""
+"""Replacements of Megatron's own functions on the CPU platform."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Function = Callable[..., Any]
 
 
 def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    """Replace ``_set_cuda_rng_state``: sets the CPU generator.
+    """Set the CPU generator's state; replaces ``_set_cuda_rng_state``.
 
     Args:
         new_state: uint8 tensor as from ``torch.get_rng_state``.
-        device: ignored, there is only one.
-        graph_safe: must be false, CUDA graphs are not supported.
+        device: ignored, because there is only one device.
+        graph_safe: must be false, because CUDA graphs are not supported.
 
     Raises:
         ValueError: a CUDA-graph-safe state was requested.
@@ -30,7 +30,7 @@ def set_device_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: 
 
 
 class _HostStateFilter(logging.Filter):
-    """Filter of the tracker's warning that the host's random state has changed."""
+    """Filter for the tracker's warning that the CPU random state has changed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed" not in record.msg
@@ -40,11 +40,9 @@ _FILTER = _HostStateFilter()
 
 
 def fork_without_warning(original: _Function) -> _Function:
-    """Decorate ``CudaRNGStatesTracker.fork``.
-
-    The tracker warns when the host's generator changes inside a fork. Here that is the
-    generator that is forked, and the tracker restores it.
-    """
+    """Decorate ``CudaRNGStatesTracker.fork`` to suppress its warning."""
+    # The tracker warns if the CPU generator changes inside a fork. Here the CPU generator is the forked one,
+    # and the tracker restores it.
     logger = logging.getLogger(original.__module__)
 
     @contextlib.contextmanager
@@ -52,7 +50,7 @@ def fork_without_warning(original: _Function) -> _Function:
         with contextlib.ExitStack() as stack:
             stack.callback(logger.removeFilter, _FILTER)
             stack.enter_context(original(self, *args, **kwargs))
-            # runs first: the warning is emitted when the fork exits
+            # Callbacks run in reverse order: the filter is active when the fork exits and would warn.
             stack.callback(logger.addFilter, _FILTER)
             yield
 
@@ -60,7 +58,7 @@ def fork_without_warning(original: _Function) -> _Function:
 
 
 def allow_no_cuda(original: _Function) -> _Function:
-    """Decorate ``initialize_megatron``."""
+    """Decorate ``initialize_megatron`` to set ``allow_no_cuda``."""
 
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
         kwargs["allow_no_cuda"] = True
@@ -70,11 +68,9 @@ def allow_no_cuda(original: _Function) -> _Function:
 
 
 def convert_split_sizes(original: _Function) -> _Function:
-    """Decorate ``maybe_move_tensor_to_cpu``.
-
-    The original returns a CPU tensor unchanged, even with ``as_numpy``; the token dispatcher passes the
-    result to ``all_to_all_single`` as split sizes, which must be integers.
-    """
+    """Decorate ``maybe_move_tensor_to_cpu`` to convert CPU tensors to numpy too."""
+    # The original returns a CPU tensor unchanged, even with `as_numpy`. The token dispatcher passes the
+    # result to `all_to_all_single` as split sizes, which must be integers.
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
         moved = original(tensor, as_numpy, *args, **kwargs)
@@ -84,7 +80,7 @@ def convert_split_sizes(original: _Function) -> _Function:
 
 
 def gather_uneven(original: _Function) -> _Function:
-    """Decorate ``_gather_along_first_dim``: gloo gathers only tensors of equal size, so pad and slice."""
+    """Decorate ``_gather_along_first_dim`` to pad uneven parts, as gloo gathers only equal sizes."""
 
     def _gather_along_first_dim(
         input_: torch.Tensor, group: Any = None, output_split_sizes: Any = None, *args: Any, **kwargs: Any
@@ -103,7 +99,7 @@ def gather_uneven(original: _Function) -> _Function:
 
 
 def reduce_scatter_uneven(original: _Function) -> _Function:
-    """Decorate ``_reduce_scatter_along_first_dim``, likewise."""
+    """Decorate ``_reduce_scatter_along_first_dim`` to pad uneven parts, as gloo scatters only equal sizes."""
 
     def _reduce_scatter_along_first_dim(
         input_: torch.Tensor, group: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
@@ -129,7 +125,7 @@ def _is_uneven(sizes: Any, group: Any) -> bool:
 
 
 def fork_for_each_save(original: _Function) -> _Function:
-    """Decorate ``AsyncCallsQueue.__init__``: ``persistent`` is not heard."""
+    """Decorate ``AsyncCallsQueue.__init__`` to ignore ``persistent`` and fork a writer for each save."""
 
     def __init__(self: Any, persistent: bool = False, **kwargs: Any) -> None:
         original(self, persistent=False, **kwargs)
@@ -138,4 +134,4 @@ def fork_for_each_save(original: _Function) -> _Function:
 
 
 def no_writer_to_start(*args: Any, **kwargs: Any) -> None:
-    """Replace ``AsyncCallsQueue.warmup_persistent_caller``."""
+    """Do nothing; replaces ``AsyncCallsQueue.warmup_persistent_caller``."""

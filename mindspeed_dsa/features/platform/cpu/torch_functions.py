@@ -1,6 +1,6 @@
-"""Replacements of ``torch.cuda`` functions and tensor calls for CUDA, on the CPU platform.
+"""Replacements of ``torch.cuda`` functions and of tensor calls for CUDA, on the CPU platform.
 
-Every function here takes the arguments of the one it replaces.
+Every replacement takes the arguments of the original.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from mindspeed_dsa.platforms import cpu, host_pool
 from mindspeed_dsa.platforms.cpu import CpuEvent, CpuStream
 
-__all__ = ["CpuEvent", "CpuStream"]  # named by patch rows
+__all__ = ["CpuEvent", "CpuStream"]  # named in patch rows
 
 _CPU = torch.device("cpu")
 _Function = Callable[..., Any]
@@ -27,12 +27,13 @@ _TABLES = ("torch.utils._device:_device_constructors", "torch.jit._builtins:_get
 
 
 def fill_tables() -> None:
-    """Have torch fill two tables now that it would fill on first use, from the current values of its names.
+    """Make torch fill two tables of its functions now, before they are patched.
 
-    They are the functions that ``with torch.device(...)`` acts on, and the operators that
-    ``torch.jit.script`` knows. They must hold the originals, which is what torch passes to the first and what
-    remains when the patches are undone. A torch without such a table has nothing to fill.
+    torch fills them on first use from the current values of its names. One lists the functions that
+    ``with torch.device(...)`` changes, the other the operators of ``torch.jit.script``. Both must hold the
+    original functions: torch looks these up in the first table, and they remain when patches are undone.
     """
+    # A release of torch without such a table has nothing to fill.
     for table in _TABLES:
         module, _, name = table.partition(":")
         with contextlib.suppress(ImportError, AttributeError):
@@ -46,17 +47,17 @@ fill_tables()
 
 
 def current_device() -> torch.device:
-    """Return the CPU; a device rather than an index, so that ``device=torch.cuda.current_device()`` works."""
+    """Return the CPU as a device, not an index, so that ``device=torch.cuda.current_device()`` works."""
     return _CPU
 
 
 def device_count() -> int:
-    """Count one device per process."""
+    """Return 1, for one device per process."""
     return 1
 
 
 def available_as_before(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Decorate ``is_available``: what it answers before any other function is redirected."""
+    """Decorate ``is_available`` to return its value from before any function was redirected."""
     available = original()
 
     def is_available() -> bool:
@@ -66,15 +67,15 @@ def available_as_before(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def set_device(device: Any) -> None:
-    """Do nothing: there is only one device."""
+    """Do nothing, because there is only one device."""
 
 
 def synchronize(device: Any = None) -> None:
-    """Do nothing: host work is complete when its call returns."""
+    """Do nothing, because host work is complete when its call returns."""
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return no CUDA architecture."""
+    """Return (0, 0), for no CUDA architecture."""
     return (0, 0)
 
 
@@ -82,22 +83,22 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def memory_current(device: Any = None) -> int:
-    """Return the resident set of the process."""
+    """Return the resident set size of the process."""
     return host_pool.process_memory().current
 
 
 def memory_peak(device: Any = None) -> int:
-    """Return the peak resident set of the process since the last reset."""
+    """Return the peak resident set size of the process since the last reset."""
     return host_pool.process_memory().peak
 
 
 def reset_peak(device: Any = None) -> None:
-    """Reset the peak."""
+    """Reset the peak resident set size."""
     host_pool.reset_peak_memory()
 
 
 def memory_stats(device: Any = None) -> OrderedDict[str, int]:
-    """Return the resident set and its peak under the CUDA allocator's keys; there are no counts of blocks."""
+    """Return the resident set and its peak under the CUDA allocator's keys, with 0 for block counts."""
     memory = host_pool.process_memory()
     stats: OrderedDict[str, int] = OrderedDict()
     for pool in ("allocated_bytes", "reserved_bytes", "active_bytes"):
@@ -108,7 +109,7 @@ def memory_stats(device: Any = None) -> OrderedDict[str, int]:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Return free and total memory of the host."""
+    """Return the free and total memory of the host."""
     memory = host_pool.process_memory()
     return memory.free, memory.total
 
@@ -137,11 +138,11 @@ def default_stream(device: Any = None) -> CpuStream:
 
 
 def never_capturing() -> bool:
-    """Return false: there are no CUDA graphs."""
+    """Return false, because there are no CUDA graphs."""
     return False
 
 
-# -- random numbers: one generator serves host and device ----------------------------------------
+# -- random numbers: one generator for host and device -------------------------------------------
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
@@ -155,12 +156,12 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the states of all devices: one."""
+    """Return a list with the state of the only device."""
     return [torch.get_rng_state()]
 
 
 def set_rng_state_all(new_states: Any) -> None:
-    """Set the states of all devices."""
+    """Set the state of the only device from a list."""
     (state,) = new_states
     torch.set_rng_state(state)
 
@@ -180,7 +181,7 @@ def initial_seed() -> int:
 
 
 def on_host(device: Any) -> Any:
-    """Map a CUDA device (also given as an index) to the CPU; return anything else unchanged."""
+    """Map a CUDA device, given as object, name or index, to the CPU; return anything else unchanged."""
     if isinstance(device, str):
         return _CPU if device.startswith("cuda") else device
     if isinstance(device, torch.device):
@@ -191,7 +192,7 @@ def on_host(device: Any) -> Any:
 
 
 def factory_on_host(original: _Function) -> _Function:
-    """Decorate a function that creates tensors and takes ``device`` and ``pin_memory`` by keyword."""
+    """Decorate a tensor factory to create unpinned CPU tensors."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
@@ -204,7 +205,7 @@ def factory_on_host(original: _Function) -> _Function:
 
 
 def tensor_to_host(original: _Function) -> _Function:
-    """Decorate ``Tensor.to``."""
+    """Decorate ``Tensor.to`` to replace CUDA devices by the CPU."""
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -217,24 +218,25 @@ def tensor_to_host(original: _Function) -> _Function:
 
 
 def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replace ``Tensor.cuda``: the tensor itself, as a CUDA tensor would return itself."""
+    """Return the tensor itself, as a CUDA tensor would; replaces ``Tensor.cuda``."""
     return self if self.device.type == "cpu" else self.to(_CPU)
 
 
 def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Replace ``Tensor.pin_memory``: a copy, like the original, but not pinned."""
+    """Return an unpinned copy; replaces ``Tensor.pin_memory``."""
     return self.clone()
 
 
 def tensor_record_stream(self: torch.Tensor, stream: Any) -> None:
-    """Replace ``Tensor.record_stream``: no queue outlives a tensor here."""
+    """Do nothing, because no queue outlives a tensor; replaces ``Tensor.record_stream``."""
 
 
 # -- torch's own machinery -----------------------------------------------------------------------
 
 
 def group_over_gloo(original: _Function) -> _Function:
-    """Decorate ``init_process_group`` and ``new_group``: a backend that names NCCL becomes gloo."""
+    """Decorate ``init_process_group`` and ``new_group`` to use gloo for any backend that names NCCL."""
+    # Such as "nccl" or "cpu:gloo,cuda:nccl".
     position = list(inspect.signature(original).parameters).index("backend")
 
     def gloo_for(backend: Any) -> Any:
@@ -253,7 +255,7 @@ def group_over_gloo(original: _Function) -> _Function:
 
 
 def find_redirected_builtin(original: _Function) -> _Function:
-    """Decorate ``torch.jit``'s look-up of operators, which goes by identity of the function."""
+    """Decorate ``torch.jit``'s operator lookup, which compares functions by identity."""
 
     def find_builtin(function: Any) -> Any:
         found = original(function)
@@ -263,11 +265,9 @@ def find_redirected_builtin(original: _Function) -> _Function:
 
 
 def load_redirected_builtin(original: _Function) -> _Function:
-    """Decorate the reader of torch.compile's table of known functions, which may be filled now.
-
-    The table is for operators: it gets those that the factories here call, and none of our functions, so that
-    torch.compile traces into it.
-    """
+    """Decorate the reader of torch.compile's table of known functions to return the original operators."""
+    # The table may be filled while patches are active. It lists functions that are not traced into, so it
+    # must hold the operators behind our factories: torch.compile then traces into the factories.
 
     def load_object(name: str) -> Any:
         found = original(name)
@@ -278,7 +278,7 @@ def load_redirected_builtin(original: _Function) -> _Function:
 
 
 def _builtin_behind(function: Any) -> Any:
-    """Return the operator that a redirected factory calls; ``None`` for anything else."""
+    """Return the operator that a redirected factory calls; ``None`` for other functions."""
     name = getattr(function, "__name__", "")
     if isinstance(function, FunctionType) and vars(torch).get(name) is function:
         return getattr(getattr(torch._C, "_VariableFunctions", None), name, None)

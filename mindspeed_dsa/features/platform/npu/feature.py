@@ -1,7 +1,8 @@
-"""Stock Megatron on an NPU: what is still CUDA's after torch_npu has redirected ``torch.cuda``.
+"""Declaration of the NPU platform: names that torch_npu does not redirect from CUDA.
 
-torch_npu's own ``transfer_to_npu`` sends calls and devices to the NPU. It leaves the names of types, what
-HCCL does not take, and whatever asks NVIDIA's libraries. Without these rows no job of Megatron takes a step.
+torch_npu's ``transfer_to_npu`` redirects calls and devices to the NPU. It does not cover names of tensor
+types, arguments that HCCL rejects, and calls of NVIDIA's libraries. Without these rows no Megatron job takes
+a step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Process groups over HCCL where Megatron expects NCCL: reductions of fp64, the device of a backend.
+"""Process groups over HCCL where Megatron expects NCCL: fp64 reductions, and the device of a backend.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because Megatron is being imported when this module is loaded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _REDUCTIONS: tuple[tuple[Any, Callable[[Tensor], Tensor]], ...] = (
 
 
 def reduce_doubles(original: _Function) -> _Function:
-    """Decorate ``all_reduce``: fp64 tensors of an NPU are gathered, and reduced on the host.
-
-    Megatron reduces times in fp64, one number each, and reads the result at once.
-    """
+    """Decorate ``all_reduce`` to gather fp64 tensors of an NPU and reduce them on the host."""
+    # HCCL does not reduce fp64. Megatron reduces times in fp64, one number each, and reads the result at
+    # once.
 
     def all_reduce(
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
@@ -38,13 +37,14 @@ def reduce_doubles(original: _Function) -> _Function:
         if tensor.dtype == torch.float64 and tensor.device.type == "npu":
             reduce = next((reduction for known, reduction in _REDUCTIONS if op == known), None)
         ranks = dist.get_world_size(group) if reduce is not None else 0
-        if reduce is None or ranks < 1:  # or a rank outside the group
+        # A rank outside the group has -1 ranks, and is left to the original.
+        if reduce is None or ranks < 1:
             return original(tensor, op, group, async_op)
         gathered = tensor.new_empty(ranks * tensor.numel())
         work = dist.all_gather_into_tensor(gathered, tensor.reshape(-1), group, async_op)
         if work is not None:
             work.wait()
-        # fp64 is no type of the device's vector units.
+        # The device's vector units do not support fp64.
         tensor.copy_(reduce(gathered.cpu().view(ranks, *tensor.shape)))
         return work
 
@@ -52,7 +52,7 @@ def reduce_doubles(original: _Function) -> _Function:
 
 
 def device_of_hccl(original: _Function) -> _Function:
-    """Decorate ``get_device`` of Megatron's signal handler: the device that the default backend serves."""
+    """Decorate ``get_device`` of Megatron's signal handler to return the NPU for HCCL."""
 
     def get_device(local_rank: int | None = None) -> Any:
         if "hccl" in dist.get_backend():

@@ -1,7 +1,7 @@
-"""Megatron where Transformer Engine and Apex are missing, as on every NPU and CPU.
+"""Declarations for Megatron without Transformer Engine and Apex, as on every NPU and CPU.
 
-Adam's step and how it resumes, the norm of gradients, fused accumulation of weight gradients, Megatron's own
-modules, and command lines of MindSpeed, which has operators in the place of those libraries'.
+They cover Adam's fused step and its resume, gradient norms, gradient accumulation fusion, Megatron's own
+modules, and command lines of MindSpeed, which replaces those libraries by its own operators.
 
 tests: tests/features/platform/fused_adam, tests/features/platform/gradient_fusion
 tests: tests/features/platform/optimizer_resume, tests/features/platform/gradient_norm
@@ -26,11 +26,11 @@ _HERE = "mindspeed_dsa.features.platform.without_apex.functions"
 # -- Adam's step ---------------------------------------------------------------------------------
 
 _OTHERS = ("swap_optimizer", "virtual_optimizer", "use_torch_fsdp2")
-"""Features with steps of their own, on moments elsewhere, or parameters that are not plain tensors."""
+"""Features with their own optimizer step, for moments elsewhere or parameters that are not plain tensors."""
 
 
 def adam_wanted(settings: Any) -> bool:
-    """Return whether it is asked for; by default on NPUs, unless another feature has its own step."""
+    """Return whether the fused step is on; by default on NPUs, unless another feature has its own step."""
     if settings.fused_adam is not None:
         return bool(settings.fused_adam)
     return settings.platform == "npu" and not any(getattr(settings, name, False) for name in _OTHERS)
@@ -67,7 +67,7 @@ FUSED_ADAM = Feature(
 )
 
 
-# -- the distributed optimizer resumes --------------------------------------------------------------
+# -- resume of the distributed optimizer ------------------------------------------------------------
 
 _STEP_COUNTS = "mindspeed_dsa.features.platform.without_apex.step_counts"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -95,14 +95,14 @@ RESUME_ROWS = (
     ),
     *across_layouts.ROWS,
 )
-"""Step counts of torch's Adam, as the distributed optimizer saves and loads them."""
+"""Rows that fix step counts of torch's Adam in the distributed optimizer's checkpoints."""
 
 
 # -- the norm of gradients --------------------------------------------------------------------------
 
 
 def has_no_norm_kernel(settings: Any) -> bool:
-    """Return whether Megatron computes norms itself: neither library is installed that has kernels."""
+    """Return whether Megatron computes norms itself, because neither library with kernels is installed."""
     return find_spec("transformer_engine") is None and find_spec("amp_C") is None
 
 
@@ -115,24 +115,24 @@ NORM_ROWS = (
         params=("chunk_size", "noop_flag", "tensor_lists", "per_tensor"),
     ),
 )
-"""Gradient norms computed on the device, where Megatron waits for each parameter's."""
+"""Feature that computes gradient norms on the device; Megatron waits for the norm of each parameter."""
 
 
 # -- gradient accumulation fusion -----------------------------------------------------------------
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
-"""Apex' module of the kernels, which is taken where it is installed."""
+"""Apex's module with the kernels, which is used if it is installed."""
 _UNBUFFERED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
-"""Kinds of data parallelism whose gradients have no buffer to be added to."""
+"""Kinds of data parallelism without gradient buffers to accumulate in."""
 
 
 def fusion_wanted(settings: Any) -> bool:
-    """Return whether it is asked for; by default on NPUs, unless gradients have no buffer."""
+    """Return whether the fusion is on; by default on NPUs, unless gradients have no buffer."""
     return _serves(settings, settings.platform)
 
 
 def serves(args: Any) -> bool:
-    """Return whether it is on in a job with these arguments, on the platform of this process."""
+    """Return whether the fusion is on for these arguments on this process's platform."""
     return _serves(args, platforms.current().name)
 
 
@@ -146,7 +146,7 @@ def _serves(source: Any, platform: str) -> bool:
 
 
 def check_embedding(args: Any, options: Any) -> list[str]:
-    """Report arguments that have Megatron import Apex' module itself."""
+    """Return an error if Megatron would import Apex's module itself."""
     if not (
         argument(args, "gradient_accumulation_fusion") and argument(args, "defer_embedding_wgrad_compute")
     ):
@@ -195,7 +195,7 @@ GRADIENT_FUSION = Feature(
 
 
 def is_needed(settings: Any) -> bool:
-    """Return whether there is no Transformer Engine: away from GPUs, or where the implementation is named."""
+    """Return whether Transformer Engine is missing: not on GPUs, or with an explicit implementation."""
     if find_spec("transformer_engine") is not None:
         return False
     return bool(settings.platform != "cuda" or settings.transformer_impl)
@@ -241,7 +241,7 @@ MODULE_ROWS = (
 
 
 def needed_rows(settings: Any) -> tuple[Patch, ...]:
-    """Return the rows for the libraries that are missing."""
+    """Return the rows for the missing libraries."""
     return (
         *(RESUME_ROWS if settings.platform in ("cpu", "npu") else ()),
         *(NORM_ROWS if has_no_norm_kernel(settings) else ()),
@@ -250,7 +250,7 @@ def needed_rows(settings: Any) -> tuple[Patch, ...]:
 
 
 def lacks_libraries(settings: Any) -> bool:
-    """Return whether there is a row for a library that is missing."""
+    """Return whether there is a row for a missing library."""
     return bool(needed_rows(settings))
 
 
@@ -275,11 +275,11 @@ _FUSIONS = {
     "masked_softmax_fusion": "scaled_masked_softmax_cuda",
     "apply_rope_fusion": "transformer_engine",
 }
-"""Arguments, and the modules without which Megatron stops; MindSpeed has operators of NPUs in their place."""
+"""Dict from argument to the module without which Megatron stops; MindSpeed has its own NPU operators."""
 
 
 def switch_off_missing_fusions(args: Any) -> Sequence[str]:
-    """Switch off what cannot run here; ``Feature.rewrite``. The results are the same."""
+    """Switch off arguments that need a missing module; the results do not change (``Feature.rewrite``)."""
     missing = [
         (name, module)
         for name, module in _FUSIONS.items()

@@ -1,6 +1,6 @@
-"""Replacements for Apex and Transformer Engine: Adam's step, norms, kernels of weight gradients, refusals.
+"""Replacements for Apex and Transformer Engine: Adam's step, norms, weight gradient kernels, clear errors.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because Megatron is being imported when this module is loaded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from mindspeed_dsa.patches.versions import private
 
 
 def step_in_one_operator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``step_with_ready_grads`` of Megatron's optimizers, in which the inner optimizer steps.
-
-    Only during the step do groups say that it is fused: state dicts, which hold groups too, are those of any
-    other job.
-    """
+    """Decorate ``step_with_ready_grads`` of Megatron's optimizers to use torch's fused Adam."""
+    # Param groups are marked as fused during the step only, because state dicts contain them and must look
+    # the same as in any other job.
 
     def step_with_ready_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _fused(getattr(self, "optimizer", None)):
@@ -39,7 +37,7 @@ def step_in_one_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _fused(optimizer: Any) -> Iterator[None]:
-    """Have torch's Adam or AdamW take its fused implementation in the block; nothing of other optimizers."""
+    """Make torch's Adam or AdamW use its fused implementation inside the block; ignore other optimizers."""
     if _absent():
         log.get("fused-adam").warning(
             "--fused-adam: this torch_npu has no aten::_fused_adamw_; torch's step of many operators runs",
@@ -65,7 +63,7 @@ def _fused(optimizer: Any) -> Iterator[None]:
 
 @cache
 def _absent() -> bool:
-    """Return whether this job's device is an NPU whose torch_npu lacks the operators."""
+    """Return whether the device is an NPU and torch_npu lacks the fused operators."""
     if platforms.current().name != "npu":
         return False
     has = private("torch._C:_dispatch_has_kernel_for_dispatch_key", "fused-adam")
@@ -80,7 +78,7 @@ def _can_be_fused(group: dict[str, Any]) -> bool:
 
 
 def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Move the number of steps to its reader, the operator; a loaded optimizer has it on the host."""
+    """Move the step count to the device, where the operator reads it; a loaded count is on the host."""
     state = optimizer.state.get(parameter, {})
     count = state.get("step")
     if isinstance(count, torch.Tensor) and count.device != parameter.device:
@@ -91,19 +89,18 @@ def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Te
 
 
 def norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``local_multi_tensor_l2_norm``, which returns the norm fp32 ``[1]`` and ``None``.
-
-    Empty lists are left to it, and so are gradients on another device than the flag's, which is the job's.
-    """
+    """Decorate ``local_multi_tensor_l2_norm``, which returns the norm as fp32 ``[1]``, and ``None``."""
+    # Empty lists, and gradients on another device than the flag, are left to the original.
 
     def local_multi_tensor_l2_norm(
         chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
     ) -> tuple[Tensor, None]:
-        tensors = [tensor for each in tensor_lists for tensor in each]
-        # Gradients on the host would have their norm there, where no group of devices sums it up.
+        tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+        # The norm of gradients on the host would be on the host, where no device group could sum it.
         if {tensor.device for tensor in tensors} != {noop_flag.device}:
             result: tuple[Tensor, None] = original(chunk_size, noop_flag, tensor_lists, *args)
             return result
+        # The norm of all gradients is the norm of their norms: sqrt(3^2 + 4^2) = 5.
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
         return torch.linalg.vector_norm(norms).view(1), None
 
@@ -114,22 +111,22 @@ def norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Kernels:
-    """The two functions of ``fused_weight_gradient_mlp_cuda``, which Megatron's linear layers call."""
+    """Functions of Apex's ``fused_weight_gradient_mlp_cuda`` that Megatron's linear layers call."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         """Add ``grad_output.T @ rows`` to ``main_grad``.
 
-        On NPUs one operator, which rounds in fp32 only. Elsewhere a 16-bit product is rounded before it is
-        added, as it is without fusion.
+        On NPUs one operator does this and rounds in fp32 only. Elsewhere a 16-bit product is rounded before
+        the addition, as without fusion.
 
         Args:
-            rows: ``[rows, in]``, the layer's input.
-            grad_output: ``[rows, out]``, of the same dtype.
-            main_grad: ``[out, in]`` fp32.
+            rows: layer input ``[rows, in]``.
+            grad_output: output gradient ``[rows, out]`` of the same dtype.
+            main_grad: fp32 gradient buffer ``[out, in]``.
         """
         if not rows.size(0):
-            return  # of an expert without tokens
+            return  # an expert without tokens
         if rows.dtype == main_grad.dtype:
             main_grad.addmm_(grad_output.t(), rows)
         elif not add_product(grad_output, rows, main_grad):
@@ -137,7 +134,7 @@ class Kernels:
 
     @staticmethod
     def wgrad_gemm_accum_fp16(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """Add the same product to a ``main_grad`` in 16 bits, of the dtype of ``rows``."""
+        """Add ``grad_output.T @ rows`` to a 16-bit ``main_grad`` of the dtype of ``rows``."""
         main_grad.addmm_(grad_output.t(), rows)
 
 
@@ -147,10 +144,11 @@ _CHOICE = "use_transformer_engine"
 
 
 def refuse_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that makes a specification, of Transformer Engine's modules or as it is told."""
+    """Decorate a function that builds a Transformer Engine layer spec to raise a clear error."""
     may_choose = takes(original, _CHOICE)
 
     def specify(*args: Any, **kwargs: Any) -> Any:
+        # Some functions have an argument that selects Megatron's own modules instead.
         if may_choose:
             bound = inspect.signature(original).bind_partial(*args, **kwargs)
             bound.apply_defaults()
@@ -165,7 +163,7 @@ def refuse_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``quantize_param_shard``, which fails without Transformer Engine even on an empty list."""
+    """Decorate ``quantize_param_shard`` to skip empty lists, on which it fails without Transformer Engine."""
 
     def quantize_param_shard(model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         if model_params:
@@ -175,5 +173,6 @@ def unless_there_are_none(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_never_one(module: object) -> bool:
-    """Replace ``is_inference_column_parallel_linear``: such a layer is one of Transformer Engine's."""
+    """Return false, because only Transformer Engine has such layers."""
+    # Replaces `is_inference_column_parallel_linear`.
     return False

@@ -1,16 +1,17 @@
 """Fixes for ``DistributedOptimizer`` with torch's Adam or with float32 weights.
 
-Megatron uses ``torch.optim.Adam`` if neither Transformer Engine nor Apex is installed. Then
+Megatron uses ``torch.optim.Adam`` if neither Transformer Engine nor Apex is installed. This causes three
+bugs:
 
-* resuming fails, because Megatron reads the new optimizer's state first, and no parameter has a step count
-  yet;
-* reading moments fails in the formats that hold no step counts, and in the one that does
-  (``dp_reshardable``) overwrites the count that was read by the new optimizer's 0;
-* after loading, the states of all parameters share one tensor as their step count. torch increments it in
-  place once per parameter, so Adam's bias corrections are silently wrong from then on.
+* Resuming fails, because Megatron reads the new optimizer's state first, and no parameter has a step count
+  yet.
+* Loading moments fails in the checkpoint formats without step counts. In the format with step counts
+  (``dp_reshardable``) it overwrites the loaded count with the new optimizer's 0.
+* After loading, all parameters share one tensor as their step count. torch increments it in place once per
+  parameter, so Adam's bias corrections are silently wrong.
 
-With float32 weights the shards that the optimizer updates are views of the weights, and loading into
-them fails because they require gradients.
+With float32 weights, the shards that the optimizer updates are views of the weights. Loading into them fails
+because they require gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Function = Callable[..., Any]
 
 
 def start_state(original: _Function) -> _Function:
-    """Decorate ``state_dict``: an optimizer without any state gets Adam's initial state."""
+    """Decorate ``state_dict`` to create Adam's initial state if the optimizer has none."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_torch_adam(self.optimizer) and not self.optimizer.state:
@@ -41,7 +42,7 @@ def start_state(original: _Function) -> _Function:
 
 
 def separate_step_counts(original: _Function) -> _Function:
-    """Decorate ``load_state_dict``."""
+    """Decorate ``load_state_dict`` to give every parameter its own step count tensor."""
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, state_dict, *args, **kwargs)
@@ -55,9 +56,10 @@ def separate_step_counts(original: _Function) -> _Function:
 
 
 def keep_step_count(original: _Function) -> _Function:
-    """Decorate ``_set_main_param_and_optimizer_states``, which copies ``tensors`` by the state's keys."""
+    """Decorate ``_set_main_param_and_optimizer_states`` to keep the loaded step count."""
 
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        # The original copies `tensors` for all keys of the state, `step` included.
         if _is_torch_adam(self.optimizer):
             group, place = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]

@@ -1,6 +1,6 @@
-"""Replacements for what Megatron asks of CUDA, on CPUs and on NPUs: names of types, kernels, compilers, NVML.
+"""Replacements for Megatron's uses of CUDA, on CPUs and NPUs: tensor type names, kernels, compilers, NVML.
 
-Imports nothing of Megatron: fetched while Megatron is being imported.
+Does not import Megatron, because Megatron is being imported when this module is loaded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _Function = Callable[..., Any]
 
 _CUDA = "torch.cuda."
 _PREFIXES = {"cpu": "torch.", "npu": "torch.npu."}
-"""Prefixes of the names of types, by the type of their device."""
+"""Dict from device type to the prefix of its tensor type names."""
 
 
 class _TypeName(str):
-    """Name such as ``torch.npu.FloatTensor`` that also equals ``torch.cuda.FloatTensor``."""
+    """Tensor type name such as ``torch.npu.FloatTensor`` that also equals ``torch.cuda.FloatTensor``."""
 
     __slots__ = ("prefix",)
     prefix: str
@@ -43,7 +43,7 @@ class _TypeName(str):
 
 
 def type_as_on_cuda(original: _Function) -> _Function:
-    """Decorate ``Tensor.type``, both as a query and as a conversion; tensors elsewhere keep their names."""
+    """Decorate ``Tensor.type`` to accept and to equal CUDA's type names, for tensors on this device."""
     device_type = platforms.current().device_type
     prefix = _PREFIXES[device_type]
 
@@ -59,13 +59,13 @@ def type_as_on_cuda(original: _Function) -> _Function:
 
 
 def device_memory_used(device: Any = None) -> int:
-    """Return the bytes of the device's memory that all processes use; on a CPU the host's."""
+    """Return the bytes of device memory in use by all processes; on a CPU host memory."""
     memory = platforms.current().memory()
     return memory.total - memory.free
 
 
 class _NoNvtx:
-    """Functions of torch's NVTX binding that ignore range markers."""
+    """Replacement for torch's NVTX binding that ignores range markers."""
 
     @staticmethod
     def _forget(*args: Any) -> int:
@@ -82,19 +82,19 @@ NO_NVTX = _NoNvtx()
 
 
 def jit_fuser(context: Context[None]) -> _Function:
-    """Return what stands for ``jit_fuser``: torch.compile on an NPU with its own Triton, else nothing."""
+    """Return the ``jit_fuser``: torch.compile on an NPU with Ascend's Triton, else :func:`run_eagerly`."""
     if platforms.current().name == "npu" and _has_triton_ascend():
         return torch.compile
     return run_eagerly
 
 
 def run_eagerly(function: _Function) -> _Function:
-    """Return the function itself, in the place of a compiled one."""
+    """Return the function unchanged, without compiling it."""
     return function
 
 
 def _has_triton_ascend() -> bool:
-    # Asked for as a distribution: it is imported as `triton`, as NVIDIA's is.
+    # Look for the distribution: the module is called `triton`, like NVIDIA's.
     try:
         distribution("triton-ascend")
     except PackageNotFoundError:
@@ -103,23 +103,20 @@ def _has_triton_ascend() -> bool:
 
 
 def no_softmax_kernel(self: Any, mask: Any, b: int, np: int, sq: int, sk: int) -> bool:
-    """Replace ``FusedScaleMaskSoftmax.is_kernel_available``: there is none."""
+    """Return false, for no fused kernel; replaces ``FusedScaleMaskSoftmax.is_kernel_available``."""
     return False
 
 
 def no_nccl_options(pg_name: str, nccl_comm_cfgs: Any) -> None:
-    """Replace ``get_nccl_options``: a group has none, whatever is asked of NCCL.
-
-    Megatron asks for a stream of high priority with ``--use-torch-fsdp2``, ``--high-priority-stream-groups``
-    and ``--nccl-communicator-config-path``. torch_npu gives no group of HCCL such a stream, also where its
-    options say so.
-    """
+    """Return no options; replaces ``get_nccl_options``."""
+    # Megatron requests a high priority stream with --use-torch-fsdp2, --high-priority-stream-groups and
+    # --nccl-communicator-config-path. torch_npu ignores this option for HCCL groups.
 
 
 def no_device_arch() -> int:
-    """Replace ``get_device_arch_version``: no CUDA architecture."""
+    """Return 0, for no CUDA architecture; replaces ``get_device_arch_version``."""
     return 0
 
 
 def no_kernels_to_load(args: Any) -> None:
-    """Replace ``fused_kernels.load``, which calls nvcc."""
+    """Do nothing; replaces ``fused_kernels.load``, which calls nvcc."""

@@ -1,7 +1,6 @@
-"""Rows for Megatron on a device that has neither CUDA's kernels nor its names: on CPUs and on NPUs.
+"""Patch rows for Megatron on devices without CUDA's kernels and names: CPUs and NPUs.
 
-Whichever platform a job runs on, its feature has these rows, so that one declaration serves both. What a row
-calls asks the platform where the two differ.
+Both platform features include these rows. Replacements query the platform where the two differ.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from mindspeed_dsa.patches.spec import Patch
 _HERE = "mindspeed_dsa.features.platform.without_cuda.functions"
 
 ROWS = (
-    # Those for torch have `stale="report"`: torch keeps tables of its own functions (overrides, dynamo, jit),
-    # which may keep referring to the originals.
+    # Rows for torch have `stale="report"`: torch keeps tables of its own functions (overrides, dynamo, jit),
+    # which may still refer to the originals.
     Patch(
         "torch:Tensor.type",
         "wrap",
@@ -73,4 +72,4 @@ ROWS = (
         required=False,
     ),
 )
-"""Rows of ``cpu-platform`` and ``npu-platform``."""
+"""Rows shared by ``cpu-platform`` and ``npu-platform``."""
