@@ -138,14 +138,9 @@ def _routed_alone(original: Callable[..., Any], layer: Any, call: Call, residual
 
 
 def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
-    """Run the routed experts and launch the combine between the shared expert's two halves.
-
-    The second half begins where the shared expert calls fc2. Its gate and a recomputed activation function
-    are unaffected.
-
-    Returns:
-        Result of ``routed``, with the combine's buffer in place of the experts' output.
-    """
+    """Run the routed experts and launch the combine between the shared expert's two halves."""
+    # The second half begins where the shared expert calls fc2. Its gate and a recomputed activation function
+    # are unaffected. The result has the combine's receive buffer in place of the experts' output.
     done: list[tuple[Any, ...]] = []
 
     def between(*_: Any) -> None:
@@ -161,6 +156,7 @@ def _around(layer: Any, call: Call, routed: Routed) -> tuple[Any, ...]:
         if call.shared is not None:
             with before_second_half(layer, between):
                 call.shared.compute()
+        # There is no shared expert, or its forward did not reach fc2.
         between()
     return done[0]
 
@@ -173,6 +169,7 @@ def wait_for_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if call is None or not call.combine:
             return original(self, hidden_states, *args, **kwargs)
         del _calls[self]
+        # The second call, after the shared expert; the first one started the transfer in _around.
         (flight,) = call.combine
         return flight.wait()
 

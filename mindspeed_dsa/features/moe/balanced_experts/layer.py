@@ -152,6 +152,7 @@ def keep_hot_tokens(original: Call, context: Context[Options]) -> Call:
         if layer is None:
             return original(self, hidden_states, routing_map, probs, *args, **kwargs)
         hidden = hidden_states.size(-1)
+        # Overlapped parameter gathering may not have delivered the weights yet.
         layer.experts.wait_for_weights()
         rates = rates_of(layer.experts, hidden, layer.group, context.options, context.log)
         costs = rates.costs(layer.shapes, hidden, hidden_states.dtype)
@@ -206,15 +207,13 @@ def send_weights(original: Call) -> Call:
 
 
 def run_hot_experts(original: Call) -> Call:
-    """Wrap ``combine_preprocess``: run the received experts on the tokens that stayed on this rank.
-
-    In backward this step comes after the combine's transfer and before the dispatched tokens' experts.
-    These hide the transfer of the weight gradients.
-    """
+    """Wrap ``combine_preprocess``: run the received experts on the tokens that stayed on this rank."""
 
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward, layer = companion_of(self), layer_of(self)
         if isinstance(forward, _Forward) and layer is not None:
+            # In backward this comes after the combine's transfer and before the dispatched tokens' experts,
+            # which hide the transfer of the weight gradients.
             _run(layer.experts, forward)
         return original(self, *args, **kwargs)
 
@@ -265,6 +264,7 @@ def _split(
     places = indices
     if received:
         columns = upload(torch.tensor(received), routing_map.device)
+        # The dispatcher does not see the tokens of received experts.
         cold_map = routing_map.index_fill(1, columns, False)
         # Sorted by expert, then by token. The size is known on the host, so nothing waits for the device.
         row_map = of_routing(routing_map.index_select(1, columns), sum(rows))
@@ -291,4 +291,5 @@ def _run(experts: SingleExperts, forward: _Forward) -> None:
             weights, rows.split(forward.counts), forward.probs.split(forward.counts), strict=True
         )
     ]
+    # With 0 received experts keep `rows`: their graph has the wait node, which all ranks need.
     forward.rows = torch.cat(outputs) if outputs else rows

@@ -101,6 +101,7 @@ class _Problem:
         self.base: Floats = np.concatenate([load, none, away.sum(axis=1), arriving.sum(axis=1), none, none])
         # Rows by which the expert's rank exceeds the mean; moving more of the expert's rows does not help.
         excess = np.maximum(load[owner] - load.sum() // ranks, 0)
+        # Most rows worth moving first; ties go to more remote rows, then to lower numbers.
         order = sorted(range(experts), key=lambda e: (-min(remote[e], excess[e]), -remote[e], e))
         self.candidates = sorted(e for e in order[:_CANDIDATES] if remote[e])
         moved = self.candidates

@@ -244,22 +244,27 @@ def _run(
 
     first = stages(cut.first, 0)
     first.attend()
+    # Half 1 of the previous layer: waits for its combine, hidden by attention 0.
     hidden = cut.second()
     first.dispatch()
     second = stages(hidden, 1)
+    # Hides dispatch 0.
     second.attend()
     first.arrive()
     second.dispatch()
+    # Hides dispatch 1.
     first.compute()
     if hands_on:
         first.compute_shared()
     second.arrive()
     first.combine()
+    # Hides combine 0.
     second.compute()
     if hands_on:
         second.compute_shared()
     first.land()
     second.combine()
+    # Without a next layer, the shared expert hides combine 1.
     if not hands_on:
         first.compute_shared()
         second.compute_shared()

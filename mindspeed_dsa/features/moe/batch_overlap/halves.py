@@ -12,8 +12,8 @@ so the other half's experts hide dispatch 1 and combine 0, and the shared expert
 0 under the weight gradients of both. The shared expert hides combine 1. That transfer also waits for fc1's
 backward (:meth:`InFlight.give_way`), unless the experts' weight gradients cannot be deferred.
 
-A transfer starts only before the work that hides it. Two transfers at once would share the link, and the one
-needed first would arrive later.
+A transfer starts only right before the work that hides it. Two transfers at once would share the link, and
+the one needed first would arrive later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mindspeed_dsa.parallel.names import named, of_half
 from mindspeed_dsa.parallel.weight_gradients import defer_gradients
 
 Mode = Literal["whole", "in turn", "interleaved"]
-"""Execution modes of a layer. ``in turn``: halves that wait for each transfer at once, only measured."""
+"""Execution modes of a layer. ``in turn`` waits for each transfer right after its start; only measured."""
 Experts = Callable[[Any, Tensor, Tensor], Tensor]
 """Function that runs the routed experts on a dispatcher, its dispatched rows and their probabilities."""
 
@@ -56,7 +56,7 @@ class Half:
         self.dispatched: list[InFlight] = []
         self.combined: list[InFlight] = []
         self._arrived: list[Tensor] = []
-        # Sorts rows by expert and exchanges counts. Later, under a transfer, counts would arrive later too.
+        # Sorts rows by expert and exchanges counts. During a transfer, the counts would take longer.
         with of_half(number):
             self._permuted = self._dispatcher.dispatch_preprocess(rows, routing_map, probs)
 
@@ -110,9 +110,12 @@ def run(layer: Any, halves: tuple[Half, Half], experts: Experts, shared: SharedO
             return
         first.arrive()
         second.dispatch()
+        # Experts 0 hide dispatch 1.
         first.combine(first.compute(experts))
         second.arrive()
+        # Experts 1 hide combine 0.
         output = second.compute(experts)
+        # The mark: in backward combine 0 is reversed only after combine 1, despite give_way.
         rows, mark = first.combined[0].wait_and_mark()
         combined.append(rows)
         second.combine(output, after=mark)

@@ -206,6 +206,7 @@ def route_to_slots(original: Callable[..., Any], context: Context[Options]) -> C
         cached = orders.get(self)
         if cached is None or cached[0] != order or cached[1].device != probs.device:
             by_slot = torch.tensor(order, device=probs.device)
+            # argsort of a permutation is its inverse.
             cached = orders[self] = order, by_slot, by_slot.argsort()
         _, by_slot, inverse = cached
         return _Columns.apply(probs, by_slot, inverse), routing_map.index_select(1, by_slot)
@@ -250,6 +251,7 @@ def number_experts(original: Callable[..., Any], context: Context[Options]) -> C
         state_dict: dict[str, Any] = {}
         for position, number in enumerate(numbering.experts_of(self, self.ep_group.rank())):
             one = original(_one_expert(self, position, number), prefix, sharded_offsets, metadata)
+            # The stand-in holds its expert at position 0; keys get the local position back.
             first, ours = f"{prefix}local_experts.0.", f"{prefix}local_experts.{position}."
             state_dict |= {ours + name.removeprefix(first): value for name, value in one.items()}
         return state_dict

@@ -102,6 +102,7 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
                 made(index, key, matrix.contiguous(), replica_id=replica_id)
                 for index, matrix in enumerate(linear.by_expert(stack))
             ]
+        # A flat range of matrices [in, out] is no flat range of matrices [out, in].
         if linear.layout != "nk":
             raise RuntimeError(
                 "moe-grouped-gemm: optimizer state in flat pieces (fully_sharded_model_space) has the "
@@ -129,13 +130,7 @@ def sharded_stack(linear: Any, shards: Sequence[Any], megatron: Megatron) -> Any
 
 
 def _flat_pieces(flat: Tensor, place: slice, size: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield the index of each expert in a flat part of a stack, its entries, and their range in its matrix.
-
-    Args:
-        flat: flat part of the stack.
-        place: range of the part in the flat stack.
-        size: number of entries of one expert's matrix.
-    """
+    """Yield each expert's index, its entries in a flat part of a stack, and their range in its own matrix."""
     # size 6, place 4:14 -> expert 0 at 4:6, expert 1 at 0:6, expert 2 at 0:2
     for index in range(place.start // size, -(-place.stop // size)):
         start, stop = max(place.start, index * size), min(place.stop, (index + 1) * size)
@@ -185,6 +180,7 @@ def _of_stacks(part: Any, state: Any) -> Any:
     if inner is None:
         return state
     groups = model_parameters(part)
+    # Number of entries per group in a state of single experts.
     single = [sum(len(param) if stack_of(param) else 1 for param in group) for group in groups]
     if [len(group["params"]) for group in inner["param_groups"]] != single:
         return state
@@ -227,6 +223,7 @@ def _translate(part: Any, state: Any, entries: Callable[[list[Any], list[Any]], 
     inner = {**inner, "state": numbered, "param_groups": param_groups}
     if "optimizer" not in state:
         return inner
+    # fp32 master weights, numbered alike.
     masters = zip(part.float16_groups, state[_MASTERS], strict=True)
     return {**state, "optimizer": inner, _MASTERS: [list(entries(*pair)) for pair in masters]}
 
@@ -251,6 +248,7 @@ def _gather(parameters: list[Any], entries: list[Any]) -> Iterator[Any]:
         if stack_of(run[0]) is None:
             yield next(rest)
         else:
+            # A run of fc1 and fc2 stacks takes fc1 and fc2 of expert 0, then of expert 1, and so on.
             single = [next(rest) for _ in range(len(run) * len(run[0]))]
             yield from (_join(single[index :: len(run)], each) for index, each in enumerate(run))
 
@@ -284,14 +282,13 @@ def _join(entries: Sequence[Any], parameter: Any) -> Any:
 
 
 def save_buffers_of_single_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap methods that save the whole buffers of all data parallel ranks.
-
-    The gathering method itself stays as it is: ``fully_reshardable`` locates parameters in its result.
-    """
+    """Wrap methods that save the whole buffers of all data parallel ranks."""
 
     @functools.wraps(original)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         parts = getattr(self, "chained_optimizers", None)
+        # The gathering method is overridden only for this call: fully_reshardable uses it too, and locates
+        # parameters in its result.
         if parts is None:
             return original(_gathering_single_experts(self), *args, **kwargs)
         if len(parts) > 1:  # a single child saves by its own method, which is wrapped too
@@ -345,17 +342,14 @@ def refuse_slices_of_buffers(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_places(optimizer: Any) -> bool:
-    """Return whether there are stacks.
-
-    Raises:
-        RuntimeError: single experts would leave gaps between parameters at other places than stacks do.
-    """
+    """Return whether there are stacks; raise if single experts would leave gaps at other places."""
     # Megatron aligns each parameter to 64 entries. It saves no gap between two buckets, and where a bucket
     # ends depends on the parameters' sizes. So no gaps are allowed at all.
     parameters = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
     matrices = {param[0].numel() for param in parameters if stack_of(param)}
     sizes = matrices
     if matrices and optimizer.ddp_config.overlap_grad_reduce:
+        # Overlapped reduction uses several buckets, whose ends depend on all sizes.
         sizes = matrices | {param.numel() for param in parameters if not stack_of(param)}
     odd = [size for size in sorted(sizes) if size % ALIGNMENT]
     if odd:

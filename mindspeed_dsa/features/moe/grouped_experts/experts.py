@@ -32,6 +32,7 @@ def provide_grouped_experts(original: Callable[..., Any], context: Context[Optio
         if not moe_use_grouped_gemm:
             return original(self, moe_use_grouped_gemm, *args, **kwargs)
         sequential = original(self, False, *args, **kwargs)
+        # Depending on the release, a partial of the class, or the class and its submodules.
         if isinstance(sequential, partial):
             return partial(grouped_experts(context), *sequential.args, **sequential.keywords)
         _, submodules = sequential
@@ -65,6 +66,7 @@ def validate_on_every_device(original: Callable[..., Any]) -> Callable[..., Any]
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if not getattr(args, "moe_grouped_gemm", False) or args.transformer_impl != "local":
             return original(args, *rest, **kwargs)
+        # Hidden from the check, and restored below.
         args.moe_grouped_gemm = False
         try:
             return original(args, *rest, **kwargs)
@@ -143,6 +145,7 @@ def grouped_experts(context: Context[Options]) -> type:
         def run_expert(self, weights: Sequence[Tensor], rows: Tensor, probs: Tensor) -> Tensor:
             """Run one expert as a stack of size 1."""
             linears = [getattr(self.mlp, name) for name in LINEARS]
+            # [1, in, out] or [1, out, in]
             stacks = {f"{name}.weight": weight[None] for name, weight in zip(LINEARS, weights, strict=True)}
             for linear in linears:
                 linear.groups = Groups([rows.size(0)])
@@ -185,10 +188,9 @@ def grouped_experts(context: Context[Options]) -> type:
             return state
 
         def _experts_apart(self) -> list[Any]:
-            """Return the local experts as Megatron builds them, with weights that are views of the stacks.
-
-            Experts stored entirely on another rank are on the meta device.
-            """
+            """Return the local experts as Megatron builds them, with weights that are views of the stacks."""
+            # Sharded state dicts need every local expert. Those stored entirely on another rank get weights
+            # on the meta device, and their shards are dropped.
             experts = []
             matrices = {name: getattr(self.mlp, name).matrices() for name in LINEARS}
             for position in range(self.num_local_experts):

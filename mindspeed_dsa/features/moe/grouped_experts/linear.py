@@ -118,6 +118,7 @@ class GroupedLinear(torch.nn.Module):
             )
         receive = gradient_receiver(self.weight, self._megatron)
         deferred = deferred_gradient_of(self.weight)
+        # A deferred gradient is computed later, added to main_grad or returned as a new tensor.
         take = receive if deferred is None else partial(_defer, deferred, receive or WeightGradient.new)
         edge = None if deferred is None else deferred.edge
         output = grouped_matmul(

@@ -122,13 +122,12 @@ class Counts:
     def built(self, config: Any, layers: Sequence[Numbered]) -> None:
         """Register the layers of a new chunk.
 
-        They replace registered layers with the same numbers, which belong to an earlier model.
-
         Args:
             config: Megatron configuration of the chunk.
             layers: MoE layers of the chunk.
         """
         self._config = config
+        # Routers registered under the same numbers belong to an earlier model.
         numbers = {number for number, _ in layers}
         for router, place in list(self._places.items()):
             if place.layer in numbers or place.layer > self._layers:
@@ -187,6 +186,7 @@ class Counts:
         sums = _Sums(
             self._layers, self._config.num_moe_experts, state.get_expert_data_parallel_world_size(), ranks
         )
+        # One rank per pipeline stage.
         alone = state.get_tensor_model_parallel_rank() == 0 and (
             state.get_data_parallel_rank(with_context_parallel=True) == 0
         )

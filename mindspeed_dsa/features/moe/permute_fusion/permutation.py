@@ -24,7 +24,7 @@ from mindspeed_dsa.ops.moe_permute import permute, sort_chunks, unpermute
 
 
 def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.permute``."""
+    """Wrap ``moe_utils.permute``: run its fused form on this package's operator."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -47,6 +47,7 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
         # Since 0.17 the allgather dispatcher passes no probs and an int for its slice of the routing map,
         # where the number of local experts differs from token to token: 8 experts on 2 ranks, top-2, may
         # give a token 0, 1 or 2 rows here. An int would otherwise mean the same number for every token.
+        # With padding to capacity, rows / tokens is not top-k either.
         if padded or (names_counts and probs is None):
             counted["topk"] = None
         moved = permute(tokens, routing_map.bool(), probs, **counted, backend=backend)
@@ -59,7 +60,7 @@ def permute_fused(original: Callable[..., Any], context: Context[Options]) -> Ca
 
 
 def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.unpermute``."""
+    """Wrap ``moe_utils.unpermute``: run its fused form, and add an offered addend."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -88,7 +89,7 @@ def unpermute_fused(original: Callable[..., Any], context: Context[Options]) -> 
 
 
 def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``moe_utils.sort_chunks_by_idxs``."""
+    """Wrap ``moe_utils.sort_chunks_by_idxs``: run its fused form on this package's operator."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
     backend = context.options.backend
@@ -108,14 +109,11 @@ def sort_chunks_fused(original: Callable[..., Any], context: Context[Options]) -
 
 
 def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int | None]:
-    """Return ``rows`` and ``topk`` for the operator from Megatron's ``num_out_tokens``.
-
-    An int is tokens x top-k, provided that no token is dropped. A tensor is a count of the routing map,
-    already on the host; it says nothing about ``topk``.
-    """
+    """Return ``rows`` and ``topk`` for the operator from Megatron's ``num_out_tokens``."""
     if num_out_tokens is None or num_out_tokens == -1:
         return {}
-    # 4096 tokens, top-8: 32768 rows, so topk = 8.
+    # An int is tokens x top-k, as long as no token is dropped: 4096 tokens and top-8 give 32768. A tensor,
+    # already on the host, counts the routing map and says nothing about topk.
     rows = int(num_out_tokens)
     even = isinstance(num_out_tokens, int) and len(tokens) > 0 and rows % len(tokens) == 0
     return {"rows": rows, "topk": rows // len(tokens) if even else None}
@@ -125,12 +123,7 @@ def counts(tokens: Tensor, num_out_tokens: int | Tensor | None) -> dict[str, int
 
 
 def add_while_unpermuting(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap the ``MoELayer`` step that unpermutes and then adds the shared expert's output.
-
-    The step runs without that output, and the unpermutation inside takes it from the offer. If no
-    unpermutation takes it, it is added here: the allgather dispatcher has unpermuted before, and other code
-    may call Megatron's unfused form.
-    """
+    """Wrap the ``MoELayer`` step that unpermutes and then adds the shared expert's output."""
     if context.options.leaves_it_to_transformer_engine(context.megatron):
         return original
 
@@ -140,6 +133,8 @@ def add_while_unpermuting(original: Callable[..., Any], context: Context[Options
         if shared_expert_output is None or latent or not self.config.moe_permute_fusion:
             result: Tensor = original(self, output, shared_expert_output)
             return result
+        # The unpermutation inside adds the offered output, unless the allgather dispatcher has unpermuted
+        # before, or other code calls Megatron's unfused form.
         with _offered(shared_expert_output) as offer:
             result = original(self, output, None)
         return result if offer.taken else result + shared_expert_output

@@ -17,9 +17,6 @@ from mindspeed_dsa.patches.spec import Patch
 def extend(args: Any) -> Sequence[str]:
     """Multiply the expert parallel size by the tensor parallel size; ``Feature.rewrite``.
 
-    An expert tensor parallel size of 1 means that this is done already: by an earlier call, by the
-    checkpoint that supplied the arguments, or by the user.
-
     Args:
         args: job arguments, changed in place.
 
@@ -27,6 +24,7 @@ def extend(args: Any) -> Sequence[str]:
         Sentences for the log, one per change.
     """
     tp, ep, etp = layout(args)
+    # etp == 1: done already, by an earlier call, by the checkpoint with these arguments, or by the user.
     if etp is not None or list(check_tp_extend_ep(args)):
         return ()
     args.expert_model_parallel_size, args.expert_tensor_parallel_size = tp * ep, 1
@@ -129,12 +127,7 @@ FEATURE = Feature(
 
 
 def reduce_over_copies(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Wrap ``MoELayer.__init__``: reduce expert gradients over all ranks that hold a copy.
-
-    These ranks are the expert data parallel group. Megatron reduces over that group only parameters with
-    ``allreduce = False``, and sets this mark only under expert parallelism. With an expert tensor parallel
-    size of its own, several ranks hold a copy of each slice and see different tokens.
-    """
+    """Wrap ``MoELayer.__init__``: reduce expert gradients over all ranks that hold a copy."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -142,6 +135,9 @@ def reduce_over_copies(original: Callable[..., None], context: Context[None]) ->
         slices = state.get_expert_tensor_parallel_world_size()
         if slices == state.get_tensor_model_parallel_world_size():
             return
+        # With an expert tensor parallel size of its own, several ranks hold a copy of each slice and see
+        # other tokens. They are the expert data parallel group. Megatron reduces over it only parameters with
+        # allreduce = False, and sets this mark only under expert parallelism.
         for parameter in self.experts.parameters():
             parameter.allreduce = False
         # Dispatchers move the tokens between these ranks. Without the mark, linear layers of 0.12 would move
