@@ -26,7 +26,7 @@ class RunsAgain(Protocol):
     runs_again: bool
 
     def recompute_before(self) -> None:
-        """Recompute the part before the experts, whose dispatched tokens were kept."""
+        """Recompute the part before the experts, and start its dispatch again."""
 
     def recompute_experts(self) -> None:
         """Recompute the experts and the rest."""

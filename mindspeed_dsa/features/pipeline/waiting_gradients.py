@@ -104,6 +104,7 @@ class WaitingGradients:
         event = pipeline_steps.noted(Event(Kind.WEIGHT, chunk, microbatch))
         with event, reduction.reducing(last):
             give(queue)
+            # For weights whose reduction has run in backward, without these gradients.
             gathered_weights.reduce_late_gradients(self._chunks[chunk])
         if last:
             reduction.all_there()
@@ -143,6 +144,7 @@ class WaitingGradients:
             return None
         functions = given if isinstance(given, list) else [given for _ in self._reductions]
         wrapped = [self._later(*each) for each in enumerate(functions)]
+        # Megatron wants a list if there are several chunks.
         return wrapped if isinstance(given, list) or len(wrapped) > 1 else wrapped[0]
 
     def _later(self, chunk: int, function: Callable[..., Any]) -> Callable[..., None]:
@@ -260,6 +262,7 @@ def give(queue: list[Queued]) -> None:
     while queue:
         with torch.enable_grad():
             late = _taken_out(queue)
+        # Runs the weight's AccumulateGrad, and with it the hooks of data parallelism.
         torch.autograd.backward(late.edge, late.edge.new_empty(0))
 
 

@@ -88,15 +88,13 @@ def _v_shaped(megatron: Megatron) -> Any:
 
 
 def ends_on_first_rank(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Wrap ``is_pipeline_last_stage``: with a chunk given, the model ends with chunk 1 of rank 0.
-
-    Without a chunk the caller asks for the rank that reports a step, which remains the last rank. The first
-    rank sends the losses there.
-    """
+    """Wrap ``is_pipeline_last_stage``: with a chunk given, the model ends with chunk 1 of rank 0."""
 
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
         state = context.megatron("core.parallel_state")
         chunked = state.get_virtual_pipeline_model_parallel_world_size() is not None
+        # Without a chunk the caller asks for the rank that reports a step. That remains the last rank, to
+        # which the first one sends the losses.
         if ignore_virtual or not chunked:
             return original(ignore_virtual, vp_stage)
         return bool(vp_stage == CHUNKS - 1 and state.get_pipeline_model_parallel_rank() == 0)
@@ -128,14 +126,11 @@ class Reporting:
 
 
 def last_is_first(original: Callable[..., bool], context: Context[Options]) -> Callable[..., bool]:
-    """Wrap ``is_pp_last_stage``, which callers combine with ``is_vp_last_stage``: the model ends on rank 0.
-
-    Since 0.19, a step and an evaluation also call it to find the rank that reports the losses, which remains
-    the last rank.
-    """
+    """Wrap ``is_pp_last_stage``, called together with ``is_vp_last_stage``: the model ends on rank 0."""
     reporting = context.state(Reporting)
 
     def is_pp_last_stage(pp_group: Any) -> bool:
+        # Since 0.19 a step and an evaluation ask for the rank that reports the losses, still the last one.
         if reporting.asked:
             return original(pp_group)
         return bool(context.megatron("core.pipeline_parallel.utils").is_pp_first_stage(pp_group))
@@ -155,13 +150,11 @@ def report_on_last_rank(original: Callable[..., Any], context: Context[Options])
 
 
 def hand_out_whole_batches(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17, which goes by the rank and ignores the chunk.
-
-    With a pipeline size of 1 it returns the complete batch.
-    """
+    """Wrap ``get_batch_on_this_tp_rank`` up to 0.17, which goes by the rank and ignores the chunk."""
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         job = context.megatron("training.global_vars").get_args()
+        # Without a pipeline every rank gets the complete batch.
         ranks, job.pipeline_model_parallel_size = job.pipeline_model_parallel_size, 1
         try:
             return original(*args, **kwargs)
@@ -172,12 +165,10 @@ def hand_out_whole_batches(original: Callable[..., Any], context: Context[Option
 
 
 def hand_out_as_one_stage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_batch_on_this_tp_rank`` since 0.18, which goes by the rank and ignores the chunk.
-
-    With a pipeline size of 1 it returns the complete batch.
-    """
+    """Wrap ``get_batch_on_this_tp_rank`` since 0.18, which goes by the rank and ignores the chunk."""
 
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        # The only stage of a pipeline gets the complete batch.
         return original(*args, **{**kwargs, "pipeline_model_parallel_size": 1})
 
     return get_batch_on_this_tp_rank

@@ -270,6 +270,7 @@ class _Step:
         if self._forward_only:
             return
         self._outputs[event.chunk, event.microbatch] = output
+        # Sent already; backward needs only its graph. The last stage keeps its loss.
         if not self._is_last(event):
             self._schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 

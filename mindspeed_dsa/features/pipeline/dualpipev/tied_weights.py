@@ -59,6 +59,7 @@ def add_gradients(original: Callable[..., None], context: Context[Options]) -> C
         both = [_gradient_of(weight) for weight in shared if weight.requires_grad]
         if len(both) == 2:
             both[0].add_(both[1])
+            # Equal gradients keep the two copies equal.
             both[1].copy_(both[0])
 
     return _allreduce_word_embedding_grads

@@ -74,9 +74,12 @@ class Transfers:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._ranks = dist.get_process_group_ranks(groups[0])
         neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank < len(schedule.ranks)]
+        # Units whose input each neighbour is still to send, in its order.
         self._to_come = {sender: deque(self._sent_by(sender)) for sender in neighbours}
+        # Posted receives, and results that stay on this rank.
         self._arriving: dict[Unit, tuple[Tensor, Any]] = {}
         self._here: dict[Unit, Tensor] = {}
+        # Messages not known to be received, by receiver; and each unit's position in its list.
         self._leaving: dict[int, deque[_Sent]] = {rank: deque() for rank in neighbours}
         self._positions = {rank: dict(self._in_list_of(rank)) for rank in neighbours}
 

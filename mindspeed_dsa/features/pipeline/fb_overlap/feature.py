@@ -161,17 +161,14 @@ def switch_on_paired_schedule(original: Callable[..., Any]) -> Callable[..., Any
 def configure_paired_schedule(
     original: Callable[..., None], context: Context[Options]
 ) -> Callable[..., None]:
-    """Wrap ``TransformerConfig.__post_init__``: enable the paired schedule for models with experts.
-
-    :func:`check_overlap` replaces Megatron's own checks of the schedule, one of which refuses fp32.
-    """
+    """Wrap ``TransformerConfig.__post_init__``: enable the paired schedule for models with experts."""
 
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.num_moe_experts is None:
             original(self, *args, **kwargs)
             return
         require(context, check_overlap, self)
-        # Off during the original's checks.
+        # check_overlap replaces Megatron's own checks of the schedule, one of which refuses fp32.
         self.overlap_moe_expert_parallel_comm = False
         original(self, *args, **kwargs)
         self.overlap_moe_expert_parallel_comm = True

@@ -100,12 +100,10 @@ def release_pieces(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_what_learns(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ScheduleNode.default_backward_func``: skip outputs without a graph, which autograd refuses.
-
-    Pieces below the first trained weight, such as a frozen embedding, have no graph.
-    """
+    """Wrap ``ScheduleNode.default_backward_func``: skip outputs without a graph, which autograd refuses."""
 
     def default_backward_func(self: Any, outputs: Sequence[Tensor], output_grad: Any) -> Any:
+        # Nodes below the first trained weight, such as a frozen embedding, have no graph.
         if all(output.requires_grad for output in outputs):
             return original(self, outputs, output_grad)
         pairs = [pair for pair in zip(outputs, output_grad, strict=True) if pair[0].requires_grad]
@@ -154,6 +152,7 @@ def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context
         plan.mlp.submodule = _experts(plan.mlp.submodule, layer, handover)
         plan.moe_combine.submodule = _after_experts(plan.moe_combine.submodule, handover)
         plan.mlp.free_input = plan.moe_combine.free_input = False
+        # The dispatch is a part of other nodes now.
         plan.moe_dispatch = None
         if apart:
             permutation = make(permute(moe, dispatch, handover), "permutation")
@@ -163,6 +162,7 @@ def _cut(plan: Any, stream: Any, event: Any, extra_args: dict[str, Any], context
         if moe.use_shared_expert:
             node = make(_shared_expert(moe, context), "shared_expert")
             shared = Shared(node, moe, plan.layer_state, handover)
+    # A dense layer since 0.16.
     elif not hasattr(plan, "post_attn"):
         plan.mlp.submodule = _normalised_at_end(plan.mlp.submodule)
     return Pieces(plan, layer, shared, handover, permutation, choose_stream)

@@ -81,11 +81,9 @@ def _kept(node: Any, dispatcher: Any) -> list[Tensor]:
 
 
 def serves(layer: Any, options: Options) -> bool:
-    """Return whether a layer's permutation is a node of its own.
-
-    Not with moved experts, which are planned in the permutation and sent after the dispatch starts. Not with
-    latent rows, which the same step projects with a weight.
-    """
+    """Return whether a layer's permutation is a node of its own."""
+    # Moved experts are planned in the permutation and sent after the dispatch starts. Latent rows are
+    # projected by a weight in the same step. Both keep the permutation in the router's node.
     latent = getattr(layer.mlp.config, "moe_latent_size", None)
     return options.streams.second and not options.moves_experts and not latent
 

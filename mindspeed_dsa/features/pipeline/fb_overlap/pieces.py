@@ -180,12 +180,14 @@ class Shared:
             if not done:
                 done.append(experts())
 
+        # True in 0.14 and 0.15.
         beside = not hasattr(self._state, "shared_expert_output")
         self._in = self._state.pre_mlp_layernorm_output if beside else self._state.shared_expert_output
         with before_second_half(self._moe, between):
             output = self._node.forward(self._in)
         between()
         self._handover.discard_norm(output)
+        # A leaf that collects the output's gradient.
         self._out = output.detach().requires_grad_(output.requires_grad)
         if beside:
             return done[0], self._out
@@ -246,5 +248,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Kept until the second forward; the edge gets an empty gradient.
         ctx.entry.gradient = gradient
         return gradient.new_empty(0), None, None

@@ -52,13 +52,12 @@ class Part(Enum):
 def recomputed_part(plan: Any) -> Part | None:
     """Return the part of the layer that the recompute arguments select, or ``None``.
 
-    Each layer keeps its own input, even with the method ``uniform``, which would keep one for several layers.
-
     Args:
         plan: Megatron's ``TransformerLayerSchedulePlan``.
     """
     config, layer = plan.layer.config, transformer_layer(plan.layer)
     if config.recompute_granularity == "full":
+        # Each layer keeps its own input here; "uniform" would keep one for several layers.
         if config.recompute_method == "uniform":
             return Part.LAYER
         recomputed = list(plan.chunk_state.model.decoder.layers)[: config.recompute_num_layers]
@@ -106,6 +105,7 @@ class Recomputed:
     def forward_before(self, hidden: Tensor) -> Tensor:
         """Run :meth:`Pieces.forward_before` without a graph, or with only attention's graph."""
         self._chunk, self._queueing = dict(vars(self._plan.chunk_state)), queueing_of_now()
+        # A leaf, from which the second run starts.
         self._hidden = hidden.detach().requires_grad_(hidden.requires_grad)
         self._random.append(random_states(self._megatron))
         if self._part is Part.EXPERTS:
@@ -118,6 +118,7 @@ class Recomputed:
             with torch.no_grad():
                 edge = self._run_before(self._first, hidden.detach(), followed=False)
         if hasattr(self._layer.mlp, "token_dispatcher"):
+            # For the check that the second run routes alike.
             self._routing = self._layer.mlp.token_dispatcher.routing_map
         if self._learns():
             self._enter_before()
@@ -139,6 +140,7 @@ class Recomputed:
         self._random.append(random_states(self._megatron))
         with torch.no_grad():
             edges = self._first.forward_experts(edge)
+        # Transfers through which the gradients of the second run's outputs return.
         self._combined = list(self._first.handover.combine)
         companion = self._companion()
         if companion is not None and self._runs_again():
@@ -174,7 +176,7 @@ class Recomputed:
         return output
 
     def _learns(self, name: str = "") -> bool:
-        """Return whether a gradient reaches the part before the experts, or the named part of the MoE."""
+        """Return whether backward must reach the part before the experts, or the named part of the MoE."""
         moe = self._layer.mlp
         modules = [getattr(moe, module, None) for module in ("experts", "shared_experts")]
         behind = {id(param) for module in modules if module is not None for param in module.parameters()}
@@ -198,6 +200,7 @@ class Recomputed:
         """Run :meth:`Pieces.forward_before` again with its graph, unless done."""
         if self._again is not None or not self._runs_again():
             return
+        # The second run starts with an empty state, as the first one did.
         self._plan.layer_state = type(self._plan.layer_state)()
         self._again = again = self._build()
         again.handover.combined = self._combined

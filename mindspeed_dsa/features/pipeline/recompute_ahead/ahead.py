@@ -69,7 +69,7 @@ class Ahead(pipeline_steps.Follower):
         )
 
     def before(self, events: Sequence[Event]) -> None:
-        """Start to record a forward's segments; drop a backward's, which its graph holds."""
+        """Start to record a forward's segments; drop a backward's, since its graph holds them."""
         for event in events:
             unit = (event.chunk, event.microbatch)
             if event.kind is Kind.FORWARD:
@@ -98,6 +98,7 @@ class Ahead(pipeline_steps.Follower):
             for segment in reversed(self.segments.get(unit, [])):
                 if segment.outputs is None and _has_inputs(segment):
                     recompute_segment(segment, self.megatron, self._on_chunk(unit[0]))
+            # Emptied here, so that after() counts only layers recomputed in place.
             layers, self.layers[unit] = self.layers.get(unit, []), []
             for layer, module in reversed(layers):
                 with gathered_weights.there([module]):
@@ -106,8 +107,7 @@ class Ahead(pipeline_steps.Follower):
             self.recomputed["ahead"] += len(layers)
 
     def _on_chunk(self, chunk: int) -> _Function:
-        """Return a function that calls its argument with ``chunk`` as Megatron's current chunk (0.12)."""
-        # Later releases have no current chunk in parallel_state.
+        """Return a function that runs another with ``chunk`` as the current one in 0.12's global state."""
         state = self.megatron("core.parallel_state")
         current = state.get_virtual_pipeline_model_parallel_rank()
         if current is None:
@@ -169,6 +169,7 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segments: list[Any], random: Any, function: _Function, *args: Any) -> Any:
         ctx.random, ctx.outputs, ctx.inputs = random, None, None
+        # Modules with sharded weights, to be gathered for the recomputation.
         ctx.modules = gathered_weights.running()
         segments.append(ctx)
         return random.CheckpointFunction.forward(ctx, function, False, *args)
@@ -192,11 +193,9 @@ class _Segment(torch.autograd.Function):
 
 
 def _has_inputs(ctx: Any) -> bool:
-    """Return whether all saved inputs have storage.
-
-    An input that is itself recomputed, such as a norm's output, is freed until its gradient arrives. The
-    result is the same on all ranks, as it does not depend on time.
-    """
+    """Return whether all saved inputs have storage."""
+    # An input that is itself recomputed, such as a norm's output, is freed until its gradient arrives. The
+    # result is the same on all ranks, as it does not depend on time.
     return all(each.numel() == 0 or each.untyped_storage().nbytes() for each in _tensors(ctx.saved_tensors))
 
 
@@ -238,6 +237,7 @@ def recompute_before_waiting(original: _Function, context: Context[Options]) -> 
             return works
         if isinstance(works, dict):
             return {**works, "recv_next": _Wait(works["recv_next"], ahead.recompute)}
+        # Batched: any handle may be the receive's. A second recompute() finds nothing left to do.
         return [_Wait(work, ahead.recompute) for work in works]
 
     return p2p_ops

@@ -1,7 +1,4 @@
-"""Feature that splits backward: input gradients first, weight gradients in the bubbles (ZB-H1).
-
-Serves 1F1B and interleaved pipelines.
-"""
+"""Feature that splits backward in 1F1B and interleaved pipelines: weight gradients fill bubbles (ZB-H1)."""
 
 from __future__ import annotations
 
@@ -78,11 +75,9 @@ def detaches_gradients(settings: Any) -> bool:
 
 
 def recomputes_later(settings: Any) -> bool:
-    """Return whether gradients wait and Megatron's own recompute is used.
-
-    The feature ``recompute-outputs`` handles waiting gradients itself.
-    """
+    """Return whether gradients wait and Megatron's own recompute is used."""
     waits = splits_backward(settings) or detaches_gradients(settings)
+    # That feature handles waiting gradients itself.
     return waits and "recompute-outputs" not in settings.features_on
 
 
