@@ -57,6 +57,7 @@ def compare(folder: Path, megatron: Megatron) -> Beside:
     for rank, (ours, theirs) in enumerate(zip(real.ranks, simulated.ranks, strict=True)):
         pairs = [(a.event == b.event) for a, b in zip(ours, theirs, strict=False)]
         if False in pairs or len(ours) != len(theirs):
+            # The first difference, or the end of the shorter list.
             other.append((rank, pairs.index(False) if False in pairs else min(len(ours), len(theirs))))
     return Beside(real, simulated, other, _differences(real, simulated))
 
@@ -78,11 +79,7 @@ def schedule_of(layout: recorded.Layout, megatron: Megatron) -> Schedule:
 
 
 def _costs(timeline: Timeline) -> Costs:
-    """Return costs measured in a recorded step.
-
-    Compute: median time per kind of event and stage. Message: median delay of blocks that waited for one.
-    Between events: mean gap before blocks that did not wait for a message.
-    """
+    """Return costs measured in a recorded step."""
     messages, rests = [], []
     for start, free, sent in _starts(timeline):
         # The block waited for a message: it was sent after the rank became free.
@@ -97,10 +94,8 @@ def _costs(timeline: Timeline) -> Costs:
 
 
 def _starts(timeline: Timeline) -> Iterator[tuple[float, float, float]]:
-    """Yield, per block, its start, the end of the rank's previous block, and the send time of its input.
-
-    A missing previous block or input counts as ended at ``-inf``.
-    """
+    """Yield, per block, its start, the end of the rank's previous block, and the send time of its input."""
+    # -inf stands for a missing previous block or input.
     schedule = timeline.schedule
     ends: dict[Unit | None, tuple[int, float]] = {
         schedule.next_unit(rank, span.event): (rank, span.end)

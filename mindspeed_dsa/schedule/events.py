@@ -159,6 +159,7 @@ class Costs:
     def compute(self, kind: Kind, stage: int, split: bool) -> float:
         """Return an event's compute time. With ``split``, a backward excludes its weight gradients."""
         if (kind, stage) in self.measured:
+            # A measured backward excludes weight gradients that are measured separately.
             weights = self.measured.get((Kind.WEIGHT, stage), 0.0)
             return self.measured[kind, stage] + (weights if kind is Kind.BACKWARD and not split else 0.0)
         times = {

@@ -73,6 +73,7 @@ def read(folder: Path) -> tuple[Layout, Timeline]:
         data = _load(file)
         if all(rank == 0 for name, rank in data["position"].items() if name != "pp"):
             by_rank[data["position"]["pp"]] = data
+    # All files must have the same step and layout.
     layouts = {json.dumps([data["step"], data["layout"]], sort_keys=True) for data in by_rank.values()}
     if len(layouts) != 1:
         raise SettingsError(f"{folder} holds files of different runs; remove them and record again")

@@ -240,6 +240,7 @@ def perfetto(timelines: Sequence[Timeline], path: Path, microseconds: float = 10
                     "cat": _LABELS[span.event.kind],
                     "pid": process,
                     "tid": 2 * rank + (span.event.pair is not None and span.event.kind is Kind.BACKWARD),
+                    # Chrome traces count in microseconds.
                     "ts": (span.start - origin) * microseconds,
                     "dur": (span.end - span.start) * microseconds,
                     "args": {

@@ -66,6 +66,7 @@ class _Simulation:
         self.next, self.free = [0 for _ in ranks], [0.0 for _ in ranks]
         self.spans: list[list[Span]] = [[] for _ in ranks]
         self.end: dict[Unit, float] = {}
+        # WEIGHT units: the backward of the same stage and microbatch excludes its weight gradients.
         self.split = {self._unit(r, e) for r in ranks for e in schedule.ranks[r] if e.kind is Kind.WEIGHT}
 
     def _unit(self, rank: int, event: Event) -> Unit:
