@@ -62,6 +62,7 @@ def reduce_scatter_tensor(
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
     by_rank = input.contiguous().view(ranks, *output.shape)
     pending = exchange(output, _without(by_rank, rank), group)
+    # The own part is copied while the exchange is in flight.
     output.copy_(by_rank[rank])
     if async_op:
         return pending

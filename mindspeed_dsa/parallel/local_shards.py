@@ -34,6 +34,7 @@ def cut_of(tensor: DTensor) -> Cut:
     mesh = tensor.device_mesh
     axis = shard_axis(tensor)
     (dim,) = (placement.dim for placement in tensor.placements if isinstance(placement, Shard))
+    # On a mesh with two dimensions (HSDP), the other one holds the copies.
     replica = 0 if mesh.ndim == 1 else mesh.get_local_rank(1 - axis)
     return Cut(dim, mesh.get_local_rank(axis), mesh.size(axis), replica)
 

@@ -228,6 +228,7 @@ def defer_gradients(
     """
     learning = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
     made = {id(weight): make(weight) for weight in learning}
+    # Added to the weights that enclosing blocks defer.
     token = _deferred.set({**_deferred.get(), **made})
     try:
         yield made.values()
@@ -324,9 +325,7 @@ def is_deferred(weight: Tensor) -> bool:
 def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> Callable[..., Tensor]:
     """Wrap ``linear_with_grad_accumulation_and_async_allreduce``: defer weight gradients where requested.
 
-    Megatron's own code handles layers that defer gradients themselves or compute in another dtype. It also
-    handles layers with communication, unless gradients are queued. Several features list this patch; the
-    engine applies it once.
+    Several features list this patch; the engine applies it once.
     """
 
     def linear(
@@ -340,6 +339,8 @@ def defer_in_linear(original: Callable[..., Tensor], context: Context[Any]) -> C
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        # Megatron's own code serves layers that communicate, unless gradients are queued, and layers that
+        # defer gradients themselves or compute in another dtype.
         alone = not (allreduce_dgrad or sequence_parallel) or _queue.get() is not None
         plain = (
             alone
@@ -461,6 +462,7 @@ class _Linear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         ranks = ctx.ranks
         grad_rows = ranks.reduce(grad_output.matmul(weight)) if ctx.needs_input_grad[0] else None
+        # [tokens, out]
         flat, dtype = grad_output.reshape(-1, grad_output.size(-1)).contiguous(), rows.dtype
         grad_bias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
         parameter, main_grad, fusion, megatron = ctx.deferred.weight, ctx.main_grad, ctx.fusion, ctx.megatron
