@@ -163,11 +163,7 @@ class Algorithms:
 
 
 def _named(algorithm: str) -> str:
-    """Return Megatron's or the registered name for a value of ``--context-parallel-algo``.
-
-    Raises:
-        SettingsError: the value is unknown.
-    """
+    """Return Megatron's or the registered name for a value of ``--context-parallel-algo``."""
     if algorithm in _registered:
         return algorithm
     if algorithm not in COMM_TYPES:
@@ -186,11 +182,7 @@ def _canonical(comm_type: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _degree(settings: Any) -> int | None:
-    """Return the degree from either flag.
-
-    Raises:
-        SettingsError: the flags differ.
-    """
+    """Return the degree from either flag; raise if they differ."""
     degree: int | None = getattr(settings, ULYSSES_DEGREE.dest, None)
     sizes = getattr(settings, HIERARCHICAL_SIZES.dest, None)
     if not sizes:

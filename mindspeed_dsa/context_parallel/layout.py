@@ -146,10 +146,8 @@ def _counted_rows(padding: Padding, rank: int, before: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _plan_of_roll(layout: Layout, length: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows to send, the rows with their successor on another rank, and the successors' places.
-
-    A place is an index into the sent rows of all ranks, equally many per rank, with one zero row appended.
-    """
+    """Return the rows to send, the rows with their successor on another rank, and the successors' places."""
+    # A place indexes the sent rows of all ranks, equally many per rank, with one zero row appended.
     rows = rows_of_all(layout, length)
     # True at the first row of each run of consecutive positions.
     begins = rows != torch.nn.functional.pad(rows[:, :-1] + 1, (1, 0), value=-1)

@@ -279,12 +279,7 @@ def _assigned(layout: BalancedBlocks) -> Tensor:
 
 
 def _give_to_last_rank(dealt: Tensor, first: int) -> None:
-    """Exchange the blocks from ``first`` on for blocks of the last rank, of the same turn if possible.
-
-    Args:
-        dealt: blocks by weight, ``[turns, ranks]``; changed in place.
-        first: number of the first block that the last rank must get.
-    """
+    """Exchange blocks from number ``first`` on, in ``[turns, ranks]``, for blocks of the last rank."""
     for turn, rank in (dealt[:, :-1] >= first).nonzero().tolist():
         free = (dealt[:, -1] < first).nonzero().flatten().tolist()
         other = turn if turn in free else free[-1]
