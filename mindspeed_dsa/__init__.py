@@ -75,6 +75,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    # Later accesses find the name in the module and do not call __getattr__.
     globals()[name] = value
     return value
 

@@ -31,11 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         module, _, function = _ELSEWHERE.get(argv[0], f"{argv[0].replace('-', '_')}:run").partition(":")
         status: int = getattr(import_module(f"mindspeed_dsa.tools.cli.{module}"), function)(argv[1:])
+        # Flush here, so that a closed pipe raises inside the try block.
         sys.stdout.flush()
     except MindSpeedDSAError as error:
         say_once(str(error))
         return 2
     except BrokenPipeError:  # the reader has closed the pipe, as in `... | head`: drop the rest
+        # The interpreter flushes stdout again at exit, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status

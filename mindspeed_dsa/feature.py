@@ -66,6 +66,7 @@ class Flag:
     def same_as(self, other: Flag) -> bool:
         """Return whether two declarations describe one flag. Megatron's own flags may differ in ``help``."""
         if self.megatron and other.megatron:
+            # Several features may declare the same Megatron flag, each with its own help text.
             return replace(self, help="") == replace(other, help="")
         return self == other
 
@@ -201,6 +202,7 @@ class Feature:
     def is_active(self, settings: Any) -> bool:
         """Return whether these settings switch the feature on."""
         if self.active is not None:
+            # Flags that only parametrize the feature do not switch it on.
             return self.active(settings)
         return bool(self.flags) and _switch_is_on(self.flags[0].dest)(settings)
 
@@ -263,6 +265,7 @@ class Context(Generic[Options]):
     options: Options
     megatron: Megatron
     log: Log
+    # A list, because attributes of a frozen dataclass cannot be assigned later.
     _states: list[tuple[Any, Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def state(self, factory: Callable[[Context[Options]], State]) -> State:

@@ -65,6 +65,7 @@ class RankFilter(logging.Filter):
         once = getattr(record, "once", False)
         if not once:
             return True
+        # once=True identifies the record by its text, any other value by that value.
         key = (record.name, record.getMessage() if once is True else once)
         if key in _already:
             return False
@@ -105,6 +106,7 @@ def _is_first_of_stage(megatron_root: str) -> bool:
     state = sys.modules.get(f"{megatron_root}.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return bool(distributed.get_rank() == 0)
+    # The rank with tensor, context and data parallel rank 0 logs for its stage.
     replica = state.get_data_parallel_rank(with_context_parallel=True)
     return bool(replica == 0 and state.get_tensor_model_parallel_rank() == 0)
 

@@ -35,6 +35,7 @@ def _accept(command: list[str]) -> bool:
 try:
     arguments = sys.argv[1:]
     accepted = [ACCEPT_MINDSPEED.name] if _accept(arguments) else []
+    # The job's own parser must see the translated command line.
     sys.argv[1:] = arguments
     session.enable_from_argv([*accepted, *arguments])
     if (running := session.current()) is not None:

@@ -81,6 +81,7 @@ def by_kind() -> dict[str, tuple[Feature, ...]]:
     here = Path(__file__).parent
     kinds: dict[str, tuple[Feature, ...]] = {}
     for kind in KINDS:
+        # A feature is found by its file, so no list has to be kept up to date.
         files = (here / kind).rglob("feature.py")
         modules = sorted(".".join(file.relative_to(here).with_suffix("").parts) for file in files)
         kinds[kind] = tuple(feature for module in modules for feature in declared_in(f"{__name__}.{module}"))

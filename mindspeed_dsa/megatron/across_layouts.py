@@ -116,6 +116,7 @@ def _filled(part: Any, own: State, saved: Sequence[State], keys: Sequence[str]) 
     for here, parameters in zip(wanted, read, strict=True):
         group = {**_like(here, groups, keys), **parameters}
         # The saved group may be the other optimizer's, so keep this group's expert flag.
+        # The group keeps its own kind: the saved group may be the other optimizer's.
         if _EXPERTS in here:
             group[_EXPERTS] = here[_EXPERTS]
         if steps is not None:
@@ -157,6 +158,7 @@ def _like(here: State, groups: Sequence[State], keys: Sequence[str]) -> State:
             "multipliers; load it with the flags that it was saved with, or add --no-load-optim to load "
             "the weights alone"
         )
+    # True sorts after False.
     return max(candidates, key=lambda group: group.get(_EXPERTS) == here.get(_EXPERTS))
 
 

@@ -36,6 +36,7 @@ class Batches:
     @property
     def microbatches(self) -> int:
         """Number of microbatches of the smallest batch on each data parallel rank."""
+        # 256 samples, 2 per microbatch, 16 replicas: 8 microbatches.
         return self.least // (self.micro * self.replicas)
 
     @property
@@ -69,6 +70,7 @@ def of_training(args: Any) -> Batches | None:
             entries = entries_of(schedule)
         except ValueError:  # Megatron reports it
             return None
+        # "0:512 10B:1024" has the sizes 512 and 1024.
         sizes = [size for _, size in entries]
         return Batches(min(sizes), max(sizes), micro, replicas, SCHEDULE, entries=entries)
     if not whole:

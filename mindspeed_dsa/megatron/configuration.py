@@ -52,6 +52,7 @@ class _Together:
         self._configurations = configurations
 
     def __getattr__(self, name: str) -> Any:
+        # Called only for attributes that this object lacks.
         for configuration in self._configurations:
             if hasattr(configuration, name):
                 return getattr(configuration, name)

@@ -102,6 +102,7 @@ class _Watched:
                 self.learns = True
                 hook.remove()  # the answer is known, so inner modules need not be checked
 
+        # A global hook, because the function is opaque: its modules are known only when they are called.
         hook = register_module_forward_pre_hook(look)
         try:
             return self._function(*args, **kwargs)

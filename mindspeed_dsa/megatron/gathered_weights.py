@@ -82,6 +82,7 @@ def running() -> tuple[ref[Any], ...]:
 @contextlib.contextmanager
 def there(modules: Sequence[ref[Any]]) -> Iterator[None]:
     """Gather the weights of modules, outermost first, for the recomputation of one part of a forward."""
+    # With this flag FSDP2 does not prefetch the modules that would follow in a full forward.
     token = _apart.set(True)
     try:
         with contextlib.ExitStack() as stack:

@@ -33,6 +33,7 @@ def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Calla
         share: dict[str, Tensor] = {}
         result = original(*args, **{**kwargs, "total_loss_dict": share})
         for name, loss in share.items():
+            # The same sum that the original would have computed.
             total[name] = total[name] + loss if name in total else loss
         if _NAME in share:
             _kept[context.megatron] = share[_NAME]

@@ -80,6 +80,7 @@ def norm_of(module: Any, megatron: Megatron) -> Norm | None:
 def linear_of(module: Any, megatron: Megatron) -> Linear | None:
     """Return the linear layer of a module for use in a compiled graph, or ``None`` if it must be called."""
     weight = getattr(module, "weight", None)
+    # DTensors and quantised weights have other types.
     if type(weight) is not torch.nn.Parameter or _has_hooks(module) or _is_held(weight):
         return None
     if getattr(module, "bias", None) is not None:
@@ -89,10 +90,12 @@ def linear_of(module: Any, megatron: Megatron) -> Linear | None:
         return Linear(weight, NO_NORM)
     _, by_column, by_row = _classes(megatron)
     if type(module) is by_row:
+        # Fewer columns than input_size: the weight is one rank's shard.
         return Linear(weight, NO_NORM) if weight.size(1) == module.input_size and _is_local(module) else None
     has_norm = type(module).__dict__.get("is_norm_and_product")
     if not (has_norm or type(module) is by_column):
         return None
+    # Fewer rows than output_size: the weight is one rank's shard.
     if weight.size(0) != module.output_size or not _is_local(module):
         return None
     norm = NO_NORM

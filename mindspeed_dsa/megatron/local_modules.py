@@ -87,6 +87,7 @@ def norm_of_fused_layer(layer: Any, hidden_states: Tensor, config: Any) -> Tenso
     Returns:
         Normalised hidden states, ``[..., hidden]``.
     """
+    # zero_centered_gamma stores gamma - 1.
     weight = layer.layer_norm_weight
     if config.layernorm_zero_centered_gamma:
         weight = weight + 1
@@ -227,6 +228,7 @@ def duplicated_linear(megatron: Megatron) -> type[DuplicatedLinear]:
     """Return :class:`DuplicatedLinear` bound to this Megatron's random number generators."""
     if megatron == DuplicatedLinear.megatron:
         return DuplicatedLinear
+    # A subclass of the same name with the fork's Megatron as a class attribute.
     return type("DuplicatedLinear", (DuplicatedLinear,), {"megatron": megatron, "__module__": __name__})
 
 
@@ -252,6 +254,7 @@ def layer_norm_column_parallel_linear(megatron: Megatron) -> type:
                     f"{config.normalization!r}; set --normalization accordingly"
                 )
             like = {"device": self.weight.device, "dtype": config.params_dtype}
+            # Both start with gamma = 1.
             fill = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
             self.layer_norm_weight = Parameter(fill(input_size, **like))
             self.layer_norm_bias = (
@@ -289,6 +292,7 @@ def gate_without_transformer_engine(
         if context.megatron("core.extensions.transformer_engine").HAVE_TE:
             return original(inp, weight, *rest, **named)
         # From 0.15 on the signature has a bias before the dtype.
+        # (dtype) before 0.15, (bias, dtype) since.
         *biases, router_dtype = *rest, *named.values()
         bias = biases[0] if biases else None
         # [tokens, hidden] x [experts, hidden]^T -> [tokens, experts]; gradients return in the inputs' dtypes.

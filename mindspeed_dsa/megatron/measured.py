@@ -46,6 +46,7 @@ def timed(work: Callable[[], object], group: Any) -> float:
     platform.synchronize()
     start = time.perf_counter()
     work()
+    # Wait for the device, so that its time is measured and not only the launch.
     platform.synchronize()
     return time.perf_counter() - start
 

@@ -55,6 +55,7 @@ class Projections:
 
     def rows(self, hidden_states: Tensor) -> int:
         """Return the number of the context parallel rank's tokens; ``hidden_states`` as in :meth:`on`."""
+        # Under sequence parallelism a tensor parallel rank has 1/TP of the context parallel rank's tokens.
         is_split = self.layer.config.sequence_parallel
         return hidden_states.size(0) * (self.tensor_parallel_group().size() if is_split else 1)
 
@@ -141,6 +142,7 @@ class Projections:
         if self.documents is not None:
             angles, mscale = self.documents.angles(self.layer.rotary_pos_emb)
         else:
+            # 8 context parallel ranks with 4096 tokens each: angles for 32,768 positions.
             whole = length * self.context_parallel_group().size()
             angles, mscale = self.layer.rotary_pos_emb(whole), 1.0
             if isinstance(angles, tuple):  # YaRN
@@ -291,6 +293,7 @@ def plain_up_projection(attention: Any, who: str, instead: str) -> Tensor:
     """
     layer = attention.linear_kv_up_proj
     wait_for_weights(layer)  # the layer itself is never called
+    # An adapter or a bias would be ignored, because only `weight` is read.
     parameters = {name for name, _ in layer.named_parameters()}
     if parameters - {"weight", "layer_norm_weight", "layer_norm_bias"} or "weight" not in parameters:
         raise ValueError(
@@ -326,6 +329,7 @@ def derived_by(
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        # Inference arguments differ between releases, so any further argument counts.
         generates = any(other is not None for other in (inference_context, *args, *kwargs.values()))
         derived = derive(self, hidden_states, packed_seq_params, generates)
         if derived is not None:
@@ -359,6 +363,7 @@ class SumGradients(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A contiguous copy, because the gradient may be a slice of a larger tensor.
         gradient = gradient.clone(memory_format=contiguous_format)
         all_reduce(gradient, group=ctx.group)
         return gradient, None

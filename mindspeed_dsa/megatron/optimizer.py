@@ -194,6 +194,7 @@ class OptimizerState:
                 require(context, cls.check, config, self.ddp_config)
             # A stub optimizer is a rank's optimizer without parameters.
             if not self.is_stub_optimizer and (state := cls.built(self, context)) is not None:
+                # Several features may keep state for one optimizer.
                 vars(self).setdefault(_ATTRIBUTE, {})[context.feature] = state
 
         return __init__
@@ -363,6 +364,7 @@ def model_parameters(optimizer: Any) -> list[list[Any]]:
     # A group mixes fp32 copies of 16-bit parameters with parameters that are fp32 themselves.
     places = zip(groups, optimizer.float16_groups, optimizer.fp32_from_fp32_groups, strict=True)
     for mains, halves, wholes in places:
+        # `halves` are in the same order as the remaining main parameters.
         whole, rest = {id(parameter) for parameter in wholes}, iter(halves)
         parameters.append([main if id(main) in whole else next(rest) for main in mains])
     return parameters

@@ -118,6 +118,7 @@ class Split:
         ends = (self.first, self.last)
         if self.counted > self.layers and ends != (None, None):
             return f"{FIRST} and {LAST} exclude --account-for-embedding-in-pipeline-split and ...-loss-..."
+        # 61 layers on 8 ranks with first=4 and last=3: 54 layers on 6 middle ranks, 9 each.
         rest = self.counted - sum(count or 0 for count in ends)
         middle = self.ranks - sum(count is not None for count in ends)
         if (rest <= 0 or rest % middle) if middle else rest:
@@ -146,6 +147,7 @@ class Split:
         else:
             counts = self._counts()
             assert not isinstance(counts, str)
+            # Interleaved chunks of a rank are equal; chunk c of all ranks precedes chunk c + 1 of any rank.
             sizes = [count // self.chunks for count in counts] * self.chunks
             # Embedding and loss take a place in the split, but are no decoder layers.
             sizes[0] -= self.embedding_counts
@@ -237,6 +239,7 @@ def layout_text(sizes: Sequence[int], mtp_layers: int = 0) -> str:
 
 def nearly_even(layers: int, chunks: int, mtp_layers: int = 0) -> str:
     """Return Megatron's layout text for chunks of nearly equal size; the later chunks have one more layer."""
+    # 10 layers in 4 chunks: 2, 2, 3, 3.
     return layout_text([(layers + chunk) // chunks for chunk in range(chunks)], mtp_layers)
 
 
@@ -353,6 +356,7 @@ def _largest(split: Split) -> int:
 def _by_ends(layers: int, ranks: int, chunks: int, sharing: Sharing) -> Split | None:
     """Return the most even split that the flags of the first and last rank can express."""
     plain = Split(layers, ranks, chunks)
+    # None leaves the number to Megatron. A number must be a multiple of the rank's chunks.
     counts = (None, *range(chunks, layers, chunks))
     fitting = [
         split
@@ -380,6 +384,7 @@ def _most_even(layers: int, ranks: int, chunks: int, sharing: Sharing, mtp_layer
     """Return the most even layout in which every chunk begins with a computing layer."""
     # Dynamic programming over chunks. `best` maps the first layer of the next chunk to the best split of all
     # earlier layers: (largest chunk, sum of squares, sizes), compared in this order.
+    # Layers that may begin a chunk, and the end of the model.
     starts = [layer for layer in range(1, layers + 1) if sharing.computes(layer)] + [layers + 1]
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {1: (0, 0, ())}
     for _ in range(ranks * chunks):

@@ -57,6 +57,7 @@ class Follower:
         if step.get("forward_only", False) or not self.begins(step):
             return schedule(*args, **step)
         self.following = True
+        # noted() reaches all followers of the running step.
         token = _followers.set((*_followers.get(), self))
         try:
             result = schedule(*args, **step)
@@ -177,6 +178,7 @@ def follow_pairs(original: _Function, follower: Follower) -> _Function:
         bound = parameters.bind(*args, **kwargs).arguments
         events, pair = [], None
         if bound["f_model"] is not None and bound["b_model"] is not None:
+            # The same number marks both halves of a pair.
             pair, pairs = pairs, pairs + 1
         if bound["f_model"] is not None:
             chunk = bound.get("f_model_chunk_id") or 0

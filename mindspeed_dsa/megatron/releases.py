@@ -70,6 +70,7 @@ def _being_built(chunk: int, megatron: Megatron) -> Iterator[None]:
 def grouped_experts(megatron: Megatron) -> tuple[type, ...]:
     """Return the expert classes with stacked weights; since 0.17 only Transformer Engine's."""
     experts = megatron("core.transformer.moe.experts")
+    # Missing classes are skipped: since 0.17 there is no GroupedMLP.
     names = ("GroupedMLP", "TEGroupedMLP")
     return tuple(getattr(experts, name) for name in names if hasattr(experts, name))
 

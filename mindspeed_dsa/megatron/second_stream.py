@@ -77,16 +77,20 @@ def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: n
     """
     for module in modules:
         wait_for_all_weights(module)
+    # Created on the current stream and held until compute() has built its graph; otherwise compute() would
+    # create # them on the second stream.
     held = _accumulators(modules)
     platform = platforms.current()
     stream = second()
     ready, done = platform.new_event(), platform.new_event()
     ready.record()
+    # Wait for the current stream's work so far, but not for later work.
     stream.wait_event(ready)
     with platform.use_stream(stream):
         tensors = compute()
         done.record()
     del held  # the graph that compute() built holds the nodes now
+    # The second stream reads `states`, which the current stream allocated.
     keep_for(stream, [states])
     return Started(tensors, done)
 

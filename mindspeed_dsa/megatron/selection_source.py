@@ -343,6 +343,7 @@ def recomputing(latest: Selected | None, microbatch: Microbatch | None = None) -
         latest: selection that layers of that forward have read.
         microbatch: microbatch of that forward. Its selections are not reported a second time.
     """
+    # Without a sink: the selections were observed in the first run.
     again = None if microbatch is None or microbatch.source is None else replace(microbatch, sink=None)
     token = _current.set(Selections(latest, again))
     try:
@@ -377,6 +378,7 @@ class Carrying:
             )
         if self._has_run:
             replays = self._microbatch is not None and self._microbatch.source is not None
+            # The selection is dropped below, so a second recomputation would not find it.
             self._is_spent = replays or self._read is not None
             # Drop the references first: autograd keeps this object as long as the graph.
             with recomputing(self._read, self._microbatch):

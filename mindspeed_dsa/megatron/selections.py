@@ -85,6 +85,7 @@ class Sharing:
 
     def source(self, layer: int) -> int:
         """Return the decoder layer whose selection this layer uses: itself, or one below."""
+        # With offset 3 and frequency 4, layers 4 to 6 share layer 3's selection.
         while layer > 1 and not self.computes(layer):
             layer -= 1
         return layer

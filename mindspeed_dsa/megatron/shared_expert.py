@@ -48,6 +48,7 @@ def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.E
     """
     stack = contextlib.ExitStack()
     fc2 = getattr(layer.shared_experts, "linear_fc2", None)
+    # Closing the stack removes the hook.
     if fc2 is not None and not is_recomputed(layer):
         stack.callback(fc2.register_forward_pre_hook(between).remove)
     return stack

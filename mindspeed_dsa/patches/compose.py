@@ -146,6 +146,7 @@ def clone(function: Any, what: str) -> FunctionType:
             f"{what} is a {type(function).__name__}, but must be a plain Python function "
             "(proxies and callable objects break torch.compile, deepcopy and pickle)"
         )
+    # The copy below shares the code object, so is_patch() recognises it by its code.
     _codes[id(function.__code__)] = function.__code__
     _homes.add(function.__globals__.get("__name__", ""))
     copy = FunctionType(
@@ -213,6 +214,7 @@ def parts(composed: Any, original: Any) -> Iterator[Any]:
     are not part of the patch.
     """
     outermost = underlying(composed)
+    # Modules that define the decorators. Instances of their classes belong to the patch.
     homes = set()
     seen = {id(original)}
     stack: list[Any] = [composed, outermost]

@@ -16,6 +16,7 @@ def group(claims: Iterable[Claim]) -> list[Site]:
     for claim in claims:
         sites.setdefault((claim.patch.target, claim.patch.key), []).append(claim)
     for shared in sites.values():
+        # False sorts before True: replacements and values, then wrappers by priority and feature order.
         shared.sort(key=lambda claim: (claim.patch.kind == "wrap", claim.patch.priority, claim.order))
     return [Site(shared) for shared in sites.values()]
 
@@ -55,6 +56,7 @@ def places_of(site: Site) -> list[tuple[str, int, Any]]:
     moved = site.moved()
     if moved is not None and isinstance(site.owner, ModuleType):
         claims.append(("object", id(moved[0]), None))
+        # Another target may be a name that already holds this patch.
         if site.traceable:
             claims.append(("object", id(moved[1]), None))
     return claims

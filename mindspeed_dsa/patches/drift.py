@@ -129,6 +129,7 @@ class Checker:
         for item in result.found:
             names, takes_any = self._parameters(item)
             has_var_keyword |= takes_any
+            # If one alternative's parameters are unknown, so is the union.
             params = None if params is None or names is None else [*params, *names]
         nodes = [item.node for item in result.found if item.node is not None]
         if patch.kind == "entry" and not in_namespace:
@@ -156,6 +157,7 @@ class Checker:
 
         Wheels up to 0.16 do not contain ``megatron.training``; patches of it are skipped there.
         """
+        # `megatron.training` for megatron.training.arguments: some wheels lack the whole subpackage.
         package = ".".join(patch.module.split(".")[:2])
         if self._package(patch) != self.root or not self.tree.holds(package):
             return []
@@ -177,6 +179,7 @@ class Checker:
         if not facts.fingerprint or not releases:
             return []
         release = _recorded(self.version, releases)
+        # A version without a record may have the code of any recorded release.
         known = [releases[release]] if release else list(releases.values())
         if facts.fingerprint in known:
             return []

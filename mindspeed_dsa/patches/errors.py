@@ -62,7 +62,10 @@ def say_once(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
         if "LOCAL_RANK" in os.environ:
             with contextlib.suppress(OSError):
+                # The temporary folder is shared by all users: do not follow a link that someone else put
+                # there.
                 file = os.open(spoken, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+                # An earlier job with the same identifiers may have left the file; make it recent.
                 os.utime(file)
                 os.close(file)
         return

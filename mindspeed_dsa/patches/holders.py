@@ -105,6 +105,7 @@ def function_name(function: FunctionType) -> str:
 
 def _search(suspects: list[Any], ours: list[Any]) -> list[StaleReference]:
     """Follow references backwards from all suspects at once, until a holder has a name."""
+    # Copy, because an import in another thread changes sys.modules.
     loaded = tuple(sys.modules.items())
     modules = {id(names): name for name, module in loaded if (names := hooks.namespace(module)) is not None}
     bookkeeping = [suspects, ours, *ours]
@@ -114,6 +115,7 @@ def _search(suspects: list[Any], ours: list[Any]) -> list[StaleReference]:
         paths = _one_level(paths[:_WIDTH], modules, bookkeeping, references)
         if not paths:
             break
+    # Paths without a named holder after _DEPTH steps.
     for path in paths:
         name = f"a {type(path[-1]).__qualname__}, deep inside other containers"
         references.setdefault((id(path[0]), name), StaleReference(path[0], name))
@@ -129,6 +131,7 @@ def _one_level(
     """Extend all paths by one holder, and add paths that reach a named holder to ``found``."""
     by_end: dict[int, list[_Path]] = {}
     for path in paths:
+        # Several originals can share a holder; query its referrers only once.
         by_end.setdefault(id(path[-1]), []).append(path)
     # A tuple is passed on as is, so it can be ignored below. Python 3.13 reports call arguments as referrers.
     ends = tuple(group[0][-1] for group in by_end.values())

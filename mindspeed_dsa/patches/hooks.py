@@ -78,6 +78,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
             notify(module)
 
     wrapt.register_post_import_hook(hook, name)
+    # No thread has id 0. Calls from now on come after an import, when the module is complete.
     registering = 0
     return callbacks.clear
 
@@ -101,6 +102,7 @@ def namespaces(since: str | None = None) -> Iterator[dict[str, Any]]:
         since: name of a module that has just been executed. Modules that were complete before its execution
             began precede it in ``sys.modules`` and cannot have imported its names, so they are skipped.
     """
+    # sys.modules is in the order in which imports began.
     started = since is None
     for name, module in sys.modules.copy().items():
         started = started or name == since

@@ -177,6 +177,7 @@ class PatchManager:
             mine = [site for site in sites if site.state == "pending" and id(site) not in self._busy]
             self._busy.update(map(id, mine))
         try:
+            # Without the lock, because implementations are imported here.
             ready = self._prepare(mine)
             with self._lock:
                 # After a failure nothing more is changed: finalize() will reject the whole plan.
@@ -271,6 +272,7 @@ class PatchManager:
             self._refresh()
             refused = [(site, site.reason) for site in self._in_state("foreign") if site.lost]
             applied = self._in_state("applied")
+            # Modules that were imported since then may have bound the originals to their own names.
             self._rebind(applied)
             holding = [*self._sites, *self._outlived, *stale.holding_on_purpose(self._touched())]
             stale.note_holders([site for site in applied if thorough or not site.stale_is_harmless], holding)
@@ -338,6 +340,7 @@ class PatchManager:
         return [s for s in (*self._outlived, *self._sites) if s.state in ("applied", "foreign")]
 
     def _restore(self, sites: list[Site]) -> None:
+        # Last installed first: the patch of an inherited method wraps the patch of its base class.
         for site in reversed(sites):
             try:
                 site.restore()

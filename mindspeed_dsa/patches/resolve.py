@@ -98,6 +98,7 @@ class Resolver:
         inner = Resolution([Found(submodule, "", None)]) if submodule is not None else None
         if (module.name, name) in seen:  # `from package import submodule` inside that package
             return inner or Resolution(missing=f"{module.name} imports {name} in a circle")
+        # A new set per path: alternatives may visit the same name.
         seen = seen | {(module.name, name)}
         scope = module.scope
         if scope is None:
@@ -189,6 +190,7 @@ class Resolver:
             result.merge(self._class_binding(item, name, binding, seen))
         if result.found:
             return result.settled()
+        # The decorator generates both, so the class itself is the definition.
         if name in ("__init__", "__dataclass_fields__") and _is_dataclass(item.node):
             return Resolution([item])
         result.missing = f"class {item.qualname} of {item.module.name} has no {name}{_hint(name, scope)}"
@@ -222,6 +224,8 @@ class Resolver:
 def _absolute(module: ModuleSource, imported: Imported) -> str:
     if not imported.level:
         return imported.module
+    # `from .c import x`: in the package a.b it means a.b.c, in the module a.b.d also a.b.c. So a module
+    # drops one # name more than a package.
     drop = imported.level - (1 if module.is_package else 0)
     package = module.name.rsplit(".", drop)[0] if drop else module.name
     return f"{package}.{imported.module}" if imported.module else package

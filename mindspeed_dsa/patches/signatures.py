@@ -56,6 +56,7 @@ def misfits(original: Callable[..., Any], replacement: Callable[..., Any], metho
     if old is None or new is None:
         return []
     if method:
+        # Python passes the instance or class by position, whatever the parameter is called.
         old, new = old[1:], _without_first(new)
     return [*_not_accepted(old, new), *_newly_demanded(old, new)]
 

@@ -137,6 +137,7 @@ class Site:
         if not hasattr(owner, "__dict__"):
             return f"{self.label} is in a {type(owner).__name__}, which has no dictionary to hold a patch"
         self.original = vars(owner).get(name, ABSENT)
+        # A property of the module's class, which an assignment to the module would not replace.
         if isinstance(owner, ModuleType) and self.original is ABSENT and hasattr(type(owner), name):
             return f"{self.label} is an attribute of the type of the module; patch {type(owner)!r}"
         wanted = {param for claim in self.claims for param in claim.patch.params}
@@ -193,6 +194,7 @@ class Site:
                 self._require_fit(replacement)
             self.installed = compose.compose(self.raw, replacement, [*wrappers.values()], self._place())
         elif is_a(replacement, FunctionType) and self.patch.kind == "value":
+            # A copy is unique to this site, so that names bound to it can be restored.
             copy = compose.clone(replacement, "the value")
             self.installed = compose.put_at(copy, self.patch.module, ".".join(self.patch.path))
         else:
@@ -247,6 +249,7 @@ class Site:
             PatchDeclarationError: the owner accepted the assignment but did not keep it.
         """
         self._put(self.installed)
+        # A metaclass or a custom __setattr__ may redirect or drop the assignment.
         if self.present() is not self.installed:
             raise PatchDeclarationError(f"{type(self.owner).__name__} does not keep what is assigned to it")
         self.state, self.reason = "applied", ""

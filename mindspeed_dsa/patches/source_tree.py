@@ -96,6 +96,7 @@ def _collect(body: Sequence[ast.stmt], scope: Scope, conditional: bool) -> None:
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             _collect(node.body, scope, conditional)
         else:
+            # if, try, for, while, match: the block may not run.
             for block in _branches(node):
                 _collect(block, scope, conditional=True)
 
@@ -262,6 +263,7 @@ class SourceTree:
             return None
         is_package = spec.submodule_search_locations is not None
         if not spec.has_location or spec.origin is None:
+            # A namespace package has no file and binds no names; a compiled module has unknown names.
             return ModuleSource(name, name, "" if is_package else None, is_package)
         text = None
         if spec.origin.endswith(".py"):

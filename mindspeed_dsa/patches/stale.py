@@ -97,6 +97,7 @@ def _held_elsewhere(sites: Sequence[Site]) -> list[Any]:
     traceable = list({id(patch): patch for patch in (_patch(s) for s in sites if s.traceable)}.values())
     patches = [patch for patch in traceable if patch is not None]
     traceable.clear()  # references from this list would count as foreign
+    # A method's descriptor also holds its function, so count it among the engine's own objects.
     functions = {*map(id, patches)}
     methods = {id(site.installed): site.installed for site in sites if id(site.installed) not in functions}
     return holders.held_by_others(patches, [*sites, *methods.values(), patches])

@@ -102,6 +102,7 @@ def private(path: str, who: str) -> Any:
 def version_in_source(text: str) -> str | None:
     """Return the version that a ``package_info.py`` declares with MAJOR, MINOR, PATCH and PRE_RELEASE."""
     values: dict[str, object] = {}
+    # Parsed rather than imported, because importing the file would import its packages.
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             try:

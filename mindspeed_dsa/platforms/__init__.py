@@ -114,6 +114,7 @@ def current() -> Platform:
     return _current if _current is not None else get(detect())
 
 
+# The pool cannot import this package, which imports the pool.
 host_pool.pin_with(current)
 
 

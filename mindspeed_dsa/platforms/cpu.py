@@ -179,6 +179,7 @@ class CpuPlatform(Platform):
 
         shape = torch.Size([size] if isinstance(size, int) else size)
         nbytes = shape.numel() * dtype.itemsize
+        # mmap cannot map 0 bytes.
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         # MAP_PRIVATE: a process forked to write a checkpoint keeps the pages as they were at the fork.

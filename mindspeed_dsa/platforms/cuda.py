@@ -88,8 +88,10 @@ class CudaPlatform(Platform):
         """Return system pages pinned by the CUDA runtime, or torch's pinned memory if it cannot pin them."""
         import torch
 
+        # A size may be a number, as for torch.empty.
         shape = torch.Size([size] if isinstance(size, int) else size)
         nbytes = shape.numel() * dtype.itemsize
+        # mmap cannot map 0 bytes.
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         pages = RegisteredPages(-1, nbytes)
@@ -167,5 +169,6 @@ class RegisteredPages(mmap.mmap):
     # __del__ rather than weakref.finalize: a weak reference's callback runs after the pages are unmapped.
     def __del__(self) -> None:
         if self._runtime is not None and not sys.is_finalizing():
+            # No copy may still use the pages when they are unpinned.
             self._synchronize()
             self._runtime.cudaHostUnregister(self._address)

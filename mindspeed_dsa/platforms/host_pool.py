@@ -203,6 +203,7 @@ class HostPool:
         """
         buffer = self.take(nbytes, exact=True)
         address = buffer.tensor.untyped_storage().data_ptr()
+        # Refers to the address and size only: a reference to the buffer would keep it alive.
         weakref.finalize(owner, self._forget, address, _pinned(buffer.tensor))
         return buffer.tensor
 
@@ -228,6 +229,7 @@ class HostPool:
 
     def _take_back(self, whole: torch.Tensor, after: Event | None) -> None:
         with self._lock:
+            # Buffers with a copy in flight wait in _pending until a later call finds their event done.
             if after is None or after.query():
                 self._keep(whole)
             else:
@@ -248,6 +250,7 @@ class HostPool:
                 self._pending.append((whole, after))
 
     def _keep(self, whole: torch.Tensor) -> None:
+        # One byte per element, so numel() is the size class.
         self._kept[whole.numel()].append(whole)
         self._in_use -= _pinned(whole)
 
@@ -337,6 +340,7 @@ def require_host_memory(nbytes: int, who: str, remedy: str, processes: int | Non
     needs = f"{who}: needs {nbytes / 2**30:.2f} GiB of pinned host memory in this process"
     if nbytes > free:
         raise SettingsError(f"{needs}, but the host has {free / 2**30:.2f} GiB free; {remedy}")
+    # Assume that every process of the host holds, and needs, as much as this one.
     together = processes * (shared.figures().held + nbytes)
     free = max(free, _free_at_start)
     if processes > 1 and together > free:

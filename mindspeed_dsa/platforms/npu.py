@@ -54,9 +54,12 @@ class NpuPlatform(CudaPlatform):
         """
         if not _torch_npu().npu.is_available():
             raise SettingsError(f"platform npu: torch_npu is there but sees no NPU; {_CANN}")
+        # Without it torch.cuda.get_device_capability() returns None, whose first number torch 2.13 and
+        # Megatron-LM read.
         os.environ.setdefault(_CAPABILITY.name, _CAPABILITY.recommended)
         import_module("torch_npu.contrib.transfer_to_npu")
         # torch_npu 2.9 leaves torch.cuda.default_generators empty; Megatron sets random states through it.
+        # _lazy_call defers this until the device is initialised.
         self._module._lazy_call(self._share_generators)
 
     def _share_generators(self) -> None:

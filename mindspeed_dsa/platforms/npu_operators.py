@@ -205,6 +205,7 @@ def _in_all(field: str) -> tuple[int, ...]:
     return tuple(size for size in first if all(size in other for other in others))
 
 
+# The intersection of all limits, so that it is safe on every known product.
 UNKNOWN = Product(
     "unknown product",
     (),

@@ -72,6 +72,8 @@ def release_of(torch_npu: str) -> Release | None:
     A wheel whose version is between two releases is a patch of the older one.
     """
     number = _version(torch_npu)
+    # Newest first. 2.7.1.post5 is older than 26.1.0's 2.7.1.post8 and newer than 26.0.0's 2.7.1.post4, so
+    # it belongs # to 26.0.0.
     for release in reversed(RELEASES):
         first = release.wheel(torch_npu)
         if first is not None and number is not None and number >= Version(first):
@@ -116,6 +118,7 @@ def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) ->
     number = _release(torch_npu)
     if number is None or torch_npu is None:
         return
+    # 2.7.1.post2 is for torch 2.7.1: the first three numbers must be equal.
     if torch is not None and _release(torch) not in (None, number):
         what = f"it was built for another torch than {torch}, whose C++ interfaces differ"
         yield Finding("error", f"torch_npu {torch_npu}", what, _advice(torch, cann))
@@ -125,6 +128,7 @@ def disagreements(torch: str | None, torch_npu: str | None, cann: str | None) ->
     release, listed = release_of(torch_npu), [each for _, canns in _TOGETHER for each in canns]
     if release is None:
         newest = max(RELEASES[-1].torch_npu, key=Version)
+        # A torch newer than the tables cover, with a CANN that they cover.
         if number > Version(newest).release and series in listed:
             what = f"the vendor's table pairs CANN {cann} with older ones; the newest of it is {newest}"
             yield Finding("warning", f"torch_npu {torch_npu}", what, _advice(torch, cann))
@@ -142,6 +146,7 @@ def _advice(torch: str | None, cann: str | None) -> str:
     series = None if cann is None else _series(cann)
     release = next((each for each in RELEASES if series == _series(each.cann)), None)
     if release is None:
+        # No release was published with this CANN: take the newest that is compatible with it.
         for releases, canns in _TOGETHER:
             release = releases[-1] if series in canns else release
     own = ".".join(map(str, _release(torch) or ()))

@@ -91,6 +91,7 @@ def enabled(**switches: Any) -> Iterator[None]:
         with _lock:
             disable()
             if was_on:
+                # The restored session may also have been waiting for a required feature.
                 _start(api, argv, complete=False)
 
 
@@ -154,8 +155,10 @@ def resolve(
     for feature in all_features:
         if ask(feature, feature.is_active, resolved):
             active.append(feature)
+            # The `active` rules of later features may depend on earlier features.
             resolved.features_on = (*resolved.features_on, feature.name)
     problems = checks.problems(active, resolved)
+    # Later code may still switch a required feature on, unless everything is known.
     problems += checks.missing_features(active, resolved) if complete else []
     if problems:
         raise SettingsError(listed("features cannot be switched on:", problems))
@@ -171,6 +174,7 @@ def _platform(requested: str) -> str:
 
 def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -> None:
     global _current, _api, _argv, _fork, _watch
+    # Keep the first answer: the job uses this Megatron for good.
     _fork = _fork or forks.imported()
     resolved, active = resolve(api, argv, complete)  # raises before the old session is changed
     if (problem := beside.refusal(bool(active), resolved)) is not None:
@@ -185,6 +189,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -
         started.arm()
     except Exception:
         if previous is not None:
+            # The previous session's patches were undone above; arm them again.
             _current = Session(previous.settings, previous.features)
             _current.follow(previous)
             _current.arm()

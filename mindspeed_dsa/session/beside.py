@@ -205,6 +205,7 @@ def _exists(package: str) -> bool:
     """Return whether a package can be imported. A folder without ``__init__.py`` does not count."""
     with contextlib.suppress(ImportError, ValueError):
         spec = find_spec(package)
+        # A namespace package has no origin.
         return spec is not None and spec.origin is not None
     return False
 
@@ -220,6 +221,7 @@ def imported_by(script: str) -> dict[Patcher, list[str]]:
         tree = ast.parse(Path(script).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return statements
+    # Walks the whole tree, because imports may be inside functions or conditions.
     for node in ast.walk(tree):
         for module in _imports(node):
             if (patcher := _of(module)) is not None:

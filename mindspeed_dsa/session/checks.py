@@ -108,6 +108,7 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
             if said is not None and outside and not told and wanted != said.value:
                 yield _told_apart(flag, wanted, said)
             continue
+        # Our flag is in the arguments with another value: this session has read a different command line.
         if not flag.megatron:
             if wanted != flag.unset and wanted != getattr(armed, flag.dest):
                 yield _told_apart(flag, wanted, armed.setting(flag.dest))
@@ -118,6 +119,7 @@ def unheard(args: Any, armed: Settings, told: bool = False) -> Iterator[str]:
         if not hasattr(args, flag.dest):
             if setting.source == "environment":  # the API may set a value that the job has hard-coded
                 yield without_effect(flag, setting)
+        # Megatron would use the arguments' value and ignore the variable or the API.
         elif not told and _plain(wanted) != _plain(setting.value):
             yield _told_apart(flag, wanted, setting)
 
@@ -182,9 +184,10 @@ def with_own_switches(args: Any, armed: Settings) -> Any:
 
     A field of the model's configuration that the settings leave open keeps the arguments' value.
     """
-    chosen = armed.chosen()
+    explicit = armed.chosen()
+    # The settings override the arguments, except for configuration fields that they leave open.
     own = [*GENERAL_FLAGS, *(flag for flag in features.all_flags() if not flag.megatron)]
-    said = [flag for flag in own if not flag.field or flag.dest in chosen or not hasattr(args, flag.dest)]
+    said = [flag for flag in own if not flag.field or flag.dest in explicit or not hasattr(args, flag.dest)]
     return _Overruled(args, {flag.dest: getattr(armed, flag.dest) for flag in said})
 
 

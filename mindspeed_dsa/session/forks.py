@@ -55,6 +55,7 @@ class Watch:
 
 
 def _may_be_core(name: str) -> bool:
+    # Exactly one dot: corp_megatron.core, but not corp.megatron.core.
     return name.endswith(_CORE) and name.count(".") == 1 and name != f"megatron{_CORE}"
 
 

@@ -104,6 +104,7 @@ def dump(records: Records) -> str:
     """Format as JSON, with one line for each group of releases that have the same facts about a target."""
     targets = []
     for target, by_release in sorted(records.facts.items()):
+        # Facts are hashable, so releases with equal facts fall into one group.
         groups: dict[TargetFacts, list[str]] = {}
         for release in _in_order(by_release):
             groups.setdefault(by_release[release], []).append(release)

@@ -85,6 +85,7 @@ class Session:
             for order, feature in enumerate(self.features)
             for patch in feature.patches_for(self.settings)
         ]
+        # Services come last in the order, so their wrappers are outermost at equal priority.
         self._manager.plan([*claims, *self._services()])
         self._manager.check()
         self._manager.arm()
@@ -133,6 +134,7 @@ class Session:
             raise
         for feature in self.features:
             if feature.on_finalize:
+                # Only after every patch is verified: hooks may rely on all of them.
                 load(feature.on_finalize)(self.contexts[feature.name])
         self._finalized = True
         folder = report_dir or self.settings.mindspeed_report_dir or self.log_folder
@@ -228,6 +230,7 @@ class Session:
         problem = beside.refusal(bool(self.features), self.settings)
         if problem is not None:  # report it now, before process groups are created
             raise SettingsError(problem)
+        # Compare before features rewrite the arguments.
         unheard = list(checks.unheard(args, self.settings, self._told))
         self.rewrite(args)
         self.arguments = args
@@ -268,6 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for feature in features.all_features():
         settings.add_flags(parser, f"mindspeed_dsa: {feature.name}", feature.flags)
     all_flags = features.all_flags()
+    # argparse calls self.error(), so an instance attribute overrides the method.
     plain_error = parser.error
 
     def error(message: str) -> NoReturn:

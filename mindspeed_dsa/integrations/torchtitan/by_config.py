@@ -113,6 +113,7 @@ class SparseAttention(LatentAttention):
                 'training.global_batch_size times training.seq_len; or "loss_coeff": 0 for an indexer that '
                 "is not trained. Converters in model_registry(converters=[...]) need neither"
             )
+        # The tensor parallel group is set in parallelize().
         self._core = Attention(config.options, config.rows or 1, None)
 
     def parallelize(self, parallel_dims: Any) -> None:
@@ -135,6 +136,7 @@ class SparseAttention(LatentAttention):
         placed = query
         latent, key_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         query = query.unflatten(-1, (-1, self.qk_head_dim))
+        # [batch, rows, heads, nope + rope]; the rotary part comes last.
         query_nope, query_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         query_rope, key_rope = self.rope(query_rope, key_rope.unsqueeze(-2), positions)
         query = torch.cat([query_nope, query_rope], dim=-1)
@@ -424,6 +426,7 @@ def convert_in_place(model: Any, names: Iterable[str], rows_per_step: int | None
     """
     for converter in build(names, **options):
         built = converter.build()
+        # An override does not get the trainer's configuration, so the tokens of a step are an argument.
         if isinstance(built, Sparse):
             built.replace(model, rows_per_step)
         else:

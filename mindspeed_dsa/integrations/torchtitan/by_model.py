@@ -250,6 +250,7 @@ class Sparse(Converter):
             training.seq_len,
             dims.dp_replicate * dims.dp_shard,
         )
+        # The core needs only the group; the indexer is distributed over the mesh.
         mesh = dims.get_mesh("tp") if dims.tp_enabled else None
         # Change the class in place: the module keeps its parameters and its name in the model.
         module.__class__ = SparseAttention

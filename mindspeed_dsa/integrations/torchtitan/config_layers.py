@@ -92,6 +92,7 @@ class PermutingExchange(AllToAllTokenDispatcher):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         rows, counts, exchanged = super().dispatch(*args, **kwargs)
+        # dispatch() of the base class has just called _local_reorder(), which stored it.
         routed, self._routed = self._routed, None
         assert routed is not None
         return rows, counts, RoutedMetadata(routed=routed, exchanged=exchanged)

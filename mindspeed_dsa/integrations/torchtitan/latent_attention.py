@@ -158,6 +158,8 @@ class Attention(NamedTuple):
             "tp_group": self.tensor,
             "backend": options.backend,
         }
+        # Width of a key and value per head, by head and absorbed. DeepSeek-V3.2: 128 + 64 + 128 = 320 by
+        # head, # 512 + 64 + 512 = 1088 absorbed.
         keys, widths = latent.shape[1], (nope + rope + value_dim, rank + rope + rank)
         if is_faster_by_head(query.device, keys, options.topk, heads, widths, options.backend):
             both = F.linear(latent, up.flatten(0, 1)).unflatten(-1, (heads, -1))
@@ -167,6 +169,7 @@ class Attention(NamedTuple):
             out = result.out
         else:
             up_key, up_value = up.split([nope, value_dim], dim=1)
+            # Move the key's up-projection to the query: q (U c) = (q U) c.
             absorbed = torch.einsum("blhd,hdr->blhr", query[..., :nope], up_key)
             result = deepseek_sparse_attention(
                 torch.cat([absorbed, query[..., nope:]], dim=-1),
@@ -176,6 +179,7 @@ class Attention(NamedTuple):
                 value_dim=rank,
                 **common,
             )
+            # The output is a mixture of latents. Project it to each head's values.
             out = torch.einsum("blhr,hvr->blhv", result.out, up_value)
         out = out.flatten(2)
         # The operator returns a sum over tokens. The gradient uses the mean over a whole step's tokens.

@@ -43,7 +43,9 @@ def multiply_up_to(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: ``[groups]`` int, ascending, one past each group's last row. Rows after the last end belong to
             the last group.
     """
+    # Extend the last group to the end, so that counts add up to len(rows).
     ends = torch.cat([ends[:-1], ends.new_full((1,), len(rows))])
+    # Ends [3, 3, 5] are counts [3, 0, 2].
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     if weight.stride(1) < weight.stride(2):  # transposed view of a linear layer's weight
         return grouped_matmul(rows, weight.transpose(1, 2), counts, layout="nk")
@@ -73,9 +75,10 @@ def route(tokens: Tensor, expert_ids: Tensor, scores: Tensor, experts: int) -> R
         experts: number of experts.
     """
     count, topk = expert_ids.shape
-    chosen = torch.zeros(count, experts, dtype=torch.bool, device=tokens.device).scatter(1, expert_ids, True)
+    routing = torch.zeros(count, experts, dtype=torch.bool, device=tokens.device).scatter(1, expert_ids, True)
+    # topk scores per token as a sparse [tokens, experts] matrix.
     spread = scores.new_zeros(count, experts).scatter(1, expert_ids, scores)
-    permuted = permute(tokens, chosen, spread, rows=count * topk, topk=topk)
+    permuted = permute(tokens, routing, spread, rows=count * topk, topk=topk)
     assert permuted.probs is not None
     return Routed(permuted.tokens, permuted.row_map, spread, permuted.probs)
 

@@ -71,6 +71,7 @@ def family_of(model: nn.Module) -> tuple[Any, Family]:
         raise ValueError(
             f"{_WHO}: {type(model).__name__} has no model of transformers in it; give it one of {served}"
         )
+    # A transformers model contains its base model; count only the outermost ones.
     inner = {id(part) for whole in models for part in whole.modules() if part is not whole}
     outer = [whole for whole in models if id(whole) not in inner]
     if len(outer) > 1:
@@ -200,6 +201,7 @@ def check_indexer(model: Any, family: Family) -> None:
     """
     config, rows = model.config, (1, 2)
     kind = family.named(f"{family.prefix}Indexer")
+    # Tensors on the meta device have shapes and dtypes but no memory.
     problem = ""
     with torch.device("meta"), torch.no_grad():
         try:

@@ -97,6 +97,7 @@ class Layer(threading.local):
         """Return whether this call computes a loss. A recomputation must get the same result."""
         wanted = self.losses.coefficient > 0 and indexer.training
         wanted = wanted and any(parameter.requires_grad for parameter in indexer.parameters())
+        # A reentrant checkpoint runs the first forward with gradients disabled.
         if wanted and self.losses.collecting and self.losses.with_gradients and not torch.is_grad_enabled():
             raise ValueError(
                 "mindspeed_dsa: the indexer's loss has no gradient in a layer that is checkpointed "
@@ -204,6 +205,7 @@ def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor
     """
     layer: Layer = getattr(self, ATTRIBUTE)
     keys = kv_nope.shape[2]
+    # DeepSeek-V3.2: 192 + 128 = 320 by head, 2 x 512 + 64 = 1088 absorbed.
     widths = self.qk_head_dim + self.v_head_dim, 2 * self.kv_lora_rank + self.qk_rope_head_dim
     if not _is_plain(self.kv_b_proj):
         layer.absorbed = False
@@ -263,6 +265,7 @@ def attend(
             "apply_dsa(), and the operators have no dropout; set it to 0.0"
         )
     operands, scores = layer.operands, layer.scores
+    # Each call's operands are used once.
     layer.operands = layer.scores = None
     loss_wanted = operands is not None
     rows = rows_of(attention_mask.expand(len(query), -1, -1, -1))
@@ -274,6 +277,7 @@ def attend(
         up = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank).to(query.dtype)
         up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
         nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        # Move the key's up-projection to the query: q (U c) = (q U) c.
         query = torch.cat([torch.einsum("bshd,hdc->bshc", nope, up_key), rope], dim=-1)
         key = key.squeeze(2)
     result = deepseek_sparse_attention(
@@ -296,6 +300,7 @@ def attend(
     layer.loss = result.loss if layer.losses.collecting else None
     out = result.out
     if up_value is not None:
+        # The output is a mixture of latents. Project it to each head's values.
         out = torch.einsum("bshc,hvc->bshv", out, up_value)
     return out, None
 

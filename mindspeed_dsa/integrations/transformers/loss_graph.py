@@ -42,6 +42,7 @@ def connect(
         Output and losses.
     """
     if output.requires_grad and not passes_no_gradient(output):
+        # Let the backward of this output continue into the layer below, too.
         if below is not None:
             output = with_backward_of(output, below)
         if not isinstance(module, FSDPModule):

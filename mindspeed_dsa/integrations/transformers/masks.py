@@ -127,6 +127,7 @@ def ranges_mask(
         ranges = ranges.to(torch.int32).expand(batch_size, -1, -1)
         if tokens is None or padded is None:
             return ranges[:, None]
+        # Intersect the causal ranges with the ranges of tokens.
         starts = torch.maximum(ranges[..., 0], padded.ranges[..., 0])
         ends = torch.minimum(ranges[..., 1], padded.ranges[..., 1])
         return torch.stack([starts, ends, _are_tokens(tokens, q_length, q_offset)], dim=-1)[:, None]
@@ -135,6 +136,7 @@ def ranges_mask(
     rows = max(_CHUNK // max(batch_size * kv_length, 1), 1)
     parts = []
     for begin in range(0, q_length, rows):
+        # Bool [batch, 1, rows of the block, kv_length].
         visible = sdpa_mask(
             batch_size,
             min(rows, q_length - begin),

@@ -57,6 +57,7 @@ def overlaps(active: Sequence[Feature], args: Any) -> tuple[str, ...]:
         for name, what in _MEGATRON.items()
         if getattr(args, name, None)
     ]
+    # Ring attention passes keys and values on while a block is computed. DSA does not use it.
     kinds = getattr(args, "cp_comm_type", None) or ()
     sent = getattr(args, "context_parallel_size", 1) > 1 and "p2p" in kinds
     if sent and getattr(args, "experimental_attention_variant", None) != "dsa":
@@ -96,6 +97,7 @@ def examine(
             findings += [(check, finding) for finding in check.find(about)]
         except Exception as error:
             findings.append((check, _failed(check, error)))
+    # The sort is stable: findings of one level stay in the order of the checks.
     return sorted(findings, key=lambda each: LEVELS.index(each[1].level))
 
 

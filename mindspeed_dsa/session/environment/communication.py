@@ -45,8 +45,10 @@ def find_timeouts(about: Surroundings) -> Iterator[Finding]:
     if text and not text.isdigit():
         return
     configured = int(text) if text else _EXEC_S
+    # HCCL_EXEC_TIMEOUT=0 means no limit. AIV mode caps it at 1091 s.
     limit = min(configured or _EXEC_AIV_S, _EXEC_AIV_S) if _aiv(about) else configured or math.inf
     who = f"--distributed-timeout-minutes {minutes}"
+    # Only warn if the user has raised Megatron's default of 10 minutes.
     if minutes * 60 > limit and minutes > _GROUP_MINUTES and (_aiv(about) or not text):
         cause = ", the most that AIV mode has" if _aiv(about) else ", its default"
         yield Finding(
@@ -95,8 +97,10 @@ def find_buffer(about: Surroundings) -> Iterator[Finding]:
     experts = about.argument("num_experts") or about.argument("num_moe_experts")
     if not (text.isdigit() and hidden and rows and experts and about.size("expert_model_parallel_size") > 1):
         return
+    # Ranks that a sequence is split over: context parallel, and tensor parallel under sequence parallelism.
     parts = about.size("context_parallel_size")
     parts *= about.size("tensor_model_parallel_size") if about.argument("sequence_parallel") else 1
+    # Bytes per element.
     number = 2 if about.argument("bf16") or about.argument("fp16") else 4
     samples = max(about.size("micro_batch_size"), about.size("eval_micro_batch_size"))
     tokens = rows * samples / parts * about.size("moe_router_topk")

@@ -34,6 +34,7 @@ def find_connections(about: Surroundings) -> Iterator[Finding]:
                 f"with one queue the gathers of {fsdp} wait behind the layers that should hide them",
                 f"unset {CONNECTIONS}",
             )
+    # Without tensor and context parallelism Megatron-LM does not require one queue.
     elif max(tp, about.size("context_parallel_size")) == 1:
         if value == "1" and about.argument("overlap_moe_expert_parallel_comm") and older:
             yield Finding(

@@ -31,6 +31,7 @@ def find_threads(about: Surroundings) -> Iterator[Finding]:
         return
     passive = about.variable("OMP_WAIT_POLICY").lower() == "passive"
     who = f"OMP_NUM_THREADS {omp_threads or 'not set'}"
+    # 64 processors and 8 ranks: 8 threads each.
     share = max(1, machine.processors // machine.local_ranks)
     if not passive:
         yield Finding(
@@ -52,6 +53,7 @@ def find_threads(about: Surroundings) -> Iterator[Finding]:
 def find_files(about: Surroundings) -> Iterator[Finding]:
     """Check for a limit of open files below the number of gloo's connections."""
     limit, world = about.machine.open_files, about.machine.world
+    # 64 ranks: 128 + 12 x 63 = 884 descriptors.
     needed = _FILES + _FILES_PER_RANK * (world - 1)
     if limit is not None and world and limit < needed:
         yield Finding(
@@ -69,6 +71,7 @@ def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
     workers, length = about.argument("num_workers"), about.argument("seq_length")
     if free is None or not (ranks and workers and length):
         return
+    # Only the first rank of each tensor parallel group loads data.
     loading = math.ceil(ranks / about.size("tensor_model_parallel_size"))
     stages = about.size("pipeline_model_parallel_size")
     if stages > 1 and about.machine.world and not about.argument("sft"):  # with sft all stages load packs
@@ -112,6 +115,7 @@ def find_staging(about: Surroundings) -> Iterator[Finding]:
     machine, size = about.machine, about.checkpoint
     if not (about.argument("async_save") and size and machine.memory and machine.local_ranks):
         return
+    # Ranks hold equal shares of the checkpoint: 8 of 64 ranks are on this node, so it copies 1/8.
     share = size * machine.local_ranks / max(machine.world, machine.local_ranks)
     if share > machine.memory:
         yield Finding(
@@ -150,6 +154,8 @@ def find_disk(about: Surroundings) -> Iterator[Finding]:
         return
     left = max(steps - about.iteration, 0)
     kept = about.argument("save_retain_interval")
+    # With --save-retain-interval older checkpoints in between are deleted, so only every `kept` steps
+    # count.
     number = 1 + left // kept if kept else math.ceil(left / every)
     if number * share > free:
         size_text = f"at least {amount(int(share))} here" if nodes > 1 else f"about {amount(int(share))}"

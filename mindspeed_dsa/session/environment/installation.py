@@ -161,6 +161,7 @@ def copies(root: str, path: Sequence[str] | None = None) -> tuple[Installation, 
     """
     if path is not None:
         return tuple(_copies(root, path))
+    # Megatron's core folder is PATH/megatron/core, so its second parent is the search path entry.
     loaded = getattr(sys.modules.get(f"{root}.core"), "__path__", ())
     return tuple(_copies(root, [*sys.path, *(str(Path(each).parent.parent) for each in loaded)]))
 

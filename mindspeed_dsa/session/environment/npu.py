@@ -41,6 +41,7 @@ def find_operators(about: Surroundings) -> Iterator[Finding]:
         }
         if not lacking:
             continue
+        # With --dsa-backend npu the user has excluded the fallback.
         named = feature == "fused-dsa" and about.argument("dsa_backend") == "npu"
         ends = named or feature in _ALONE
         first, reason = next(iter(lacking.items()))
