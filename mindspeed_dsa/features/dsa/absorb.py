@@ -123,7 +123,6 @@ def absorbed_query_and_shared_key(
     projection. Query and key are as :func:`query_beside_key` returns them.
     """
     # First, because this waits for the layer's gathered weights, which may include the key's norm.
-    # First, because it waits for the layer's weights, of which the key's norm may be one.
     up_key, up_value = up_projections(projections.layer)
     latent, rotary_key = projections.latent_key(hidden_states)
     rows = hidden_states.size(0) * exchange.parts
@@ -151,7 +150,7 @@ def absorbed_query_and_shared_key(
 def start_with_key(
     projections: Projections, exchange: KeyExchange, key: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """Start to gather a layer's key. Latent and rotary part are separate where the operators take them so.
+    """Start to gather a layer's key. Gathers latent and rotary part separately if the operators take parts.
 
     Args:
         projections: projections of the layer.

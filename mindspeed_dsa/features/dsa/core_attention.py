@@ -1,6 +1,6 @@
 """``DSAttention.forward`` as sparse attention on our operators: Megatron-core 0.16 to 0.18, and the backport.
 
-Imports Megatron only when called: these functions are fetched while Megatron is being imported.
+Imports Megatron only when called, because these functions are loaded while Megatron is being imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mindspeed_dsa.megatron.selection_source import (
 
 
 def fuse_core_attention(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
-    """Decorate ``DSAttention.forward``.
+    """Decorate ``DSAttention.forward`` to run sparse attention on our operators.
 
     Handles causal self-attention over whole sequences and packed documents, in absorbed or per-head form.
     Falls back to the original for per-head calls without ``attn_mask_type``, where the mask is a tensor.
@@ -156,11 +156,7 @@ def attend(call: Call) -> Tensor:
 
 
 def _rows(call: Call) -> Rows:
-    """Return the range of keys that each query of this rank sees. Padding does not count in the loss.
-
-    Padding at the end is also dropped from the attention, for whole sequences without context parallelism
-    when all parts run on our operators.
-    """
+    """Return the range of keys that each query of this rank sees. Padding does not count in the loss."""
     query, exchange, options = call.query, call.exchange, call.options
     if call.documents is not None:
         return Rows.of_pack(call.documents, query.device)
@@ -171,7 +167,8 @@ def _rows(call: Call) -> Rows:
     group = call.groups.context
     rank = 0 if group is None else group.rank()
     rows = rows.without(options.padding, rank, (query.shape[0], query.shape[1]), query.device)  # + counted
-    # With `end`, sparse_attention drops the padding before it calls the operators.
+    # Whole sequences on one rank: with `end`, sparse_attention drops the padding before it calls the
+    # operators, if all of them are ours.
     if rows.counted is not None and group is None and options.all_ours:
         rows = replace(rows, end=options.padding.tokens)
     return rows

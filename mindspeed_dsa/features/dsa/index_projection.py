@@ -19,7 +19,7 @@ from mindspeed_dsa.megatron import second_stream
 
 
 class _NoScores:
-    """Placeholder for the scores, which the tapped call of :func:`run_tapped` does not compute."""
+    """Placeholder for scores that :func:`run_tapped` does not compute; Megatron calls its ``topk``."""
 
     def topk(self, k: int, dim: int = -1) -> tuple[None, None]:
         return None, None
@@ -27,12 +27,7 @@ class _NoScores:
 
 @dataclass
 class _Tap:
-    """Recorder for the arguments of Megatron's score function.
-
-    Attributes:
-        compute: whether to compute the scores as well.
-        inputs: recorded arguments; None before the call.
-    """
+    """Recorder for the arguments of Megatron's score function; ``compute`` asks for the scores as well."""
 
     compute: bool
     inputs: IndexInputs | None = None
@@ -68,7 +63,7 @@ def scores_elsewhere() -> bool:
 
 @contextmanager
 def for_operators() -> Iterator[None]:
-    """Set :func:`scores_elsewhere` inside the block."""
+    """Set :func:`scores_elsewhere` in the block: indexers then project for our operators."""
     token = _scores_elsewhere.set(True)
     try:
         yield
@@ -97,10 +92,10 @@ def angles_of_rows(angles: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IndexUnderWay:
-    """Indexer inputs whose key may still be being gathered.
+    """Indexer inputs, with the gather of their key possibly in flight.
 
     Attributes:
-        wait: function that returns the complete inputs, with the keys of the whole sequence.
+        wait: function that waits for the gather, and returns the inputs with the keys of the whole sequence.
         gathered: gathers of the key that are in flight; empty on one context parallel rank.
     """
 
@@ -139,16 +134,9 @@ def indexer_arguments(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _start_gathered(call: Call, exchange: KeyExchange) -> IndexUnderWay:
-    """Project under context parallelism.
-
-    Projects the key first and starts to gather it, so that the query's projection hides the transfer.
-    Megatron projects the query first. Key and weights are per token: under sequence parallelism they are
-    projected from this rank's shard and gathered instead of the wider hidden states.
-
-    Args:
-        call: call with the indexer's modules, ``_apply_rope`` and sizes.
-        exchange: key exchange of the layer.
-    """
+    """Project under context parallelism, key first, so that the query's projection hides the key's gather."""
+    # Megatron projects the query first. Key and weights are per token: under sequence parallelism they are
+    # projected from this rank's shard, and gathered instead of the wider hidden states.
     indexer, documents, megatron = call.layer.indexer, call.documents, call.megatron
     x, qr = indexer_arguments(call)
     projected = second_stream.take_projected(indexer, x)

@@ -75,7 +75,7 @@ class IndexerLoss:
         return self._takes_sums and bool(config.calculate_per_token_loss)
 
     def gradient(self, loss: Tensor, rows: int) -> Tensor:
-        """Return the gradient of an indexer loss, with which its backward pass starts.
+        """Return the gradient with which an indexer loss starts its backward pass.
 
         Args:
             loss: scalar, this rank's sum over its tokens divided by ``rows``.
@@ -93,7 +93,10 @@ class IndexerLoss:
         return gradient * rows if self.sums_over_tokens else gradient
 
     def attach(self, output: Tensor, loss: Tensor, rows: int) -> Tensor:
-        """Return ``output``, and start the loss's backward with :meth:`gradient` in the backward of it."""
+        """Return ``output`` with the loss attached: its backward also runs the loss's backward.
+
+        For ``loss`` and ``rows`` see :meth:`gradient`.
+        """
         return _AttachedLoss.apply(output, loss, rows, self)  # type: ignore[no-any-return]
 
     def log(self, loss: Tensor, layer: Any, group: ProcessGroup | None) -> None:
@@ -119,10 +122,9 @@ def indexer_loss(megatron: Megatron) -> IndexerLoss:
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """Identity on the output. Its backward passes the indexer loss its gradient.
+    """Identity on the output. Its backward passes the indexer loss its gradient."""
 
-    Megatron's ``DSAIndexerLossAutoScaler`` does the same without the factor ``rows``.
-    """
+    # Megatron's DSAIndexerLossAutoScaler does the same without the factor `rows`.
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor, rows: int, of: IndexerLoss) -> Tensor:

@@ -64,8 +64,8 @@ def sparse_loss(problem: Problem, selection: Selection, attended: Attended | Non
         inputs.key,
         inputs.weights,
         query,
-        # The operator does not read the key if attention_sum is given. Per-head keys have no single key: pass
-        # the first head's to satisfy the signature.
+        # With attention_sum the operator does not read the key. Per-head keys have no common one: pass the
+        # first head's, which has the expected shape.
         key if key.dim() == 3 else key[:, :, 0],  # [b, keys, dim]
         selection.topk_indices,
         operands.softmax_scale,

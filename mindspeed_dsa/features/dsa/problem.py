@@ -209,7 +209,7 @@ class IndexInputs:
         ]
 
     def _with_keys(self, keys: slice) -> IndexInputs:
-        receiver = None if self.key_receiver is None else self.key_receiver[:, keys]
+        receiver = None if self.key_receiver is None else self.key_receiver[:, keys]  # [b, keys, index_dim]
         return replace(self, key=self.key[:, keys], key_receiver=receiver)
 
     @classmethod
@@ -435,18 +435,18 @@ class Problem:
 
     @property
     def needs_index(self) -> bool:
-        """Whether the indexer's inputs are read; otherwise the indexer need not run."""
+        """Return whether the indexer's inputs are read; otherwise the indexer need not run."""
         keys = self.operands.key.shape[0]
         return needs_index(keys, self.rows, self.topk, self.loss, self.parts, self.given)
 
     @property
     def is_dense(self) -> bool:
-        """Whether every token sees at most ``topk`` keys, so that attention is dense."""
+        """Return whether our operators attend densely, because every token sees at most ``topk`` keys."""
         return every_key_is_chosen(self.operands.key.shape[0], self.rows, self.topk, self.parts)
 
     @property
     def reads_scores(self) -> bool:
-        """Whether the indexer loss is computed from the scores of the selected keys."""
+        """Return whether the indexer loss is computed from the scores of the selected keys."""
         return self.loss is not None and self.loss.on_chosen_keys and self.parts.loss is None
 
     @property
@@ -488,5 +488,5 @@ def needs_index(
 
 
 def every_key_is_chosen(keys: int, rows: Rows, topk: int, parts: Parts) -> bool:
-    """Return whether every token sees at most ``topk`` keys, so that attention is dense."""
+    """Return whether attention is dense: every token sees at most ``topk`` keys, and our operator attends."""
     return parts.attend is None and rows.most_visible(keys) <= topk

@@ -308,15 +308,14 @@ def attend_by_runs(
 
 
 def _nothing(operands: Operands, index: IndexInputs | None) -> Result:
-    """Return zeros for rows without visible keys, connected to the graph.
-
-    Other ranks wait in backward for the gradient of their keys, so this rank's backward must run as well.
-    """
+    """Return zeros for rows without visible keys, connected to the graph."""
+    # Other ranks wait in backward for the gradient of their keys, so this rank's backward must run as well.
     query, key, value = operands.query, operands.key, operands.value
     # Sums of empty slices: exact zeros that depend on every input.
     zero = query[:0].sum() + key[:0].sum() + value[:0].sum()
     if operands.key_rope is not None:
         zero = zero + operands.key_rope[:0].sum()
+    # [s, b, heads * value_dim]
     out = query.new_zeros(*query.shape[:2], query.shape[2] * value.shape[1]) + zero
     if index is None:
         return Result(out, None)

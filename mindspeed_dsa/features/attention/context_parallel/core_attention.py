@@ -89,6 +89,7 @@ class Plan:
             )
         rows = PackRows.of(packed_seq_params, query.size(0), self.strategy.group)
         assert rows.layout is not None
+        # Without latents, Megatron rotates keys by Transformer Engine's layout of documents, not by this one.
         if isinstance(rows.layout, BalancedBlocks) and not isinstance(payload.expansion, FromLatents):
             raise ValueError(f"{_WHO}: {NO_DEAL}")
         return self.strategy.attend_payload(self.inner, query, payload, PackedRows(rows.pack, rows.layout))
@@ -114,7 +115,7 @@ def build_for_context_parallel(
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        # Latent attention passes head sizes that older releases of this class do not accept.
+        # Latent attention passes head sizes that this class does not accept in every release.
         extra = [name for name in _SIZES_OF_LATENT_ATTENTION if name in kwargs and name not in accepted]
         for name in extra:
             del kwargs[name]
@@ -266,6 +267,7 @@ def _project(original: Callable[..., Any], context: Context[Options], results: i
         plan = plan_of(layer.core_attention)
         if plan is None or not plan.takes_payload or generates:
             return None
+        # On one rank, Megatron's form goes to pack-documents, which attends document by document.
         if plan.strategy is None and packed_seq_params is not None:
             return None
         projections = Projections(layer, context.megatron).on(packed_seq_params, hidden_states)
@@ -287,8 +289,7 @@ def query_and_latents(projections: Projections, hidden_states: Tensor, is_alone:
     Returns:
         Query ``[s, b, heads, qk_head_dim + rope]``, latents with rotated key ``[s, b, 1, latent + rope]``,
         the up-projection's weight ``[heads * (qk_head_dim + value_dim), latent]``, latent query and latent
-        key-value.
-        On one rank, if the operator takes separate parts, the first two are as in
+        key-value. On one rank, if the operator takes separate parts, the first two are as in
         :func:`.query_parts.beside_latents`.
     """
     latent_query = projections.latent_query(hidden_states)
@@ -333,6 +334,7 @@ def make_strategy(
         SettingsError: dense attention does not have the algorithm.
     """
     group = _context_parallel_group(attention, context.megatron)
+    # Megatron's configuration spells it all_gather, our names allgather.
     name = context.options.of_layer(layer_number, (comm_type or DEFAULT).replace("_", ""))
     registered_strategy = registered(name)
     if registered_strategy is not None:
@@ -368,6 +370,7 @@ def _neighbours_and_ring(
     levels = getattr(_groups_of_layer(attention), "hcp", None)
     find = getattr(context.megatron("core.parallel_state"), "get_hierarchical_context_parallel_groups", None)
     if levels is None and find is not None:
+        # Without --ulysses-degree-in-cp, take the first level of Megatron's hierarchy.
         levels = find(check_initialized=False)
     degree = context.options.ulysses_degree or (levels[0].size() if levels else 0)
     if not degree or group.size() % degree:

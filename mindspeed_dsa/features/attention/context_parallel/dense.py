@@ -191,13 +191,14 @@ class _Parts(torch.autograd.Function):
         out, lse = merged.finish(query, value.size(-1))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.attention, ctx.parts = attention, parts
-        return out.transpose(0, 1)
+        return out.transpose(0, 1)  # [rows, b, heads, value_dim]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         saved = Saved(grad_out, query, out, lse)
+        # Parts add up in fp32 and are rounded once, at the end.
         gradients = tuple(zeros_for_sums(one) for one in (query, key, value))
         grad_query, grad_key, grad_value = gradients
         for part in ctx.parts:

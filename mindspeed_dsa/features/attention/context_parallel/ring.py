@@ -281,6 +281,7 @@ def ring_attention(
                 f"rows are not two; use a sequence length divisible by {2 * ranks}"
             )
         plan = ZigzagPlan(0 if group is None else group.rank(), rows)
+        # On one rank, more keys than queries: earlier tokens of the sequence come first.
         if ranks == 1 and payload.rows.size(0) > rows:
             plan = LastRows(0, rows, payload.rows.size(0) - rows)
     out: Tensor = _Ring.apply(query, payload.rows.contiguous(), inner, payload, group, plan, *payload.weights)
@@ -312,9 +313,10 @@ class _Ring(torch.autograd.Function):
                 parts, block = plan.with_block_of((rank - step) % ranks), coming.wait()
             if before is not rows:
                 buffer_pool.give_back(before)
-        # Expand zero rows to learn value_dim.
+        # Expanding zero rows gives the head dimension of values without work.
         value_dim = expansion.keys_and_values(rows[:0], weights)[1].size(-1)
         out, lse = merged.finish(query, value_dim)
+        # Blocks of other ranks are not saved: backward sends them around again.
         ctx.save_for_backward(query, rows, out, lse, *weights)
         ctx.inner, ctx.expansion, ctx.group, ctx.plan = inner, expansion, group, plan
         return out.transpose(0, 1)  # [rows, b, heads, value_dim]
@@ -334,14 +336,13 @@ class _Ring(torch.autograd.Function):
 
 
 def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: RingPlan) -> Tensor:
-    """Return the gradient of a rank's own block, fp32 or wider.
-
-    A block's gradient goes around one step after the block, and reaches its owner last. Each step computes
-    this rank's share while the sum of earlier ranks is in flight. One half of the own block hides the first
-    transfer, the other half the last.
-    """
+    """Return the gradient of a rank's own block, fp32 or wider."""
+    # A block's gradient goes around one step after the block, and reaches its owner last. Each step computes
+    # this rank's share while the sum of earlier ranks is in flight. One half of the own block hides the
+    # first transfer, the other half the last.
     rank, ranks = group.rank(), group.size()
     own_gradient, (first, last) = zeros_for_sums(rows), plan.own_in_halves()
+    # The own block leaves for the next rank, and the previous rank's block arrives.
     block, coming = rows, pass_on(rows, group, _KEYS, "keys of a ring step")
     gradient: Tensor | None = None
     arriving: Pending | None = None
@@ -352,13 +353,17 @@ def _gradient_around(back: _Backward, rows: Tensor, group: ProcessGroup, plan: R
             buffer_pool.give_back(before)
         if step < ranks - 1:
             coming = pass_on(block, group, _KEYS, "keys of a ring step")
+        # `gradient` of the last step is still being sent: take another buffer for this block's share.
         on_its_way, gradient = gradient, buffer_pool.take(block, own_gradient.dtype).zero_()
         back.add(plan.with_block_of((rank - step) % ranks), block, gradient)
+        # The previous rank had this block one step earlier. Add its sum to this rank's share, and send the
+        # result after the block.
         if arriving is not None and on_its_way is not None:
             received = arriving.wait()
             gradient.add_(received)
             buffer_pool.give_back(received, on_its_way)
         arriving = pass_on(gradient, group, _GRADIENTS, "gradient of keys of a ring step")
+    # In the last step the gradient of the next rank's block was sent home, and the own block's arrives here.
     back.add(last, rows, own_gradient)
     assert arriving is not None
     assert gradient is not None
@@ -382,9 +387,9 @@ class _Backward:
         """Add gradients of the parts; key gradients go to ``gradient``, shaped like ``block``."""
         for part in parts:
             rows = block[part.keys]
+            # Expand again instead of saving keys of all heads.
             key, value = self._expansion.keys_and_values(rows, self._weights)
             gradients = self._inner.backward(self._saved, key, value, part, self.grad_query)
-            # Keys are expanded again here instead of saved: only the block's rows are in memory.
             of_rows, of_weights = self._expansion.gradients(rows, self._weights, *gradients)
             gradient[part.keys].add_(of_rows)
             for total, one in zip(self._grad_weights, of_weights, strict=True):

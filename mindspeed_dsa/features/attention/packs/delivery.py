@@ -54,6 +54,7 @@ def deliver_packs(original: Callable[..., Any], context: Context[Options]) -> Ca
 
         def forward_backward(*inner: Any, **step: Any) -> Any:
             if context.megatron("core.parallel_state").get_context_parallel_world_size() > 1:
+                # All chunks of a rank have the same configuration.
                 chunks = step["model"]
                 model = chunks[0] if isinstance(chunks, list) else chunks
                 config = context.megatron("core.utils").get_model_config(model)
@@ -94,20 +95,14 @@ def with_pack(original: Callable[..., Any], context: Context[Options]) -> Callab
 
 
 def _check_rows(running: _Running, described: Any, batch: list[Any], ranks: int) -> None:
-    """Raise ``ValueError`` if the script has sliced a microbatch for context parallel ranks itself.
-
-    Args:
-        running: microbatch that is running.
-        described: description of documents that the script passes, or None.
-        batch: tokens and labels; None on stages between the first and the last.
-        ranks: context parallel size.
-    """
+    """Raise ``ValueError`` if the script has sliced a microbatch for context parallel ranks itself."""
     if described is not None and not getattr(described, "dealt_block_rows", 0):
         raise ValueError(
             "pack-documents: the script passes packed_seq_params of documents that it has cut for "
             f"{ranks} context parallel ranks itself, and --pack-documents deals out their rows by "
             "work; pass none, or omit --pack-documents"
         )
+    # Stages between the first and the last have no tokens or labels to check.
     if not running.is_dealt and any(isinstance(one, Tensor) for one in batch):
         raise ValueError(
             f"pack-documents: no rows were dealt out to the {ranks} context parallel ranks in this step, so "
@@ -189,6 +184,7 @@ def packs_of_step(data: Any, microbatches: int, megatron: Megatron) -> tuple[Any
     """
     state = megatron("core.parallel_state")
     group, first = state.get_model_parallel_group(), state.get_model_parallel_src_rank()
+    # Every rank with an iterator reads ahead, so that all iterators stay at the same position.
     ahead = [_read(batches, microbatches) for batches in (data if isinstance(data, list) else [data])]
     told: list[Any] = [None]
     if dist.get_rank() == first:
@@ -228,7 +224,9 @@ def _pack(batch: _Batch, megatron: Megatron) -> Pack:
             "--micro-batch-size 1, for evaluations too, and a longer --seq-length"
         )
     sums, padded = (
-        [] if batch.get(name) is None else batch[name].flatten().tolist() for name in _LENGTHS[:2]
+        # Ends of documents without and with padding, if the data loader gives them.
+        [] if batch.get(name) is None else batch[name].flatten().tolist()
+        for name in _LENGTHS[:2]
     )
     if sums:
         return Pack.of_prefix_sums(sums, padded or None, tokens.numel())
@@ -236,11 +234,7 @@ def _pack(batch: _Batch, megatron: Megatron) -> Pack:
 
 
 def _padded(pack: Pack, padding: Padding) -> Pack:
-    """Return the pack with the length of its padded batch.
-
-    Raises:
-        ValueError: the padding is longer than one rank's rows.
-    """
+    """Return the pack with the length of its padded batch."""
     if padding.rows * padding.ranks > padding.length:
         raise ValueError(
             f"pack-documents: {padding.rows} rows of padding are more than one of {padding.ranks} context "
@@ -268,6 +262,7 @@ def _with_its_pack(
     device = platforms.current().device
 
     def forward_one(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # Chunks of a virtual pipeline run the same microbatches, each at its own pace.
         pack = packs[taken[id(model)]]
         taken[id(model)] += 1
         params = pack.params(

@@ -28,12 +28,14 @@ def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callabl
         params: Any = kwargs.get("packed_seq_params")
         if getattr(params, "qkv_format", "") == "thd":
             states = args[0] if args else kwargs["hidden_states"]
+            # All layers share one description per microbatch, so masks are built once per shape.
             masks = masks_of_packs.setdefault(params, {})
             if states.size(0) not in masks:
                 masks[states.size(0)] = _masks(self, params, states, context)
             tokens, padding = masks[states.size(0)]
             if getattr(params, "real_token_mask_q", None) is None:
-                # The indexer loss of 0.19 excludes other rows; nothing in Megatron sets this attribute.
+                # The indexer loss of Megatron 0.19 leaves out rows outside this mask, but nothing in
+                # Megatron sets the mask.
                 params.real_token_mask_q = tokens
             is_routed = getattr(getattr(self, "mlp", None), "router", None) is not None
             if is_routed and kwargs.get("padding_mask") is None:
@@ -46,18 +48,8 @@ def mask_padding(original: Callable[..., Any], context: Context[Any]) -> Callabl
 def _masks(
     layer: Any, params: Any, states: Tensor, context: Context[Any]
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return masks of document rows and of this rank's padding; None if there is no padding.
-
-    Args:
-        layer: ``TransformerLayer``.
-        params: Megatron's description of the whole pack.
-        states: hidden states ``[rows, 1, hidden]`` of this rank.
-        context: context of the feature.
-
-    Returns:
-        ``[1, queries]`` bool, true for rows of a document, and ``[1, rows]`` bool, true for padding, on the
-        states' device. With sequence parallelism a rank has more queries than rows of states.
-    """
+    """Return masks of document rows ``[1, queries]`` and of padding ``[1, rows]``; None without padding."""
+    # With sequence parallelism a rank has more queries than rows of hidden states.
     state = context.megatron("core.parallel_state")
     parts = state.get_tensor_model_parallel_world_size() if layer.config.sequence_parallel else 1
     pack = PackRows.of(params, states.size(0) * parts, state.get_context_parallel_group())

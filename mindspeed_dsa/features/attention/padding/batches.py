@@ -116,18 +116,16 @@ def _with_rows(value: Any, name: str, padding: Padding) -> Any:
 
 
 def _averaged(forward_step: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """Wrap a forward step so that the loss is an average over the tokens of all context parallel ranks.
+    """Wrap a forward step so that the loss is an average over the tokens of all context parallel ranks."""
 
-    Megatron divides a rank's loss sum by the rank's own number of tokens and adds up the shares. Tokens on
-    ranks with fewer tokens would weigh more. Losses that a script has averaged itself, which come without a
-    number of tokens, are unchanged.
-    """
-
+    # Megatron divides a rank's loss sum by the rank's own number of tokens and adds up the shares. Tokens on
+    # ranks with fewer tokens would weigh more.
     def forward_one(*args: Any, **kwargs: Any) -> Any:
         output, loss_of = forward_step(*args, **kwargs)
 
         def averaged(result: Any, *others: Any, **options: Any) -> Any:
             losses = loss_of(result, *others, **options)
+            # A tuple of three: sum of losses, number of tokens, report. Others are averaged by the script.
             if not isinstance(losses, tuple) or len(losses) != 3:
                 return losses
             total, tokens, report = losses

@@ -36,6 +36,7 @@ def leave_out_padding(original: Callable[..., Any], context: Context[Options]) -
             return original(self, logits, padding_mask, **others)
         left_out = ~counted
         # Weight of this rank's tokens in the mean over ranks. A per-token loss is weighed by tokens later.
+        # 2 ranks, 6 tokens padded to 8, rows 4 and 2 data: shares 1 * 8 / 6 = 1.33 and 0.5 * 8 / 6 = 0.67.
         share = float(counted.float().mean()) * padding.length / padding.tokens
         mask = left_out if padding_mask is None else left_out | padding_mask
         with weighed(1.0 if self.config.calculate_per_token_loss else share):

@@ -77,6 +77,7 @@ def project_own_rows(original: Callable[..., None], context: Context[None]) -> C
         split = context.megatron("core.tensor_parallel.layers").ColumnParallelLinear
         for name in _DOWN:
             layer = getattr(self, name, None)
+            # Down projections that are replicated already run on the rank's own tokens.
             if isinstance(layer, split):
                 setattr(self, name, _whole(WholeLinear, layer, config, config.init_method, context))
         init = config.output_layer_init_method

@@ -72,6 +72,7 @@ class _Projection(torch.autograd.Function):
         output = heads.new_empty(count, batch, weight.size(0))
         following = launch(pieces[0])
         for number, (first, end) in enumerate(pieces):
+            # Send the next piece before waiting for this one.
             arriving = following
             if number + 1 < len(pieces):
                 following = launch(pieces[number + 1])
@@ -90,12 +91,14 @@ class _Projection(torch.autograd.Function):
         weight, *rows = ctx.saved_tensors
         ranks, batch = ctx.ranks, grad_output.size(1)
         flat = grad_output.flatten(0, 1).contiguous()  # [s / t * b, hidden]
+        # Send each piece's gradient right after its matmul.
         under_way = []
         for first, end in ctx.pieces if ctx.needs_input_grad[0] else ():
             piece = torch.mm(flat[first * batch : end * batch], weight)
             # [t, end - first, b, heads / t * dim]
             by_rank = piece.view(end - first, batch, ranks, -1).movedim(2, 0)
             under_way.append(ctx.flight.send(by_rank.flatten(0, 1), reverse=True))
+        # Computed while the pieces are in flight.
         grad_source = _gradient_of_weight(ctx.deferred, flat, rows[0].flatten(0, 1)) if ctx.learns else None
         parts = [pending.wait().unflatten(0, (ranks, -1)) for pending in under_way]
         if not parts:
@@ -113,5 +116,6 @@ def _gradient_of_weight(deferred: DeferredGradient | None, grad_output: Tensor, 
 
     if deferred is None:
         return gradient()
+    # The closure runs later in backward, and keeps both tensors until then.
     token: Tensor = deferred.defer(gradient, (rows, grad_output))
     return token

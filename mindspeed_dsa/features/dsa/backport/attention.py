@@ -282,7 +282,7 @@ class Attention(torch.nn.Module):
                     "MLASelfAttention while dsa-backport is on"
                 )
             x, qr = self._handed_over
-        # Release the tensors: the module must not keep them until its next call.
+        # Set for one call only: the module must not keep the tensors alive.
         self._handed_over = None
         # The indexer loss must not train the rest of the model.
         x, qr = x.detach(), qr.detach()
@@ -325,7 +325,7 @@ class Classes(NamedTuple):
 
 @cache
 def dsa_classes(megatron: Megatron) -> Classes:
-    """Build the module classes for a Megatron, as subclasses of its ``MegatronModule``, under later names."""
+    """Build DSA's modules for a Megatron from its ``MegatronModule``, with the names of later releases."""
     base: Any = megatron("core.transformer.module").MegatronModule
 
     class DSAttention(Attention, base):
@@ -372,7 +372,7 @@ def _rotary_embedding(megatron: Megatron, config: Any, cp_group: ProcessGroup) -
             rotary_base=config.rotary_base,
             **group,
         )
-    # Since 0.14, max_position_embeddings is the stretched length, and this one has a name of its own.
+    # Renamed in 0.14, when max_position_embeddings got another meaning.
     stretched = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     same_names = ("rotary_base", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     return yarn(

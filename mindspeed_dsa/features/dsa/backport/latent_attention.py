@@ -76,17 +76,9 @@ def derive_for_dsa(original: Callable[..., Any], context: Context[Options]) -> C
 def _derive(
     projections: Projections, hidden_states: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value, per head or in absorbed form, and set the indexer's inputs.
-
-    Args:
-        projections: projections of an ``MLASelfAttention``.
-        hidden_states: ``[s, b, hidden]``, a rank's shard of the sequence under sequence parallelism.
-        options: options that choose the form.
-
-    Returns:
-        Query ``[s, b, heads, dim]``, key ``[s, b, heads or 1, dim]`` and value ``[s, b, heads, value_dim]``
-        of the whole sequence. In absorbed form the value is the up-projection ``[heads, value_dim, latent]``.
-    """
+    """Return query, key and value of the whole sequence, and set the indexer's inputs."""
+    # Per head: query and key [s, b, heads, dim], value [s, b, heads, value_dim]. Absorbed: key [s, b, 1,
+    # latent + rope], and the value is the up-projection [heads, value_dim, latent].
     attention, config = projections.layer, projections.layer.config
 
     def latent_query_of_own_rows() -> Tensor:

@@ -300,7 +300,7 @@ class KernelHooks:
             sparse_loss: whether the loss is over the selected keys instead of all visible ones.
             calculate_per_token_loss: whether the loss is a sum over rows instead of a mean.
             absorbed_mla: whether query and key are in absorbed form.
-            attn_mask_type: mask type of Megatron.
+            attn_mask_type: attention mask type of Megatron.
             varlen_starts: first visible key of each row, ``[sq]``; None: plain causal rows.
             varlen_ends: end of the visible keys of each row, ``[sq]``.
             key_positions: positions of keys that are not in order; None if they are.
@@ -357,12 +357,10 @@ class KernelHooks:
 
 
 def _for_average(loss: Tensor, wanted: LossOptions, groups: Groups) -> Tensor:
-    """Scale a context parallel rank's share of the loss as Megatron expects it.
-
-    Megatron multiplies the loss's gradient by the number of ranks, and averages the logged value over ranks.
-    So the value is the share times the number of ranks, and the gradient is the share's own. Per-token sums
-    and losses of a single rank are returned unchanged.
-    """
+    """Scale a context parallel rank's share of the loss as Megatron expects it."""
+    # Megatron multiplies the loss's gradient by the number of ranks, and averages the logged value over
+    # ranks. So the value is the share times the number of ranks, and the gradient is the share's own.
+    # Per-token sums and losses of a single rank are returned unchanged.
     if wanted.per_token or groups.context is None:
         return loss
     return _TimesRanks.apply(loss, groups.context_ranks)  # type: ignore[no-any-return]

@@ -153,8 +153,6 @@ def mark_where_keys_are_shared(
 
 
 def _is_dealt_here(packed_seq_params: Any) -> bool:
-    """Return whether our layout applies: whole sequences, or packs dealt by ``--pack-documents``.
-
-    Megatron slices and gathers other packed sequences itself.
-    """
+    """Return whether our layout applies: whole sequences, or packs dealt by ``--pack-documents``."""
+    # Megatron slices and gathers other packed sequences itself.
     return packed_seq_params is None or bool(getattr(packed_seq_params, "dealt_block_rows", 0))

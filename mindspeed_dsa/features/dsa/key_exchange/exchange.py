@@ -61,7 +61,7 @@ class KeyExchange:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether a key is being gathered that the core attention has not taken yet."""
+        """Return whether a key is being gathered that the core attention has not taken yet."""
         return bool(self._pending)
 
     def share(self, layout: Layout | None) -> None:

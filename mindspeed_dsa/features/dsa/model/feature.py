@@ -210,7 +210,7 @@ class Options:
 
     @property
     def native(self) -> bool:
-        """Whether Megatron's own indexer rotates first dimensions and normalises its query, like DeepSeek."""
+        """Return whether Megatron's indexer rotates first dimensions and normalises its query by itself."""
         return rotates_first(self.release)
 
     @classmethod

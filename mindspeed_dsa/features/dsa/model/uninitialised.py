@@ -1,7 +1,7 @@
 """Models with ``perform_initialization=False`` (``--no-initialization``), to be loaded from a checkpoint.
 
-Megatron then leaves weights uninitialized, which breaks two things. Checkpoints of dense models have no
-indexers, so these are initialized here in any case. And up to 0.17 initialization also marks weights as
+Megatron then leaves weights uninitialised, which breaks two things. Checkpoints of dense models have no
+indexers, so these are initialised here in any case. And up to 0.17 initialisation also marks weights as
 tensor parallel; without the mark the gradient norm counts only one rank's shards.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def initialising(config: Any) -> Iterator[None]:
-    """Set ``perform_initialization`` in the block, so that modules built there initialize their weights.
+    """Set ``perform_initialization`` in the block, so that modules built there initialise their weights.
 
     Args:
         config: Megatron's model configuration.
@@ -30,7 +30,7 @@ def initialising(config: Any) -> Iterator[None]:
 
 
 def initialise_indexer(original: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``DSAIndexer.__init__`` to initialize its weights always."""
+    """Decorate ``DSAIndexer.__init__`` so that it always initialises its weights."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         with initialising(config):

@@ -234,10 +234,7 @@ class Recorder:
     def _rows(
         self, piece: _Piece, sequence: int
     ) -> tuple[list[Run], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Return the runs to record of one sequence, their row indices on this rank, and their keys.
-
-        Keys are relative to the start of the row's document.
-        """
+        """Return a sequence's runs to record, their row indices on this rank, and document keys."""
         width, selection = piece.width, piece.chosen
         runs, rows = [], [np.zeros(0, np.int64)]
         parts = [np.zeros((0, width), np.int32)]
@@ -277,14 +274,7 @@ class Recorder:
 
 
 class _ToDisk(SelectionSource):
-    """Observer of one microbatch's selections.
-
-    Args:
-        recorder: recorder of the rank; None if another rank has the same selections.
-        wants_mass: whether to record each key's attention probability.
-        step: number of the step.
-        place: index of the microbatch in the global batch.
-    """
+    """Observer of one microbatch's selections; ``recorder`` is None if another rank has the same ones."""
 
     def __init__(self, recorder: Recorder | None, wants_mass: bool, step: int, place: int) -> None:
         self._recorder, self._wants_mass = recorder, wants_mass

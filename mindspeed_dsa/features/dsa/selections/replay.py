@@ -56,11 +56,7 @@ class Found(NamedTuple):
 
 
 class _Replay(SelectionSource, ABC):
-    """Source of selections that checks them row by row.
-
-    Args:
-        missing: action for a row without keys, :data:`REFUSE` or :data:`SELECT`.
-    """
+    """Source of selections that checks them row by row. ``missing``: :data:`REFUSE` or :data:`SELECT`."""
 
     def __init__(self, missing: str) -> None:
         self._missing = missing

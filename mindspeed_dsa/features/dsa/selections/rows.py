@@ -88,7 +88,7 @@ def _block(ordered: Ints, visible: Ints) -> tuple[bytes, bytes]:
     """Return the form of a block and its encoded bytes, before compression."""
     listed = ordered >= 0
     widest, counts = int(visible.max(initial=0)), np.count_nonzero(listed, axis=1)
-    # Bits take rows * widest / 8 bytes, gaps mostly compress to one byte per key.
+    # Bits take rows * widest / 8 bytes. Gaps count as one byte per key, as most high bytes compress away.
     if len(ordered) * widest <= 8 * counts.sum():
         bits = np.zeros((len(ordered), widest + 1), np.bool_)  # [rows, widest + 1]
         # Entries of -1 set the last column, which is cut off.

@@ -265,7 +265,7 @@ class _Lengths(_OneEntry):
 
 
 def carry_selection(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate checkpoint functions so that recomputation finds its selection, even with frozen inputs."""
+    """Decorate checkpoint functions so that recomputation finds its selection, also after frozen modules."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint_learning(original, Carrying(function), *args, **kwargs)

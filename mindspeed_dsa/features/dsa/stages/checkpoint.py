@@ -129,7 +129,7 @@ def load_state(original: _Function, context: Context[Options]) -> _Function:
 
 
 def load_parameters(original: _Function) -> _Function:
-    """Decorate ``load_parameter_state_from_dp_zero``, which format ``torch`` calls after load_state_dict."""
+    """Decorate ``load_parameter_state_from_dp_zero``, called next in format ``torch``: skip after a reset."""
 
     def load_parameter_state_from_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if vars(self).pop(_BEGUN, False) else original(self, *args, **kwargs)
@@ -138,11 +138,7 @@ def load_parameters(original: _Function) -> _Function:
 
 
 def _stage_of(state: Any) -> str:
-    """Return the stage that saved an optimizer's state, or the state of a chained optimizer.
-
-    Raises:
-        SettingsError: mindspeed_dsa 0.2.0 saved the state in or after another stage than the default.
-    """
+    """Return the stage that saved an optimizer's state, or the state of a chained optimizer."""
     for part in _parts(state):
         if any(key in part.get(_STAGE_OF_0_2, ()) for key in ("trained", "lag")):
             raise SettingsError(

@@ -74,11 +74,7 @@ def number_sharing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Check:
-    """Pre-hook of a model's ``load_state_dict``.
-
-    Args:
-        context: context of the session.
-    """
+    """Pre-hook of a model's ``load_state_dict``."""
 
     def __init__(self, context: Context[Options]) -> None:
         self._context = context

@@ -72,13 +72,7 @@ def attend_by_stage(original: Callable[..., Tensor], context: Context[Options]) 
 
 
 def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
-    """Return a view of a core attention that selects every key, whether the layer shares or not.
-
-    Args:
-        layer: ``DSAttention`` module.
-        x: hidden states ``[rows, batch, hidden]``, this rank's shard of the sequence.
-        learns: whether the indexer runs, for its loss.
-    """
+    """Return a view of a ``DSAttention`` that selects every key, whether the layer shares or not."""
     groups, config = layer.pg_collection, layer.config
     parts = groups.tp.size() if config.sequence_parallel and groups.tp is not None else 1
     ranks = 1 if groups.cp is None else groups.cp.size()
@@ -101,13 +95,9 @@ def _dense_view(layer: Any, x: Tensor, learns: bool) -> Any:
 
 
 class _NoIndexer(torch.nn.Module):
-    """Stub indexer with one head of dimension one and zero scores, as every key is selected anyway.
+    """Stub indexer with one head of dimension one and zero scores, as every key is selected anyway."""
 
-    Args:
-        parts: number of tensor parallel ranks that split tokens under sequence parallelism. A real indexer
-            gathers these shards, so the stub returns as many tokens.
-    """
-
+    # A real indexer gathers the shards of sequence parallelism, so the stub returns `parts` times the tokens.
     def __init__(self, parts: int) -> None:
         super().__init__()
         self._parts = parts
