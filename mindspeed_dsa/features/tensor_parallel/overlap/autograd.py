@@ -1,4 +1,4 @@
-"""Autograd functions of column and row parallel linear layers that overlap communication with matmul."""
+"""Autograd functions of column and row parallel linear layers that overlap communication with matmuls."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mindspeed_dsa.parallel.saved_tensors import parameter_of
 from mindspeed_dsa.parallel.weight_gradients import WeightGradient
 
 Backend = Any
-"""A module with the functions of ``parallel/chunked.py``."""
+"""Module with the functions of ``chunked.py``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a layer's communication in one call.
+    """Communication of a layer in one call.
 
     Attributes:
-        backend: has ``Gather``, ``gather_matmul`` and ``matmul_scatter``, ``BESIDE_COLLECTIVES``, which says
-        whether these may start while a collective of the group is in flight, and for layers without sequence
-        parallelism, which fused operators do not support, ``matmul_reduce``.
+        backend: module with ``Gather``, ``gather_matmul``, ``matmul_scatter`` and ``BESIDE_COLLECTIVES``,
+            which tells whether these may start while a collective of the group is in flight. A backend for
+            layers without sequence parallelism also has ``matmul_reduce``; fused operators do not.
         group: tensor parallel group.
         sequence_parallel: whether ranks hold different rows outside of the layer.
-        forward, backward: number of chunks; with 1 the communication is that of stock Megatron.
-        keep_gathered: a column parallel layer saves all ranks' rows for its backward.
+        forward, backward: number of chunks; with 1 the communication is the same as in stock Megatron.
+        keep_gathered: whether a column parallel layer saves all ranks' rows for its backward.
         fusion: Megatron's ``gradient_accumulation_fusion``.
-        megatron: its buffer holds gathered rows that are not saved.
+        megatron: Megatron package whose global memory buffer holds gathered rows that are not saved.
     """
 
     backend: Backend
@@ -44,7 +44,7 @@ class Plan:
     fusion: bool = False
 
     def passing(self, local: Tensor) -> Allocate:
-        """Allocate rows like ``local`` in Megatron's gather buffer, valid until the next gather."""
+        """Return an allocator in Megatron's gather buffer, whose memory is valid until the next gather."""
 
         def allocate(shape: list[int]) -> Tensor:
             buffer = self.megatron("core.parallel_state").get_global_memory_buffer()
@@ -60,21 +60,19 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def shaped(rows: Tensor, like: Tensor, sequence: int) -> Tensor:
-    """Reshape ``[rows, width]`` to ``[sequence, ...]`` with the other leading dimensions of ``like``.
-
-    The result is not a view for autograd: consumers such as the cross entropy change outputs in place, which
-    autograd forbids for views returned by a custom function.
-    """
+    """Reshape ``[rows, width]`` to ``[sequence, ...]`` with the other leading dimensions of ``like``."""
+    # Not a view for autograd: consumers such as the cross entropy change outputs in place, which autograd
+    # forbids for views returned by a custom function.
     shape = [sequence, *like.shape[1:-1], rows.size(-1)]
     output: Tensor = torch.ops.aten._unsafe_view(rows, shape)
     return output
 
 
 class Column(torch.autograd.Function):
-    """``gathered(input) @ weight.T + bias``; gradients of the input are summed over ranks.
+    """``gathered(input) @ weight.T + bias``; input gradients are summed over ranks.
 
-    ``input`` is ``[sequence / tp, batch, in]`` under sequence parallelism, else ``[sequence, batch, in]``;
-    ``weight`` is ``[out / tp, in]``, the output ``[sequence, batch, out / tp]``.
+    ``input`` is ``[sequence / tp, batch, in]`` under sequence parallelism, else ``[sequence, batch, in]``.
+    ``weight`` is ``[out / tp, in]``, and the output is ``[sequence, batch, out / tp]``.
     """
 
     @staticmethod
@@ -83,6 +81,7 @@ class Column(torch.autograd.Function):
         rows = flat(input)
         saved = rows
         if plan.sequence_parallel:
+            # A frozen weight needs no input for its gradient.
             keep = plan.keep_gathered and weight.requires_grad
             allocate = rows.new_empty if keep else plan.passing(rows)
             product, whole = plan.backend.gather_matmul(rows, weight.t(), plan.group, plan.forward, allocate)
@@ -109,26 +108,28 @@ class Column(torch.autograd.Function):
 def column_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute gradients of input and weight; the input's is communicated while the weight's is computed.
+    """Compute the gradients of input and weight; the input's is communicated during the weight's matmul.
 
     Args:
         weight: ``[out / tp, in]``.
-        grad: ``[tp * rows, out / tp]`` under sequence parallelism, else ``[rows, out / tp]``.
-        plan: how to communicate.
-        gradient: the weight gradient's accumulation, with input ``[rows, in]``, or ``[tp * rows, in]`` where
-        that was kept;
-            ``None`` where the weight is frozen.
+        grad: output gradient ``[rows, out / tp]``, or ``[tp * rows, out / tp]`` under sequence parallelism.
+        plan: communication of the layer.
+        gradient: accumulator of the weight gradient, with input ``[rows, in]``, or ``[tp * rows, in]`` if the
+            gathered rows were kept; ``None`` for a frozen weight.
     """
     if not plan.sequence_parallel:
+        # The all-reduce runs during the weight gradient's matmul.
         pending = plan.backend.matmul_reduce(grad, weight, plan.group, plan.backward)
         if gradient is not None:
             gradient.add(grad, gradient.rows)
     else:
         gather, backend = None, plan.backend
         if gradient is not None and gradient.rows.size(0) != grad.size(0):
-            # The link is idle until the first chunk is multiplied, and only the last matmul reads this.
+            # Start the gather now: the link is idle until the first chunk is multiplied, and only the weight
+            # gradient at the end reads the gathered rows.
             gather = backend.Gather(gradient.rows, plan.group, 1, plan.passing(gradient.rows))
-            # Two collectives keep their order; an operator that communicates by itself has no place in it.
+            # Collectives of a group keep their order, but an operator that communicates by itself has no
+            # place in that order.
             backend = backend if backend.BESIDE_COLLECTIVES else chunked
         pending = backend.matmul_scatter(grad, weight, plan.group, plan.backward)
         if gradient is not None:
@@ -139,7 +140,7 @@ def column_backward(
 class Row(torch.autograd.Function):
     """``input @ weight.T``, summed over ranks; under sequence parallelism each rank gets its own rows.
 
-    ``input`` is ``[sequence, batch, in / tp]``, ``weight`` is ``[out, in / tp]``, the output
+    ``input`` is ``[sequence, batch, in / tp]`` and ``weight`` is ``[out, in / tp]``. The output is
     ``[sequence / tp, batch, out]`` under sequence parallelism, else ``[sequence, batch, out]``.
     """
 
@@ -170,15 +171,16 @@ class Row(torch.autograd.Function):
 def row_backward(
     weight: Tensor, grad: Tensor, plan: Plan, gradient: WeightGradient | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute gradients of input and weight under sequence parallelism, as chunks of the output's arrive.
+    """Compute the gradients of input and weight under sequence parallelism, as chunks of ``grad`` arrive.
 
     Args:
         weight: ``[out, in / tp]``.
-        grad: ``[rows, out]``.
-        plan: how to communicate.
-        gradient: the weight gradient's accumulation, with input ``[tp * rows, in / tp]``; ``None`` where the
-        weight is frozen.
+        grad: output gradient of this rank's rows, ``[rows, out]``.
+        plan: communication of the layer.
+        gradient: accumulator of the weight gradient, with input ``[tp * rows, in / tp]``; ``None`` for a
+            frozen weight.
     """
+    # One chunk, or a weight gradient that must be computed in one piece: gather everything first.
     count = grad.size(0)
     if plan.backward == 1 or (gradient is not None and not gradient.in_pieces):
         grad_input, whole = plan.backend.gather_matmul(
@@ -190,6 +192,7 @@ def row_backward(
         gather = plan.backend.Gather(grad, plan.group, plan.backward, plan.passing(grad))
         grad_input = grad.new_empty(gather.ranks * count, weight.size(1))
         for rank, first, end, part in gather.arriving():
+            # Rank r's rows first:end are rows r * count + first to r * count + end of the whole.
             place = slice(rank * count + first, rank * count + end)
             torch.mm(part, weight, out=grad_input[place])
             if gradient is not None:
@@ -198,11 +201,11 @@ def row_backward(
 
 
 def _remember(ctx: Any, rows: Tensor, input: Tensor, weight: Tensor, plan: Plan) -> None:
-    """Save what backward needs: a frozen weight needs no rows."""
+    """Save the tensors for backward; a frozen weight needs no rows."""
     learns = weight.requires_grad
     ctx.save_for_backward(weight, *([rows] if learns else []))
     ctx.plan, ctx.input_shape = plan, input.shape
-    # Not among the saved tensors: it may change in place between forward and backward.
+    # Not saved through autograd: it may change in place between forward and backward.
     ctx.main_grad = getattr(weight, "main_grad", None) if plan.fusion and learns else None
     ctx.learns = learns
 

@@ -1,12 +1,12 @@
-"""Matmul and collective in chunks: the transfer of one chunk runs while another one is multiplied.
+"""Matmul and collective in chunks: one chunk is transferred while another one is multiplied.
 
-Rows are those of the flattened input, ``sequence * batch``. Under sequence parallelism a tensor parallel rank
+Rows are rows of the flattened input, ``sequence * batch``. Under sequence parallelism a tensor parallel rank
 holds ``rows`` of them, and the whole is ``[tp, rows, width]``, rank after rank. A chunk is the same range of
-every rank's own rows. Products are written where they belong in the whole, so nothing is put in order
-afterwards. Gathered chunks are copied there once, inside torch: over gloo and NCCL the list form of the
-all-gather receives into a buffer of its own.
+every rank's rows. Products are written to their final place in the whole, so no reordering is needed.
+Gathered chunks are copied once inside torch, because with gloo and NCCL the list form of all-gather receives
+into a separate buffer.
 
-Every function is called by all ranks of ``group`` in the same order, with the same shapes and chunk counts.
+All ranks of ``group`` must call every function in the same order, with the same shapes and numbers of chunks.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from mindspeed_dsa.parallel.names import named
 from mindspeed_dsa.parallel.transfers import Pending, bounds
 
 Allocate = Callable[[list[int]], Tensor]
-"""Memory of a given shape."""
+"""Function that returns memory of a given shape."""
 _ROWS, _SUM = "rows of a linear layer", "sum of a linear layer"
-"""Names of the collectives."""
+"""Names of the collectives in records and messages."""
 
 
 class Gather:
-    """Gather of all ranks' rows, chunk by chunk.
+    """All-gather of rows, chunk by chunk.
 
     Args:
-        local: ``[rows, width]``, this rank's rows, contiguous.
+        local: this rank's rows ``[rows, width]``, contiguous.
         group: tensor parallel group.
         chunks: number of collectives.
-        allocate: gives ``[tp, rows, width]`` in the type of ``local`` to gather into; default: new memory.
+        allocate: function that returns ``[tp, rows, width]`` in the dtype of ``local``; default: new memory.
     """
 
     def __init__(self, local: Tensor, group: Any, chunks: int, allocate: Allocate | None = None) -> None:
         self.local, self.ranks, self.rank = local, group.size(), dist.get_rank(group)
         rows, width = local.shape
         self.whole = (allocate or local.new_empty)([self.ranks, rows, width])
-        """``[tp, rows, width]``; other ranks' rows are there once :meth:`arriving` has named them."""
+        """``[tp, rows, width]``; other ranks' rows are valid after :meth:`arriving` has yielded them."""
         self._ranges = bounds(rows, chunks)
         if len(self._ranges) == 1:
             whole = self.whole.flatten(0, 1)
@@ -61,13 +61,13 @@ class Gather:
             ]
 
     def wait(self) -> Tensor:
-        """Return ``[tp * rows, width]``, complete."""
+        """Wait for all chunks, and return ``[tp * rows, width]``."""
         for work in self._works:
             work.wait()
         return self.whole.flatten(0, 1)
 
     def arriving(self) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield ``rank, first, end, rows of it``: own rows at once, others' as soon as they are here."""
+        """Yield ``rank, first, end, rows``: this rank's rows at once, other rows as soon as they arrive."""
         yield self.rank, 0, self.local.size(0), self.local
         for (first, end), work in zip(self._ranges, self._works, strict=True):
             work.wait()
@@ -79,20 +79,20 @@ class Gather:
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "gather_matmul", "matmul_reduce", "matmul_scatter"]
 
 BESIDE_COLLECTIVES = True
-"""Functions here may start while a collective of the group is in flight: they are collectives too."""
+"""Functions here may start while a collective of the group is in flight, because they are collectives too."""
 
 
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather rows of all ranks, and multiply them by ``weight``.
+    """Gather the rows of all ranks and multiply them by ``weight``.
 
     Args:
-        local: ``[rows, k]``, contiguous.
+        local: this rank's rows ``[rows, k]``, contiguous.
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
-        chunks: 1 gathers first and multiplies then.
-        allocate: as for :class:`Gather`.
+        chunks: number of chunks; with 1 the gather finishes before the matmul.
+        allocate: allocator for the gathered rows, see :class:`Gather`.
 
     Returns:
         Product ``[tp * rows, n]`` and gathered rows ``[tp * rows, k]``.
@@ -108,19 +108,20 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Start the sum over ranks of ``whole @ weight``, of which each rank gets its own rows.
+    """Start a reduce-scatter of ``whole @ weight``, from which each rank gets its own rows.
 
     Args:
         whole: ``[tp * rows, k]``, any row stride.
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
-        chunks: 1 multiplies first and scatters then.
+        chunks: number of chunks; with 1 the matmul finishes before the reduce-scatter.
 
     Returns:
-        ``[rows, n]``, pending.
+        Pending ``[rows, n]``.
     """
     ranks = group.size()
     rows = whole.size(0) // ranks
+    # Few rows may make fewer ranges than `chunks`.
     if len(ranges := bounds(rows, chunks)) == 1:
         product = torch.mm(whole, weight)
         pending = Pending(whole.new_empty(rows, weight.size(1)), [], [product])
@@ -128,10 +129,12 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
             pending.works.append(reduce_scatter_tensor(pending.result, product, group=group, async_op=True))
         return pending
     by_rank = whole.unflatten(0, (ranks, rows))  # [tp, rows, k]
+    # On CPU the reduce-scatter is a sum of exchanged products.
     if whole.device.type == "cpu":
         return _matmul_exchange(by_rank, weight, group, ranges)
     pending = Pending(whole.new_empty(rows, weight.size(1)), [], [])
     for first, end in ranges:
+        # One chunk of every rank's rows: its reduce-scatter runs while the next chunk is multiplied.
         product = whole.new_empty(ranks, end - first, weight.size(1))
         for rank in range(ranks):
             torch.mm(by_rank[rank, first:end], weight, out=product[rank])
@@ -146,13 +149,14 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 
 
 def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[tuple[int, int]]) -> Pending:
-    """Multiply and exchange products between ranks: those of own rows need no transfer and come last."""
+    """Multiply and exchange the products; this rank's own rows need no transfer and are multiplied last."""
     ranks, rows, _ = by_rank.shape
     mine = dist.get_rank(group)
     others = [rank for rank in range(ranks) if rank != mine]
     pending = Pending(by_rank.new_empty(rows, weight.size(1)), [], [])
     for first, end in ranges:
         product = by_rank.new_empty(ranks - 1, end - first, weight.size(1))
+        # Products for other ranks first, so that their transfer overlaps with the rest.
         for place, rank in enumerate(others):
             torch.mm(by_rank[rank, first:end], weight, out=product[place])
         with named(_SUM):
@@ -162,16 +166,16 @@ def _matmul_exchange(by_rank: Tensor, weight: Tensor, group: Any, ranges: list[t
 
 
 def matmul_reduce(rows: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Start the sum over ranks of ``rows @ weight``, which all of them get.
+    """Start an all-reduce of ``rows @ weight``.
 
     Args:
         rows: ``[rows, k]``, any row stride.
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
-        chunks: 1 multiplies first and reduces then.
+        chunks: number of chunks; with 1 the matmul finishes before the all-reduce.
 
     Returns:
-        ``[rows, n]``, pending.
+        Pending ``[rows, n]``.
     """
     pending = Pending(rows.new_empty(rows.size(0), weight.size(1)), [], [])
     for first, end in bounds(rows.size(0), chunks):

@@ -1,4 +1,4 @@
-"""Tensor parallel communication in chunks, overlapped with the matmul of the same layer.
+"""Declarations of chunked tensor parallel communication that overlaps with the same layer's matmul.
 
 tests: tests/features/tensor_parallel
 """
@@ -25,12 +25,12 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The requested settings.
+    """Options of the overlap.
 
     Attributes:
-        chunks: number of chunks; 0: tuned.
-        keep_gathered: column parallel layers save the gathered input for backward.
-        backend: implementation of matmul and collective, a name of :data:`_BACKENDS`.
+        chunks: number of chunks; 0 tunes it.
+        keep_gathered: whether column parallel layers save the gathered input for backward.
+        backend: implementation of matmul and collective, a key of :data:`_BACKENDS`.
     """
 
     chunks: int
@@ -44,7 +44,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Build from resolved settings, or from arguments."""
+        """Build the options from resolved settings or from parsed arguments."""
         again = getattr(settings, "coc_recompute_all_gather", None)
         return cls(
             chunks=getattr(settings, "coc_parallel_num", None) or 0,
@@ -54,7 +54,7 @@ class Options:
 
     @property
     def fused(self) -> bool:
-        """Return whether matmul and collective are one operator, which chooses its own chunks."""
+        """Return whether matmul and collective are one fused operator, which chooses its own chunks."""
         return self.backend != "chunked"
 
 
@@ -65,7 +65,7 @@ def _backend(settings: Any) -> str:
 
 
 def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
-    """Report missing requirements of operators that gather and scatter rows."""
+    """Yield an error if the operators that gather and scatter rows lack sequence parallelism."""
     if getattr(args, "tensor_model_parallel_size", 1) > 1 and not getattr(args, "sequence_parallel", True):
         yield (
             f"{flag}: its operators gather and scatter rows, which tensor parallel ranks do only under "
@@ -74,7 +74,7 @@ def check_sequence_parallel(args: Any, flag: str) -> Iterator[str]:
 
 
 def report_transformer_engine(args: Any, flag: str) -> None:
-    """Log that Transformer Engine's layers do not change; that is not an error."""
+    """Log that Transformer Engine's layers do not change, which is not an error."""
     if getattr(args, "transformer_impl", None) == "transformer_engine":
         log.get(flag.removeprefix("--use-")).info(
             "%s does not change Transformer Engine's layers, which have --tp-comm-overlap; Megatron's own "
@@ -84,12 +84,12 @@ def report_transformer_engine(args: Any, flag: str) -> None:
 
 
 def coc_wanted(settings: Any) -> bool:
-    """Return whether it is on, or an option without effect is set, which `check` reports."""
+    """Return whether the overlap is on, or an option without effect is set, which ``check_coc`` reports."""
     return _switched_on(settings) or any(True for _ in _without_effect(settings))
 
 
 def _switched_on(settings: Any) -> bool:
-    """Return whether it is on, and not disabled by a chunk count of 1."""
+    """Return whether the overlap is on and not disabled by a chunk count of 1."""
     count = getattr(settings, "coc_parallel_num", None)
     switches = ("use_ascend_coc", "coc_fused_kernel")
     return count != 1 and (count is not None or any(getattr(settings, name, False) for name in switches))
@@ -113,7 +113,7 @@ def _without_effect(settings: Any) -> Iterator[str]:
 
 
 def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
-    """Report missing requirements of any overlap of tensor parallel communication."""
+    """Yield an error if there is no tensor parallelism to overlap."""
     if getattr(args, "tensor_model_parallel_size", None) == 1:
         yield (
             f"{flag}: with --tensor-model-parallel-size 1 there is no communication to hide; omit "
@@ -122,7 +122,7 @@ def check_tensor_parallel(args: Any, flag: str) -> Iterator[str]:
 
 
 def check_coc(args: Any, options: Any) -> Sequence[str]:
-    """Report Megatron arguments that are incompatible with chunks."""
+    """Return conflicts of Megatron arguments with chunked communication."""
     problems = [*_without_effect(args)]
     if problems:
         return problems
@@ -136,14 +136,14 @@ def check_coc(args: Any, options: Any) -> Sequence[str]:
 
 
 def check_tuned(args: Any, options: Any = None) -> Iterator[str]:
-    """Return whether the number of chunks may be tuned, in arguments or in a layer's configuration."""
+    """Yield reasons not to tune the number of chunks, from arguments or a layer's configuration."""
     return check_measured(
         args, "--use-ascend-coc", "the best number of chunks", "fix it, for example with --coc-parallel-num 4"
     )
 
 
 def check_mc2(args: Any, options: Any) -> Sequence[str]:
-    """Report Megatron arguments that are incompatible with MC2."""
+    """Return conflicts of Megatron arguments with MC2."""
     report_transformer_engine(args, "--use-ascend-mc2")
     return [
         *check_tensor_parallel(args, "--use-ascend-mc2"),
@@ -178,7 +178,7 @@ PATCHES = (
         params=("input_",),
     ),
 )
-"""Shared with the fused kernels, which differ in the backend but patch the same functions."""
+"""Patches shared with the fused kernels, which differ only in the backend."""
 
 
 COC = Feature(

@@ -1,4 +1,4 @@
-"""Patches of Megatron's linear layers: each call decides how it communicates."""
+"""Decorators of Megatron's linear layers that choose the communication of each call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def overlap_column_parallel(
 ) -> Callable[..., Tensor]:
     """Decorate Megatron's two linear functions, with and without a trainable weight.
 
-    They are called by column parallel layers, and by code that passes a weight, such as tied embeddings.
+    Column parallel layers call them, and so does code that passes a weight, such as tied embeddings.
     """
     beyond = tuple(inspect.signature(original).parameters)[_COMMON:]
 
@@ -73,18 +73,16 @@ def overlap_column_parallel(
 
 
 _ANY = 1e-3
-"""An output gradient for timing: the duration of a matmul does not depend on values."""
+"""Value of output gradients for timing; the duration of a matmul does not depend on values."""
 _COMMON = 6
-"""Parameters that both functions take in every release."""
+"""Number of parameters that both functions take in every release."""
 _PASSIVE = ("tp_group", "wgrad_deferral_limit", "gtp_remat_size")
-"""Other parameters that change nothing by themselves; for the last one see :func:`_is_plain`."""
+"""Other parameters that need no support here; for ``gtp_remat_size`` see :func:`_is_plain`."""
 
 
 def overlap_row_parallel(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``RowParallelLinear.forward``.
-
-    Megatron's forward runs on a proxy of the layer whose product is already reduced over ranks.
-    """
+    """Decorate ``RowParallelLinear.forward`` to overlap its matmul with the reduction."""
+    # Megatron's forward runs on a proxy of the layer whose product is already reduced over ranks.
 
     def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = None
@@ -102,19 +100,19 @@ def overlap_row_parallel(original: Callable[..., Any], context: Context[Options]
 
 
 class _Reduced:
-    """A row parallel layer without the steps after its matmul."""
+    """Proxy of a row parallel layer whose forward ends after the matmul, and without a bias."""
 
     explicit_expert_comm = True
     skip_bias_add = True
 
     def __init__(self, layer: Any, plan: Plan) -> None:
-        vars(self).update(_layer=layer, _plan=plan)
+        vars(self).update(_layer=layer, _plan=plan)  # bypasses __setattr__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "_forward_impl":  # before megatron-core 0.14 every forward selects it again
+        if name != "_forward_impl":  # before megatron-core 0.14 every forward assigns it
             setattr(self._layer, name, value)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -129,7 +127,7 @@ def _group_of(group: Any, context: Context[Options]) -> Any:
 
 
 def _is_plain(input: Tensor, weight: Tensor, group: Any) -> bool:
-    """Return whether the matmul has two ordinary tensors of one dtype, and more than one rank."""
+    """Return whether the matmul has two ordinary tensors of one dtype, and several ranks."""
     return (
         group.size() > 1
         and input.dim() >= 2
@@ -151,7 +149,7 @@ def _column_plan(
     fusion: bool,
     context: Context[Options],
 ) -> Plan | None:
-    """Return how this call communicates; ``None`` if Megatron's own code must run."""
+    """Return the communication of this call; ``None`` runs Megatron's own code."""
     if not _is_plain(input, weight, group):
         return None
     plan = _plan(context, group, sequence_parallel, fusion)
@@ -160,7 +158,7 @@ def _column_plan(
     if plan.forward == 0:
         plan = _tuned_column(plan, input, weight, context)
     if plan.forward == plan.backward == 1 and not plan.keep_gathered:
-        return None
+        return None  # the same as Megatron's own code
     return plan
 
 
@@ -174,7 +172,7 @@ def _row_plan(layer: Any, input: Tensor, group: Any, context: Context[Options]) 
     ranks, width = group.size(), weight.size(1)
     parallel = layer.input_is_parallel
     if input.size(-1) != (width if parallel else width * ranks):
-        return None  # Megatron reports the problem, here and below
+        return None  # Megatron reports this problem and the next one
     if layer.sequence_parallel and input.size(0) % ranks:
         return None
     plan = _plan(context, group, layer.sequence_parallel, layer.gradient_accumulation_fusion)
@@ -183,7 +181,7 @@ def _row_plan(layer: Any, input: Tensor, group: Any, context: Context[Options]) 
         return plan if plan.sequence_parallel and _taken(plan, weight, context) else None
     if plan.forward == 0:
         require(context, check_tuned, layer.config)
-        # Megatron's forward scatters a full input, after this.
+        # Megatron's forward scatters a full input later, so take this rank's part for tuning.
         mine = input if parallel else input.narrow(-1, group.rank() * width, width)
         plan = _tuned_row(plan, mine, weight, context)
     if plan.forward == 1 and (plan.backward == 1 or not plan.sequence_parallel):
@@ -206,7 +204,7 @@ def _plan(context: Context[Options], group: Any, sequence_parallel: bool, fusion
 
 
 def _taken(plan: Plan, weight: Tensor, context: Context[Options]) -> bool:
-    """Return whether the fused operators support this layer; if not, each reason is logged once."""
+    """Return whether the fused operators support this layer; log each reason against it once."""
     reason = plan.backend.declines(weight, plan.group)
     if reason:
         text = "layers run Megatron's own code, because the fused operators do not support them: %s"
@@ -218,7 +216,7 @@ def _tuned_column(plan: Plan, input: Tensor, weight: Tensor, context: Context[Op
     """Return the plan with the fastest numbers of chunks for these sizes."""
     (n, k), group, backend = weight.shape, plan.group, plan.backend
     ranks = group.size() if plan.sequence_parallel else 1
-    m = input.numel() // k * ranks
+    m = input.numel() // k * ranks  # rows after the gather
 
     def forward() -> tuning.Run:
         rows, matrix = flat(input.detach()), weight.detach().t()
@@ -251,6 +249,7 @@ def _tuned_row(plan: Plan, input: Tensor, weight: Tensor, context: Context[Optio
 
     def backward() -> tuning.Run:
         matrix, gradient = weight.detach(), _scratch(weight, flat(input.detach()), plan)
+        # Under sequence parallelism each rank has its share of the output's rows.
         grad = matrix.new_full((m // group.size(), n), _ANY)
         return lambda chunks: row_backward(matrix, grad, replace(plan, backward=chunks), gradient())
 
@@ -278,15 +277,14 @@ def _problem(kind: tuning.Kind, plan: Plan, weight: Tensor, m: int, k: int, n: i
 
 
 def _can_measure_gradient(plan: Plan, weight: Tensor) -> bool:
-    """Return whether gradients can be accumulated: before DDP wraps the model there is no ``main_grad``.
-
-    Backward then communicates as stock does in this call; a later call measures.
-    """
+    """Return whether gradients can be accumulated for tuning."""
+    # Before DDP wraps the model there is no `main_grad`. This backward then communicates as stock, and a
+    # later call is tuned.
     return not (plan.fusion and weight.requires_grad) or getattr(weight, "main_grad", None) is not None
 
 
 def _scratch(weight: Tensor, rows: Tensor, plan: Plan) -> Callable[[], WeightGradient | None]:
-    """Return what makes temporary gradients of the same kind as the weight's."""
+    """Return a function that creates temporary gradients of the same kind as the weight's."""
     if not weight.requires_grad:
         return lambda: None
     main_grad = getattr(weight, "main_grad", None) if plan.fusion else None

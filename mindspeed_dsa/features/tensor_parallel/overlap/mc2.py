@@ -1,7 +1,7 @@
-"""Matmul and collective in one operator of torch_npu (MC2), with the functions of ``parallel/chunked.py``.
+"""Matmul and collective in one operator of torch_npu (MC2), with the interface of ``chunked.py``.
 
-The operators cut the work into chunks themselves, so the number of chunks has no effect here. Limits and
-signatures are those of torch_npu's manual of ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``.
+The operators choose their own chunks, so the number of chunks is ignored. Limits and signatures are from
+torch_npu's manual of ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mindspeed_dsa.parallel.transfers import Pending
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]
 
 BESIDE_COLLECTIVES = False
-"""All operators of a communicator use its one buffer, and HCCL wants them called one after the other."""
+"""Operators of a communicator share one buffer, and HCCL requires that they run one after another."""
 _WIDTHS = range(256, 65535)
-# Of what is summed over ranks.
-_MOST_BYTES = 4 << 30
+_MOST_BYTES = 4 << 30  # maximum size of the product that is summed over ranks
 
 
 def declines(weight: Tensor, group: Any) -> str:
-    """Return why the operators do not support a layer; empty if they do.
+    """Return the reason why the operators do not support a layer; empty if they do.
 
     Args:
-        weight: ``[out, in]`` of one rank. Both widths are contraction sizes, one of them in backward.
+        weight: one rank's weight ``[out, in]``. Both widths are contraction sizes, one in forward and the
+            other in backward.
         group: tensor parallel group.
     """
     if weight.dtype not in (torch.float16, torch.bfloat16):
@@ -40,6 +40,7 @@ def declines(weight: Tensor, group: Any) -> str:
     ranks = product().fused_ranks
     if group.size() not in ranks:
         return f"they support {listed(ranks)} ranks on this device, {product().name}, not {group.size()}"
+    # Backward contracts over the other dimension, so both widths must be in range.
     if outside := [width for width in weight.shape if width not in _WIDTHS]:
         return f"they support widths of {_WIDTHS.start} to {_WIDTHS.stop - 1}, not {outside[0]}"
     return ""
@@ -48,10 +49,10 @@ def declines(weight: Tensor, group: Any) -> str:
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Do as :func:`chunked.gather_matmul`, in as many chunks as the operator chooses.
+    """Gather and multiply like :func:`chunked.gather_matmul`, in chunks chosen by the operator.
 
-    ``weight`` is contiguous or the transpose of a contiguous tensor; ``allocate`` is unused, gathered rows
-    always belong to the caller.
+    ``weight`` must be contiguous or the transpose of a contiguous tensor. ``allocate`` is unused, because the
+    operator allocates the gathered rows.
     """
     product, whole = _torch_npu().npu_all_gather_base_mm(
         local, weight, communicator(group), group.size(), bias=None, gather_index=0, gather_output=True
@@ -60,10 +61,11 @@ def gather_matmul(
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Do as :func:`chunked.matmul_scatter`, in as many chunks as the operator chooses.
+    """Multiply and reduce-scatter like :func:`chunked.matmul_scatter`, in chunks chosen by the operator.
 
-    ``whole`` is contiguous, ``weight`` too or its transpose is. The only wait is for the device's stream,
-    unless the product is larger than the operator takes: then it is multiplied first and scattered then.
+    ``whole`` must be contiguous, and ``weight`` contiguous or the transpose of a contiguous tensor. The
+    result is ready on the current stream. A product above the operator's limit is multiplied first and then
+    scattered.
     """
     if whole.size(0) * weight.size(1) * whole.itemsize > _MOST_BYTES:
         return chunked.matmul_scatter(whole, weight, group, 1)
@@ -75,7 +77,7 @@ def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pe
 
 @lru_cache(maxsize=64)
 def communicator(group: Any) -> str:
-    """Return the name of the group's HCCL communicator, which the operators take."""
+    """Return the name of the group's HCCL communicator, which the operators take as argument."""
     backend = group._get_backend(torch.device("npu"))
     name: str = backend.get_hccl_comm_name(dist.get_global_rank(group, dist.get_rank(group)))
     return name

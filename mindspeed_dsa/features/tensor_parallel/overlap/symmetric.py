@@ -1,6 +1,7 @@
-"""Matmul and collective in one operator of PyTorch on symmetric memory (CUDA), as in ``parallel/chunked.py``.
+"""Matmul and collective in one operator on PyTorch's symmetric memory (CUDA).
 
-The operators cut the work into chunks themselves, so the number of chunks has no effect here.
+The module has the same functions as ``chunked.py``. The operators choose their own chunks, so the number of
+chunks is ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from mindspeed_dsa.parallel.transfers import Pending
 __all__ = ["BESIDE_COLLECTIVES", "Gather", "declines", "gather_matmul", "matmul_scatter"]
 
 BESIDE_COLLECTIVES = True
-"""These operators exchange through memory of their own, not through NCCL's communicator."""
+"""These operators exchange data through symmetric memory, and not through NCCL's communicator."""
 
 
 def declines(weight: Tensor, group: Any) -> str:
-    """Return why the operators do not support a layer; empty if they do.
+    """Return the reason why the operators do not support a layer; empty if they do.
 
     Args:
-        weight: ``[out, in]`` of one rank.
+        weight: one rank's weight ``[out, in]``.
         group: tensor parallel group.
     """
     if weight.device.type != "cuda":
@@ -39,27 +40,27 @@ def declines(weight: Tensor, group: Any) -> str:
 def gather_matmul(
     local: Tensor, weight: Tensor, group: Any, chunks: int, allocate: Allocate | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Do as ``chunked.gather_matmul``; chunks are the operator's, and gathered rows the caller's."""
+    """Gather and multiply like ``chunked.gather_matmul``; ``chunks`` and ``allocate`` are ignored."""
     whole, (product,) = _operators().fused_all_gather_matmul(local, [weight], 0, group.group_name)
     return product, whole
 
 
 def matmul_scatter(whole: Tensor, weight: Tensor, group: Any, chunks: int) -> Pending:
-    """Sum ``whole @ weight`` over ranks, and return the rank's own rows.
+    """Reduce-scatter ``whole @ weight``, from which each rank gets its own rows.
 
     Args:
         whole: ``[tp * rows, k]``, contiguous.
         weight: ``[k, n]``, any strides.
         group: tensor parallel group.
-        chunks: ignored, the operator chooses.
+        chunks: ignored, because the operator chooses.
 
     Returns:
-        ``[rows, n]``; the only wait is that for the device's stream.
+        Pending ``[rows, n]``, ready on the current stream.
     """
     product = _operators().fused_matmul_reduce_scatter(whole, weight, "sum", 0, group.group_name)
     return Pending(product, [], [])
 
 
 def _operators() -> Any:
-    import_module("torch.distributed._symmetric_memory")  # declares them
+    import_module("torch.distributed._symmetric_memory")  # registers the operators
     return torch.ops.symm_mem
