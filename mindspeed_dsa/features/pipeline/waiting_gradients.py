@@ -54,6 +54,7 @@ class WaitingGradients:
         self._chunks, self._config = chunks, megatron("core.utils").get_model_config(chunks[0])
         self._weights = [list(_weights(chunk, megatron)) for chunk in chunks]
         self._queues: dict[Unit, list[Queued]] = {}
+        # Backwards per chunk whose weight gradients are still to be computed.
         self._left = [microbatches for _ in chunks]
         self._reductions = [_Reduction() for _ in chunks]
         self.most_bytes = self.most_units = 0
@@ -238,6 +239,7 @@ class _Reduction:
         """Return a context for computing one microbatch's gradients."""
         if self.no_sync is None:
             return contextlib.nullcontext()
+        # Reduce only with the last microbatch, and only if the schedule allowed it in its backward.
         return self.no_sync.switched(not (last and self._at_once))
 
     def all_there(self) -> None:

@@ -160,6 +160,7 @@ _REFUSED = {
 
 def check_dualpipev(args: Any, options: Options) -> Iterator[str]:
     """Yield the problems of a job's arguments, or of a model configuration."""
+    # Model configurations have no schedules_method.
     if argument(args, "schedules_method") != "dualpipev" and hasattr(args, "schedules_method"):
         yield f"{DETACH} is about a schedule that is not chosen; add {FLAG}, or omit it"
         return

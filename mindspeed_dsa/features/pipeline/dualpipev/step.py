@@ -44,6 +44,7 @@ def play_the_list(original: _Function, context: Context[Options]) -> _Function:
             return schedule
 
         def forward_backward(**step: Any) -> Any:
+            # Inside the schedule, is_pp_last_stage asks where the model ends.
             with context.state(Reporting).being(False):
                 return _Step(context, groups, **step).run()
 

@@ -227,6 +227,7 @@ def _experts(experts: _Step, layer: Any, handover: Handover) -> _Step:
 def _after_experts(combine: _Step, handover: Handover) -> _Step:
     def step(node: Any, edge: Tensor, *shared: Tensor) -> Tensor:
         if handover.shared is not None:
+            # A recomputed layer's shared output has no graph; entering it collects its gradient.
             shared = tuple(handover.shared.enter(each) for each in shared)
         with arriving(handover.combine):
             output: Tensor = combine(node, edge, *shared)

@@ -112,6 +112,7 @@ class Recomputed:
             self._attention = _Attention(self._layer, self._megatron)
             with self._attention.kept():
                 edge = self._run_before(self._first, hidden)
+            # The first node's input, which the node has detached.
             self._attention.begins_at(self._first.before[0].inputs[0])
         else:
             # Detached: Megatron adds the residual in grad mode, so a graph on the input would survive.
@@ -205,6 +206,7 @@ class Recomputed:
         self._again = again = self._build()
         again.handover.combined = self._combined
         if hasattr(self._layer.mlp, "token_dispatcher"):
+            # A state of the second run's own: other forwards use the dispatcher between its two pieces.
             self._dispatcher = dict(vars(self._layer.mlp.token_dispatcher))
         with self._as_in_forward(), contextlib.ExitStack() as stack:
             if self._attention is not None:

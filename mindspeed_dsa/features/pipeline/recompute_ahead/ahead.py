@@ -49,6 +49,7 @@ class Ahead(pipeline_steps.Follower):
         chunks = step["model"] if isinstance(step["model"], list) else [step["model"]]
         config = self.megatron("core.utils").get_model_config(chunks[0])
         ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
+        # Megatron's default group is the pipeline size; paired schedules run one more warmup forward.
         group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
         layout = (self.megatron, ranks, len(chunks), step["num_microbatches"], group)
         self._order = megatron_order.backward_order(*layout)
@@ -189,6 +190,7 @@ class _Segment(torch.autograd.Function):
         ]
         torch.autograd.backward([output for output, _ in learning], [grad for _, grad in learning])
         gradients = (each.grad if torch.is_tensor(each) else None for each in inputs)
+        # No gradients for segments, random and function.
         return (None, None, None, *gradients)
 
 

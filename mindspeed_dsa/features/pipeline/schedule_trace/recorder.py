@@ -37,6 +37,7 @@ class Recorder(pipeline_steps.Follower):
         if self._steps != self._options.step:
             return False
         if dist.is_initialized():
+            # Aligns the ranks; the device has no earlier work after the synchronization below.
             dist.barrier()
         platforms.current().synchronize()
         self._marks, self._origin = [], (_mark(), time.time())
@@ -73,6 +74,7 @@ class Recorder(pipeline_steps.Follower):
         config = self.megatron("core.utils").get_model_config(chunks[0])
         pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
         ranks = self.megatron("core.parallel_state").get_pipeline_model_parallel_world_size()
+        # DualPipeV pairs too, but its list has its own warmup.
         v_shaped = is_v_shaped(config)
         return recorded.Layout(
             ranks=ranks,

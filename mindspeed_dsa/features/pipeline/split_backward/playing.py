@@ -49,6 +49,7 @@ class Player(pipeline_steps.Follower):
             state.get_pipeline_model_parallel_rank(),
         )
         microbatches = step["num_microbatches"]
+        # Megatron's default group is the pipeline size; paired schedules run one more warmup forward.
         group = getattr(config, "microbatch_group_size_per_vp_stage", None) or ranks
         pairs = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
         whole = megatron_order.schedule(
@@ -89,6 +90,7 @@ class Player(pipeline_steps.Follower):
 
     def before(self, events: Sequence[Event]) -> None:
         """Compute gradients that are still due, if no send has done so."""
+        # WEIGHT events are noted by play() itself.
         if events[0].kind is not Kind.WEIGHT:
             self.play()
             self._sent = False
