@@ -166,6 +166,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, flight: InFlight, after: Tensor | None) -> Tensor:
         ctx.flight = flight
         flight.forward = flight.send(rows)
+        # The receive buffer, which is written until the wait.
         return flight.forward.result
 
     @staticmethod
@@ -184,6 +185,7 @@ class _Wait(torch.autograd.Function):
         assert flight.forward is not None
         flight.forward.wait()
         flight.forward = None
+        # The second output is the mark for `after`.
         return received.view_as(received), received.new_empty(0)
 
     @staticmethod

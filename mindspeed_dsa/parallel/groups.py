@@ -25,9 +25,11 @@ def subgroup(parent: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
     # torch names the group by the number of groups that the calling rank is in. Ranks of a pipeline are in
     # different numbers of Megatron's groups, and a group that has two names never completes.
     place = (parent.group_name, tuple(ranks))
+    # Counts groups of the same ranks, so that each gets a name of its own.
     _made[place] += 1
     name = hashlib.sha1(repr((place, _made[place])).encode(), usedforsecurity=False).hexdigest()
     named_by_torch = distributed_c10d._hash_ranks_to_str.__name__
+    # With use_local_synchronization, new_group takes the name from this function.
     with mock.patch.object(distributed_c10d, named_by_torch, return_value=name):
         group: ProcessGroup = dist.new_group(
             list(ranks), timeout=_timeout_of(parent), use_local_synchronization=True

@@ -47,6 +47,7 @@ class Pending:
         stream = platform.current_stream()
         if stream != self.stream:
             for tensor in (self.result, *self.inputs):
+                # The allocator must not reuse the memory before this stream is done with it.
                 platform.record_stream(tensor, stream)
         self.works, self.inputs = [], []
         return self.result

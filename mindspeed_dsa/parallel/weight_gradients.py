@@ -2,11 +2,11 @@
 
 :class:`WeightGradient` computes one gradient, in one or several pieces.
 
-A *deferred* gradient is computed later in backward than its operands become known. It is a node of the graph
-between a weight and the functions that use it. Autograd runs ready nodes in the reverse order of their
-creation, so the place of creation in forward determines the time in backward. Created between the start and
-the wait of a transfer, it runs under the reverse transfer. The weight's ``AccumulateGrad``, with all hooks of
-data parallelism, runs after it, as often as without deferral.
+A *deferred* gradient is computed later in backward than the point at which its operands are known. It is a
+node of the graph between a weight and the functions that use it. Autograd runs ready nodes in the reverse
+order of their creation, so the place of creation in forward determines the time in backward. Created between
+the start and the wait of a transfer, it runs under the reverse transfer. The weight's ``AccumulateGrad``,
+with all hooks of data parallelism, runs after it, as often as without deferral.
 
 A function supports deferral in three steps::
 
