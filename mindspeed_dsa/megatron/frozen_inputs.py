@@ -58,11 +58,9 @@ def learn_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending_in_leaves(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make all outputs of the function require a gradient in its second run.
-
-    Megatron's class passes a gradient to each output, which is an error for an output that depends on no
-    input or weight that requires one.
-    """
+    """Make all outputs of the function require a gradient in its second run."""
+    # Megatron's class passes a gradient to each output, which is an error for an output that depends on no
+    # input or weight that requires one.
     has_run = False
 
     def run(*args: Any) -> Any:

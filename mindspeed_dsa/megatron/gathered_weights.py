@@ -14,12 +14,10 @@ _OVERLAPPED_GATHERING = "core.distributed.distributed_data_parallel"
 
 
 def wait_for_weights(layer: Any) -> None:
-    """Run a layer's forward pre-hooks.
-
-    Under overlapped parameter gathering Megatron waits for a layer's weights in such a hook. Without it, the
-    weights would still be the previous step's.
-    """
-    # A hook that was registered with_kwargs also gets the (empty) keyword arguments.
+    """Run a layer's forward pre-hooks."""
+    # Under overlapped parameter gathering Megatron waits for a layer's weights in such a hook. Without it,
+    # the weights would still be the previous step's. A hook that was registered with_kwargs also gets the
+    # (empty) keyword arguments.
     for number, hook in list(layer._forward_pre_hooks.items()):
         hook(layer, (), *([{}] if number in layer._forward_pre_hooks_with_kwargs else []))
 
@@ -30,11 +28,9 @@ def waits_for_weights(hook: Any) -> bool:
 
 
 def wait_for_all_weights(module: Any) -> None:
-    """Make the current stream wait for the weights of a module and of its submodules.
-
-    Megatron waits once per bucket of weights, on the stream of the first layer that needs the bucket. Later
-    layers do not wait again.
-    """
+    """Make the current stream wait for the weights of a module and of its submodules."""
+    # Megatron waits once per bucket of weights, on the stream of the first layer that needs the bucket.
+    # Later layers do not wait again.
     for layer in module.modules():
         for hook in list(layer._forward_pre_hooks.values()):
             if waits_for_weights(hook):

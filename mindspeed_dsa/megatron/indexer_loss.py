@@ -20,11 +20,10 @@ _kept: dict[Megatron, Tensor] = {}
 
 
 def keep_step_loss(original: Callable[..., Any], context: Context[Any]) -> Callable[..., Any]:
-    """Decorate ``DSAIndexerLossLoggingHelper.track_indexer_metrics``.
-
-    The caller's dictionary holds a sum over the steps since the last log line. The original adds to an empty
-    dictionary instead, which gives the step's own value. The value is then added to the caller's sum.
-    """
+    """Decorate ``DSAIndexerLossLoggingHelper.track_indexer_metrics``."""
+    # The caller's dictionary holds a sum over the steps since the last log line. The original adds to an
+    # empty dictionary instead, which gives the step's own value. The value is then added to the caller's
+    # sum.
 
     def track_indexer_metrics(*args: Any, **kwargs: Any) -> Any:
         total = kwargs.get("total_loss_dict")

@@ -94,11 +94,9 @@ def parse_with_feature_flags(original: Callable[..., Any], session: Session) -> 
 
 
 def validate_with_feature_checks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Decorate ``megatron.training.arguments.validate_args``.
-
-    Features rewrite arguments before Megatron derives others from them, and check them afterwards. No process
-    group exists yet.
-    """
+    """Decorate ``megatron.training.arguments.validate_args``."""
+    # Features rewrite arguments before Megatron derives others from them, and check them afterwards. No
+    # process group exists yet.
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         session.rewrite(args)

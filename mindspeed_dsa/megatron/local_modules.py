@@ -283,10 +283,8 @@ def transformer_engine_is_usable(context: Context[Any]) -> bool:
 def gate_without_transformer_engine(
     original: Callable[..., Any], context: Context[Any]
 ) -> Callable[..., Any]:
-    """Decorate ``router_gating_linear``: use a differentiable matmul without Transformer Engine's kernel.
-
-    Several features claim this patch; the engine applies it once.
-    """
+    """Decorate ``router_gating_linear``: use a differentiable matmul without Transformer Engine's kernel."""
+    # Several features claim this patch; the engine applies it once.
 
     def router_gating_linear(inp: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Any:
         if context.megatron("core.extensions.transformer_engine").HAVE_TE:

@@ -27,10 +27,8 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def virtual_stage(block: Any, megatron: Megatron) -> int | None:
-    """Return the index of a ``TransformerBlock``'s chunk in its stage, or ``None`` without virtual stages.
-
-    Before 0.13 a block does not store it. Megatron's global state then has the chunk that is being built.
-    """
+    """Return the index of a ``TransformerBlock``'s chunk in its stage, or ``None`` without virtual stages."""
+    # Before 0.13 a block does not store it. Megatron's global state then has the chunk that is being built.
     if hasattr(block, "vp_stage"):
         stage: int | None = block.vp_stage
     else:

@@ -34,10 +34,8 @@ def second() -> Any:
 
 
 def is_worth(streams: Streams, states: Tensor) -> bool:
-    """Return whether work on hidden states ``[sequence, batch, hidden]`` should use the second stream.
-
-    On a CPU there is nothing to wait for, so every size does.
-    """
+    """Return whether work on hidden states ``[sequence, batch, hidden]`` should use the second stream."""
+    # On a CPU there is nothing to wait for, so every size does.
     platform, least = platforms.current(), streams.least_tokens
     if least is None:
         least = LEAST_TOKENS.get(platform.name, 0)
@@ -78,7 +76,7 @@ def start(compute: Callable[[], tuple[Tensor, ...]], states: Tensor, *modules: n
     for module in modules:
         wait_for_all_weights(module)
     # Created on the current stream and held until compute() has built its graph; otherwise compute() would
-    # create # them on the second stream.
+    # create them on the second stream.
     held = _accumulators(modules)
     platform = platforms.current()
     stream = second()
@@ -108,10 +106,8 @@ def _accumulators(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def gathers_for_itself(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers and frees weights in calls of this module or of a submodule.
-
-    It does so on the stream of the call, and does not know that another stream reads the weights.
-    """
+    """Return whether FSDP2 gathers and frees weights in calls of this module or of a submodule."""
+    # It does so on the stream of the call, and does not know that another stream reads the weights.
     return any(hasattr(submodule, "_get_fsdp_state") for submodule in module.modules())
     return any(hasattr(each, "_get_fsdp_state") for each in module.modules())
 

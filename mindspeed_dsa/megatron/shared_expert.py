@@ -42,10 +42,8 @@ class SharedOutput:
 
 
 def before_second_half(layer: Any, between: Callable[..., None]) -> contextlib.ExitStack:
-    """Call ``between`` when the shared expert of a ``MoELayer`` reaches fc2, until the result is closed.
-
-    Does nothing if the shared expert is recomputed: its forward runs twice, and ``between`` must run once.
-    """
+    """Call ``between`` when the shared expert of a ``MoELayer`` reaches fc2, until the result is closed."""
+    # A recomputed shared expert is left alone: its forward runs twice, and `between` must run once.
     stack = contextlib.ExitStack()
     fc2 = getattr(layer.shared_experts, "linear_fc2", None)
     # Closing the stack removes the hook.

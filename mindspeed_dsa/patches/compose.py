@@ -65,11 +65,9 @@ def is_patch(code: CodeType) -> bool:
 
 
 def is_made_by_patch(function: FunctionType) -> bool:
-    """Return whether a patch created this function while it ran (a nested function).
-
-    Originals in the function's closure are called on behalf of that patch, even after its session ended. A
-    failed backward pass, for example, leaves a graph that still holds its recomputation function.
-    """
+    """Return whether a patch created this function while it ran (a nested function)."""
+    # Originals in its closure are called on behalf of that patch, even after the session ended. A failed
+    # backward pass, for example, leaves a graph that still holds its recomputation function.
     return "<locals>" in function.__qualname__ and function.__globals__.get("__name__") in _homes
 
 
@@ -207,12 +205,10 @@ def _in_descriptor(raw: Any, function: FunctionType) -> Any:
 
 
 def parts(composed: Any, original: Any) -> Iterator[Any]:
-    """Yield every object through which a composed patch holds ``original``, except the original itself.
-
-    Yields the descriptor, the decorators' functions and their closures, and the containers and instances of
-    the implementation's own classes in those closures. Module-level functions are not traversed, because they
-    are not part of the patch.
-    """
+    """Yield every object through which a composed patch holds ``original``, except the original itself."""
+    # These are the descriptor, the decorators' functions and their closures, and the containers and
+    # instances of the implementation's own classes in those closures. Module-level functions are no part of
+    # the patch.
     outermost = underlying(composed)
     # Modules that define the decorators. Instances of their classes belong to the patch.
     homes = set()

@@ -48,10 +48,8 @@ def _decision(claim: Claim) -> Any:
 
 
 def places_of(site: Site) -> list[tuple[str, int, Any]]:
-    """Return the keys under which a target may be patched only once, even under another name.
-
-    The keys use ``id``; the site keeps the objects alive.
-    """
+    """Return the keys under which a target may be patched only once, even under another name."""
+    # The keys contain ids, which stay valid because the site keeps the objects alive.
     claims: list[tuple[str, int, Any]] = [("place", id(site.owner), site.slot)]
     moved = site.moved()
     if moved is not None and isinstance(site.owner, ModuleType):
@@ -63,10 +61,8 @@ def places_of(site: Site) -> list[tuple[str, int, Any]]:
 
 
 def clash(site: Site, places: Mapping[Any, Site]) -> str:
-    """Describe the other site that already patches the same object, or return an empty string.
-
-    Otherwise the second patch would silently stack on the first, or never be reached.
-    """
+    """Describe the other site that already patches the same object, or return an empty string."""
+    # Otherwise the second patch would silently stack on the first, or never be reached.
     wanted = [("place", id(site.owner), site.slot)]
     if isinstance(site.owner, ModuleType) and site.moved() is not None:
         wanted.append(("object", id(site.raw), None))

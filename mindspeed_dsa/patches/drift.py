@@ -153,10 +153,8 @@ class Checker:
         return [*assess(patch, facts), *self._changed(patch, facts)]
 
     def without_target(self, patch: Patch) -> list[str]:
-        """Return messages about a target that is missing or has other parameters in a package that exists.
-
-        Wheels up to 0.16 do not contain ``megatron.training``; patches of it are skipped there.
-        """
+        """Return messages about a target that is missing or has other parameters in a package that exists."""
+        # Wheels up to 0.16 do not contain megatron.training; patches of it are skipped there.
         # `megatron.training` for megatron.training.arguments: some wheels lack the whole subpackage.
         package = ".".join(patch.module.split(".")[:2])
         if self._package(patch) != self.root or not self.tree.holds(package):

@@ -30,10 +30,8 @@ class MindSpeedDSAError(Exception):
 
 
 def show_without_traceback() -> None:
-    """Exit with status 2 and no traceback on uncaught errors of this library.
-
-    The messages already name cause and remedy; a traceback through imports and Megatron would bury them.
-    """
+    """Exit with status 2 and no traceback on uncaught errors of this library."""
+    # The messages already name cause and remedy; a traceback through imports and Megatron would bury them.
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -48,13 +46,10 @@ def show_without_traceback() -> None:
 
 
 def say_once(text: str) -> None:
-    """Print a fatal error on local rank 0 if that rank fails too, else on every failing rank.
-
-    Other ranks wait up to 20 s for rank 0's marker file. They print ``text`` themselves if none appears,
-    because then only they have failed. Waiting also keeps the launcher, which ends all ranks when one exits,
-    from ending rank 0 before it has printed.
-    """
-    # The file name is built from the values that the ranks of one job on one machine share.
+    """Print a fatal error on local rank 0 if that rank fails too, else on every failing rank."""
+    # Other ranks wait up to 20 s for rank 0's marker file. If none appears, only they have failed, and they
+    # print `text` themselves. Waiting also protects rank 0: the launcher ends all ranks when one exits. The
+    # file name is built from the values that the ranks of one job on one machine share.
     names = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
     job = re.sub(r"\W", "_", "-".join([str(os.getppid()), *names]))
     spoken = os.path.join(tempfile.gettempdir(), f"mindspeed_dsa-{job}.said")

@@ -225,7 +225,7 @@ def _absolute(module: ModuleSource, imported: Imported) -> str:
     if not imported.level:
         return imported.module
     # `from .c import x`: in the package a.b it means a.b.c, in the module a.b.d also a.b.c. So a module
-    # drops one # name more than a package.
+    # drops one name more than a package.
     drop = imported.level - (1 if module.is_package else 0)
     package = module.name.rsplit(".", drop)[0] if drop else module.name
     return f"{package}.{imported.module}" if imported.module else package

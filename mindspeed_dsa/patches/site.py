@@ -285,11 +285,9 @@ class Site:
 
     @property
     def lost(self) -> bool:
-        """Return whether calls no longer reach the patch.
-
-        Other code either restored the original, or installed a function that does not call the patch. The
-        latter is accepted if every patch of the site sets ``stale="report"``.
-        """
+        """Return whether calls no longer reach the patch."""
+        # Other code either restored the original, or installed a function that does not call the patch. The
+        # latter is accepted if every patch of the site sets stale="report".
         if self.state != "foreign":
             return False
         live = self.live()

@@ -45,11 +45,9 @@ def of_distribution(distribution: str, root: str = "megatron") -> str | None:
 
 
 def of_megatron(root: str = "megatron") -> str | None:
-    """Return the Megatron-core release that selects the patches.
-
-    A pre-release counts as the release that it leads to. Branches call themselves 0.16.0rc0 for months while
-    they contain the code of 0.16, and PEP 440 puts 0.16.0rc0 outside both ``>=0.16`` and ``<0.16``.
-    """
+    """Return the Megatron-core release that selects the patches."""
+    # A pre-release counts as the release that it leads to. Branches call themselves 0.16.0rc0 for months
+    # while they contain the code of 0.16, and PEP 440 puts 0.16.0rc0 outside both `>=0.16` and `<0.16`.
     written = _written(root)
     try:
         version = None if written is None else Version(written)
@@ -59,11 +57,9 @@ def of_megatron(root: str = "megatron") -> str | None:
 
 
 def _written(root: str) -> str | None:
-    """Read Megatron-core's version string from ``core/package_info.py``.
-
-    The sources take precedence, because a checkout on the path hides an installed wheel, and a fork has no
-    metadata.
-    """
+    """Read Megatron-core's version string from ``core/package_info.py``."""
+    # The sources take precedence, because a checkout on the path hides an installed wheel, and a fork has
+    # no metadata.
     spec = find_spec(root)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(folder) / "core" / "package_info.py"

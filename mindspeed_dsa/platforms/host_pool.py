@@ -55,11 +55,9 @@ def _lifetime_peak() -> int:
 
 
 def process_memory() -> MemoryFigures:
-    """Return the resident set of this process, its peak, and the host's memory.
-
-    Linux reports all of these. Elsewhere only the peak since the start of the process is known, and is also
-    returned as the current value, as the best upper bound.
-    """
+    """Return the resident set of this process, its peak, and the host's memory."""
+    # Linux reports all of these. Elsewhere only the peak since the start of the process is known, and is
+    # also returned as the current value, as the best upper bound.
     peak = _kilobytes("/proc/self/status", "VmHWM") or _lifetime_peak()
     current = _kilobytes("/proc/self/status", "VmRSS") or peak
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

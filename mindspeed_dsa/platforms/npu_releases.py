@@ -73,7 +73,7 @@ def release_of(torch_npu: str) -> Release | None:
     """
     number = _version(torch_npu)
     # Newest first. 2.7.1.post5 is older than 26.1.0's 2.7.1.post8 and newer than 26.0.0's 2.7.1.post4, so
-    # it belongs # to 26.0.0.
+    # it belongs to 26.0.0.
     for release in reversed(RELEASES):
         first = release.wheel(torch_npu)
         if first is not None and number is not None and number >= Version(first):

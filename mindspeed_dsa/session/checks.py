@@ -56,10 +56,8 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
 
 
 def missing_features(active: Sequence[Feature], settings: Settings) -> list[str]:
-    """Return a message for every required feature that is not on, with the flag that switches it on.
-
-    Separate from :func:`problems`, because a job may still switch the feature on later, from code.
-    """
+    """Return a message for every required feature that is not on, with the flag that switches it on."""
+    # Separate from problems(), because a job may still switch the feature on later, from code.
     names = {feature.name for feature in active}
     return [
         f"{feature.name}{_switched_on_by(feature, settings)} needs the feature {other}, {_how_to_get(other)}"

@@ -197,12 +197,10 @@ class Session:
         return add_arguments(parser)
 
     def write_back(self, namespace: argparse.Namespace) -> None:
-        """Write settings from API and environment into a job's argument namespace; they override argv.
-
-        A Megatron flag that the namespace lacks is not added, because no code would read it; :meth:`validate`
-        reports it. If the job's argument provider calls ``enable`` while its parser runs, the settings of the
-        new session are written.
-        """
+        """Write settings from API and environment into a job's argument namespace; they override argv."""
+        # A Megatron flag that the namespace lacks is not added, because no code would read it; validate()
+        # reports it.
+        # If a job's argument provider calls enable() while its parser runs, the new session's settings count.
         running = self if self._running is None else self._running()
         if running is None:
             return

@@ -97,12 +97,10 @@ def local(x: Tensor, shared: bool = False) -> Tensor:
 
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed the generators inside the block, and restore their state afterwards.
-
-    The seed is the next number of the device's generator. Ranks with equal generators therefore use equal
-    seeds, and each layer uses a different one.
-    """
-    # fork_rng always saves the CPU generator; `devices` are additional ones.
+    """Seed the generators inside the block, and restore their state afterwards."""
+    # The seed is the next number of the device's generator. Ranks with equal generators therefore use equal
+    # seeds, and each layer uses a different one. fork_rng always saves the CPU generator; `devices` are
+    # additional ones.
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.manual_seed(int(torch.randint(1 << 31, (), device=device)))
@@ -159,7 +157,7 @@ class Attention(NamedTuple):
             "backend": options.backend,
         }
         # Width of a key and value per head, by head and absorbed. DeepSeek-V3.2: 128 + 64 + 128 = 320 by
-        # head, # 512 + 64 + 512 = 1088 absorbed.
+        # head, 512 + 64 + 512 = 1088 absorbed.
         keys, widths = latent.shape[1], (nope + rope + value_dim, rank + rope + rank)
         if is_faster_by_head(query.device, keys, options.topk, heads, widths, options.backend):
             both = F.linear(latent, up.flatten(0, 1)).unflatten(-1, (heads, -1))

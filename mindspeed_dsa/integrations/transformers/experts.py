@@ -21,10 +21,9 @@ _DEVICES = ("npu",)
 
 
 def wants_experts_here(model: nn.Module) -> bool:
-    """Return whether a model's experts use the default implementation on a device without a kernel for it.
-
-    Also true for a model on the meta device, whose final device is unknown. Each call then checks again.
-    """
+    """Return whether a model's experts use the default implementation on a device without a kernel for it."""
+    # A model on the meta device counts too, because its final device is unknown. Each call then checks
+    # again.
     config: Any = model.config
     devices = {parameter.device.type for parameter in model.parameters()}
     return getattr(config, "_experts_implementation", None) == DEFAULT and not devices.isdisjoint(
