@@ -108,7 +108,7 @@ class Ahead(pipeline_steps.Follower):
             self.recomputed["ahead"] += len(layers)
 
     def _on_chunk(self, chunk: int) -> _Function:
-        """Return a function that runs another with ``chunk`` as the current one in 0.12's global state."""
+        """Return a function that runs another with 0.12's global current chunk set to ``chunk``."""
         state = self.megatron("core.parallel_state")
         current = state.get_virtual_pipeline_model_parallel_rank()
         if current is None:
