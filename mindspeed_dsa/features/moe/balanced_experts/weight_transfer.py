@@ -135,7 +135,7 @@ class WeightTransfer:
         self._gradients.launch()
 
     def add_gradients(self, add: Callable[[WeightSlice, Tensor], None]) -> None:
-        """Wait for the gradients and sum them in the order of the receivers' ranks."""
+        """Wait for the gradients, and pass their sums, added in the order of the receivers' ranks, to ``add``."""
         self._gradients.wait()
         returned, self._returned = self._returned, {}
         for number, by_receiver in returned.items():
@@ -168,7 +168,7 @@ class _Messages:
         self._messages.append(dist.P2POp(operation, tensor, peer, self._group))
 
     def launch(self) -> None:
-        """Post receives before sends: with some backends a send completes only when it is received."""
+        """Start all messages, receives first: in some backends a send completes only when it is received."""
         messages, self._messages = self._messages, []
         if messages:
             messages.sort(key=lambda message: message.op is not dist.irecv)

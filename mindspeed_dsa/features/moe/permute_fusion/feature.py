@@ -29,7 +29,7 @@ class Options:
 
     @property
     def may_leave_it(self) -> bool:
-        """Whether Transformer Engine's kernels may be used."""
+        """Return whether Transformer Engine's kernels may be used."""
         return self.backend == "auto"
 
     def leaves_it_to_transformer_engine(self, megatron: Megatron) -> bool:
