@@ -189,7 +189,7 @@ class _NoSync:
 
     @property
     def is_on(self) -> bool:
-        """Whether reduction is suppressed now."""
+        """Return whether reduction is suppressed now."""
         return self._entered is not None
 
     @contextlib.contextmanager
