@@ -61,7 +61,7 @@ class WeightGradient:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether several calls of :meth:`add` are as accurate as one: sums have at least 32 bits."""
+        """Return whether several calls of :meth:`add` are as accurate as one: sums have 32 bits or more."""
         target: Tensor = self._weight.main_grad if self._fusion else self._weight  # type: ignore[attr-defined]
         return target.dtype in (torch.float32, torch.float64)
 
