@@ -135,7 +135,7 @@ class WeightTransfer:
         self._gradients.launch()
 
     def add_gradients(self, add: Callable[[WeightSlice, Tensor], None]) -> None:
-        """Wait for the gradients, and pass their sums, added in the order of the receivers' ranks, to ``add``."""
+        """Wait for the gradients, sum them in the order of the receivers' ranks, and pass them to ``add``."""
         self._gradients.wait()
         returned, self._returned = self._returned, {}
         for number, by_receiver in returned.items():
