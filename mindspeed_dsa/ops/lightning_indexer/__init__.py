@@ -1,6 +1,6 @@
-"""Lightning Indexer: score every visible key for every query row and keep the best ``topk``.
+"""Lightning Indexer: score all visible keys for every query token and select the best ``topk``.
 
-The mathematics is in README.md beside this file.
+README.md in this folder has the mathematics.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:  # mypy checks the modules against the protocol
 
 
 class IndexerOutput(NamedTuple):
-    """Selection of the indexer."""
+    """Selected keys and their scores."""
 
     topk_indices: Tensor
-    """``[batch, query_length, topk]`` int32, ascending key positions unless asked otherwise, -1 at the
+    """``[batch, query_length, topk]`` int32, ascending key positions unless ``in_order`` is False, -1 at the
     tail."""
     topk_scores: Tensor
     """``[batch, query_length, topk]`` fp32 (fp64 from fp64), differentiable; -inf where the index is -1."""
@@ -62,39 +62,44 @@ def lightning_indexer(
     in_order: bool = True,
     backend: str = "auto",
 ) -> IndexerOutput:
-    """Select the ``topk`` visible keys with the highest index score for every query row.
+    """Select the ``topk`` visible keys with the highest index score for every query token.
 
-    ``score[t, s] = sum_j weights[t, j] * relu(query[t, j] . key[s])``, accumulated in fp32. Row ``t`` sees
-    the keys ``starts[t] <= s < ends[t]`` and lists ``topk`` of them, or all where it sees fewer. Equal scores
-    are decided for the lower key position, so the selection depends on the inputs alone: it is the same on
-    every rank that holds them and when the forward is recomputed. NaN comes after every number, also after
-    -inf: a key whose score is NaN is listed, with that score, only in a row that sees fewer than ``topk``
-    numbers. Selection itself has no gradient; the scores at the selected entries have.
+    ``score[t, s] = sum_j weights[t, j] * relu(query[t, j] . key[s])``, accumulated in fp32. Query ``t`` sees
+    the keys ``starts[t] <= s < ends[t]`` and lists ``topk`` of them, or all if it sees fewer. Among equal
+    scores the lower key position wins, so the selection depends only on the inputs: it is the same on every
+    rank that holds them, and when the forward is recomputed. NaN ranks below every number, including -inf: a
+    key with a NaN score is listed, with that score, only if the query sees fewer than ``topk`` numbers.
+    Selection itself has no gradient; the scores at the selected entries have one.
 
-    A batch without sequences, rows or keys gives empty results and zero gradients.
+    A batch without sequences, queries or keys gives empty results and zero gradients.
 
     Args:
         query: ``[batch, query_length, heads, head_dim]``, any strides; fp32, bf16, fp16 or fp64.
         key: ``[batch, key_length, head_dim]``, one key head.
-        weights: ``[batch, query_length, heads]``, of any sign, with every scale already in it.
-        topk: entries to keep per row, at least 1; the width of the result is ``min(topk, key_length)``.
+        weights: ``[batch, query_length, heads]``, of any sign, already multiplied with every scale.
+        topk: number of keys to select per query, at least 1; the width of the result is
+            ``min(topk, key_length)``.
         starts: ``[query_length]`` or ``[batch, query_length]`` int, first visible key; default 0.
-        ends: same shape, one past the last visible key; default ``t + 1``, which needs equally many
-            queries and keys.
+        ends: one past the last visible key, with the shape of ``starts``; default ``t + 1``, which requires
+            as many queries as keys.
         use_relu: whether the product of each head is clamped at zero.
-        key_receiver: as large as ``key`` and wider, never read: gets the gradient of ``key`` in its place,
-            which is then not rounded to the dtype of ``key``. A backend that autograd differentiates does not
-            use it.
-        form: what the host knows of ``starts`` and ``ends``, or instead of both: npu then need not read them.
-        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
-            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
-        in_order: whether the keys of a row are to be ascending. If not, they may come in any order, -1 still
-            at the tail: npu then need not sort them.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        key_receiver: tensor shaped like ``key`` in a wider dtype, never read. It gets the gradient of ``key``
+            in its place, which is then not rounded to the dtype of ``key``. It is ignored by backends that
+            autograd differentiates.
+        form: host's description of ``starts`` and ``ends``, or a replacement for both. With it npu need not
+            read them from the device.
+        cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
+            ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
+        in_order: whether each query's keys must be ascending. Otherwise they may be in any order, with -1
+            still at the tail, and npu need not sort them.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        :class:`IndexerOutput`.
 
     Raises:
         ValueError: a shape, dtype or range does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 1.
     """
@@ -103,12 +108,12 @@ def lightning_indexer(
     batch, query_length = query.shape[:2]
     form = form_of(OPERATOR, cu_seqlens, form, batch, query_length, key.shape[1], starts, ends)
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device, form)
-    chosen: Indexer = choose(OPERATOR, backend, shape_class(query, topk))
-    chosen = unless_empty(OPERATOR, chosen, query, key)
+    selected: Indexer = choose(OPERATOR, backend, shape_class(query, topk))
+    selected = unless_empty(OPERATOR, selected, query, key)
     topk = min(topk, key.shape[1])
     call = IndexerCall(query, key, weights, use_relu)
-    planned = chosen.plan_call(call, topk, ranges, in_order)
-    implementation, planned = plan(OPERATOR, backend, chosen, planned)
+    planned = selected.plan_call(call, topk, ranges, in_order)
+    implementation, planned = plan(OPERATOR, backend, selected, planned)
     count_call(OPERATOR, implementation)
     if implementation.KIND == "autograd":
         return IndexerOutput(*implementation.lightning_indexer(call, topk, ranges))
@@ -130,33 +135,33 @@ def selected_scores(
     key_receiver: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the scores that :func:`lightning_indexer` does, at given entries.
+    """Return the scores of :func:`lightning_indexer` at given entries.
 
     Args:
         query: ``[batch, query_length, heads, head_dim]``.
         key: ``[batch, key_length, head_dim]``.
         weights: ``[batch, query_length, heads]``.
         topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides, -1 at the tail. Any other
-            entry outside of ``[0, key_length)`` is treated like -1 too, and is an error with debug checks on
+            entry outside ``[0, key_length)`` is treated like -1, and is an error with debug checks on
             (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         use_relu: whether the product of each head is clamped at zero.
-        key_receiver: as of :func:`lightning_indexer`.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        key_receiver: receiver of the key's gradient, see :func:`lightning_indexer`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``[batch, query_length, topk]`` fp32 (fp64 for fp64 inputs), -inf where the index names no key, NaN
-        where the score is NaN; differentiable with respect to query, key and weights. Without a row it is
+        where the score is NaN; differentiable with respect to query, key and weights. Without queries it is
         empty, and gradients are zero.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_operands(OPERATOR, query, key, weights)
     check_topk_indices(OPERATOR, topk_indices, query, key.shape[1])
     shape = shape_class(query, topk_indices.shape[-1])
-    chosen: Indexer = choose(OPERATOR, backend, shape)
-    implementation = unless_empty(OPERATOR, chosen, query, key)
+    selected: Indexer = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, selected, query, key)
     count_call(OPERATOR, implementation)
     call = IndexerCall(query, key, weights, use_relu)
     if implementation.KIND == "autograd":
@@ -165,9 +170,9 @@ def selected_scores(
 
 
 def check_operands(operator: str, query: Tensor, key: Tensor, weights: Tensor) -> None:
-    """Raise ``ValueError`` unless the operands are such as :func:`lightning_indexer` takes.
+    """Raise ``ValueError`` unless the operands fit :func:`lightning_indexer`.
 
-    Their shapes and dtypes, and with debug checks on that all numbers are finite.
+    Checks shapes and dtypes, and with debug checks on also that all numbers are finite.
     """
     check_shape(operator, "query", query, (None,) * 4, "[batch, query_length, heads, head_dim]")
     check_heads(operator, "query", query)
@@ -182,7 +187,7 @@ def check_operands(operator: str, query: Tensor, key: Tensor, weights: Tensor) -
 
 
 def shape_class(query: Tensor, topk: int) -> ShapeClass:
-    """Return what backends of the indexer are chosen by."""
+    """Return the shape class by which the indexer's backends are selected."""
     heads, head_dim = query.shape[2:]
     return ShapeClass.of(query, ("heads", heads), ("head_dim", head_dim), ("topk", topk))
 

@@ -1,7 +1,7 @@
 """Lightning Indexer in plain PyTorch on any device, in slabs of rows of bounded size.
 
-The backend of `auto` on a GPU for which the Triton kernels were not made. NPUs take scores at given
-entries and gradients from here where torch_npu's operators do not compute them.
+`auto` takes this backend on GPUs that the Triton kernels do not support. On NPUs it computes the scores at
+given entries, and the gradients that torch_npu's operators do not compute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.ops.row_ranges import Ranges
 
-# Bytes that the scores of a slab and their order may take, and the products of some of its keys.
+# Bytes for the scores of a slab and their order, and bytes for the products of some of its keys.
 _SLAB_BYTES = 256 << 20
 
 KIND: Literal["gradients"] = "gradients"
@@ -26,7 +26,7 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Return None: it takes every shape."""
+    """Return None, because the slabs bound the memory for every shape."""
     return None
 
 
@@ -43,13 +43,13 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
 def select_by(
     call: IndexerCall, topk: int, ranges: Ranges, score: Callable[[int, slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Select by scores that a function returns for some rows at a time.
+    """Select keys by scores that a function computes for some rows at a time.
 
     Args:
-        call: the operator's.
-        topk: entries per row.
-        ranges: the keys that each row sees.
-        score: returns the scores of some rows of one sequence with all keys, ``[rows, keys]``.
+        call: arguments of the operator.
+        topk: number of entries per row.
+        ranges: ranges of the keys that each row sees.
+        score: function that returns the scores of some rows of one sequence with all keys, ``[rows, keys]``.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
@@ -62,18 +62,18 @@ def select_by(
     if topk_indices.numel() == 0:
         return topk_indices, topk_scores
     position = torch.arange(key_length, device=device)
-    # Scores, the order of all of them, and what sorting it takes.
+    # Bytes per key of a row: the scores, and six int64 of the sort for its order and workspace.
     rows = max(1, _SLAB_BYTES // (key_length * (dtype.itemsize + 6 * 8)))
     for b in range(batch):
         for first in range(0, query_length, rows):
-            at = (b, slice(first, first + rows))
-            scores = score(*at)
-            seen = (position >= ranges.starts[at][:, None]) & (position < ranges.ends[at][:, None])
-            chosen, hidden = _ascending(*_best(scores, seen, topk), key_length)
-            topk_scores[at] = scores.gather(-1, chosen.masked_fill(hidden, 0)).masked_fill_(
+            place = (b, slice(first, first + rows))
+            scores = score(*place)  # [rows, key_length]
+            seen = (position >= ranges.starts[place][:, None]) & (position < ranges.ends[place][:, None])
+            selected, hidden = _ascending(*_best(scores, seen, topk), key_length)  # [rows, topk] each
+            topk_scores[place] = scores.gather(-1, selected.masked_fill(hidden, 0)).masked_fill_(
                 hidden, -torch.inf
             )
-            topk_indices[at] = chosen.masked_fill_(hidden, -1).to(torch.int32)
+            topk_indices[place] = selected.masked_fill_(hidden, -1).to(torch.int32)
     return topk_indices, topk_scores
 
 
@@ -83,12 +83,13 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
     heads, dtype = query.shape[2], wide(query.dtype)
     out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)
     for chunk in row_chunks(call.key, topk_indices, 2 * heads):
-        at = (chunk.batch, chunk.rows)
-        product = scratch_product(query[at].to(dtype), chunk.keys.transpose(1, 2))
+        place = (chunk.batch, chunk.rows)
+        product = scratch_product(query[place].to(dtype), chunk.keys.transpose(1, 2))  # [n, heads, topk]
         if call.use_relu:
             product = product.relu_()
-        scores = scratch_product(weights[at].to(dtype)[:, None], product)[:, 0]
-        out[at] = scores.masked_fill_(chunk.invalid, -torch.inf)
+        # [n, 1, heads] @ [n, heads, topk] -> [n, topk]
+        scores = scratch_product(weights[place].to(dtype)[:, None], product)[:, 0]
+        out[place] = scores.masked_fill_(chunk.invalid, -torch.inf)
     return out
 
 
@@ -100,36 +101,36 @@ def score_gradients(
     heads, dtype = query.shape[2], wide(query.dtype)
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    grad_key = torch.zeros(key.shape, dtype=dtype, device=key.device)
+    grad_key = torch.zeros(key.shape, dtype=dtype, device=key.device)  # [batch, key_length, head_dim]
     for chunk in row_chunks(key, topk_indices, 4 * heads + key.shape[2]):
-        at = (chunk.batch, chunk.rows)
-        q, w = query[at].to(dtype), weights[at].to(dtype)
-        grad = grad_scores[at].to(dtype).masked_fill(chunk.invalid, 0)
-        # [n, heads, topk]
-        product = torch.bmm(q, chunk.keys.transpose(1, 2))
-        grad_product = w[..., None] * grad[:, None]
+        place = (chunk.batch, chunk.rows)
+        q, w = query[place].to(dtype), weights[place].to(dtype)
+        grad = grad_scores[place].to(dtype).masked_fill(chunk.invalid, 0)
+        product = torch.bmm(q, chunk.keys.transpose(1, 2))  # [n, heads, topk]
+        grad_product = w[..., None] * grad[:, None]  # [n, heads, topk]
         if call.use_relu:
-            # The derivative of relu at zero is zero.
+            # The derivative of relu place zero is zero.
             grad_product = grad_product.masked_fill_(product <= 0, 0)
             product = product.relu_()
-        grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0].to(weights.dtype)
-        grad_query[at] = torch.bmm(grad_product, chunk.keys).to(query.dtype)
-        rows = torch.bmm(grad_product.transpose(1, 2), q)
+        grad_weights[place] = torch.bmm(product, grad[..., None])[..., 0].to(weights.dtype)  # [n, heads]
+        grad_query[place] = torch.bmm(grad_product, chunk.keys).to(query.dtype)  # [n, heads, head_dim]
+        rows = torch.bmm(grad_product.transpose(1, 2), q)  # [n, topk, head_dim]
         grad_key[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
     return grad_query, grad_key, grad_weights
 
 
 def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tensor:
-    """Return the scores, ``[rows, heads, dim]``, ``[keys, dim]``, ``[rows, heads]`` -> ``[rows, keys]``."""
+    """Return the scores: ``[rows, heads, dim]``, ``[keys, dim]``, ``[rows, heads]`` -> ``[rows, keys]``."""
     rows, heads, dim = query.shape
     scores = query.new_empty(rows, key.shape[0])
     width = max(1, _SLAB_BYTES // (2 * max(1, rows * heads) * query.dtype.itemsize))
-    flat = query.reshape(rows * heads, dim)
+    flat = query.reshape(rows * heads, dim)  # [rows * heads, dim]
     for first in range(0, key.shape[0], width):
         part = slice(first, first + width)
-        product = scratch_product(flat, key[part].to(query.dtype).t())
+        product = scratch_product(flat, key[part].to(query.dtype).t())  # [rows * heads, width]
         if use_relu:
             product = product.relu_()
+        # [rows, 1, heads] @ [rows, heads, width] -> [rows, width]
         scores[:, part] = torch.bmm(weights[:, None], product.view(rows, heads, -1))[:, 0]
     return scores
 
@@ -137,20 +138,21 @@ def _scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool) -> Tens
 def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """Return positions of the best keys, best first, and whether they are seen: ``[rows, topk]`` each.
 
-    Numbers in their order, NaN, and keys that are not seen come one after the other. Two stable sorts of
-    floats say this exactly, and equal scores stay in ascending order of position: some devices sort no
+    The order is numbers by score, then NaN, then unseen keys. Two stable sorts give exactly this order, and
+    keep equal scores in ascending order of position. They sort floats because some devices cannot sort
     integers.
     """
     no_number = scores.isnan()
     order = scores.masked_fill(~seen | no_number, -torch.inf).sort(descending=True, stable=True).indices
+    # 1 for numbers, 1/2 for NaN, 0 for keys that are not seen.
     kinds = seen.to(torch.float32) - (seen & no_number).to(torch.float32) / 2
     kinds, places = kinds.gather(-1, order).sort(descending=True, stable=True)
     return order.gather(-1, places[:, :topk]), kinds[:, :topk] > 0
 
 
 def _ascending(chosen: Tensor, seen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
-    """Return the positions in ascending order, ``key_length`` at the tail, and where that is."""
-    # fp32 holds so large a number.
+    """Return the positions in ascending order, ``key_length`` at the tail if unseen, and the tail's mask."""
+    # fp32 represents integers up to 2^24 exactly; see `_best` for sorting floats.
     exact = torch.float32 if key_length <= 1 << 24 else torch.int64
     ascending = chosen.masked_fill(~seen, key_length).to(exact).sort().values.to(torch.int64)
     return ascending, ascending == key_length

@@ -1,10 +1,10 @@
-"""Lightning Indexer on CPU: scores streamed in slabs of rows, selection on unique integer keys.
+"""Lightning Indexer on CPU: scores in slabs of rows, and selection by unique integer keys.
 
-A slab holds the scores of a few rows with the keys that any of them sees, so memory is O(length) beside
-the result. The fp32 score and the key position are packed into one int64 whose order is "higher score
-first, then lower position". Such keys are unique, which makes any top-k algorithm deterministic.
+A slab holds the scores of a few rows with all keys that any of them sees, so memory is O(length) in addition
+to the result. The fp32 score and the key position are packed into one int64 whose order is "higher score
+first, then lower position". These int64 keys are unique, so any top-k algorithm gives the same selection.
 
-Where keys are few, ``cpu_dense.py`` beside this file computes the gradients.
+If there are few keys, ``cpu_dense.py`` computes the gradients.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mindspeed_dsa.ops.lightning_indexer import cpu_dense
 from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 from mindspeed_dsa.ops.row_ranges import Ranges
 
-# Rows per slab and keys per product: the products of a slab, [rows * heads, keys], stay in cache. The most
-# rows are those of one sequence, and of several together.
+# Elements of the products of a slab, [rows * heads, keys], so that they stay in cache. The maximum numbers of
+# rows are for one sequence, and for several sequences together.
 _PRODUCT_ELEMENTS = 512 * 1024
 _FEWEST_ROWS, _MOST_ROWS, _MOST_TOGETHER = 16, 64, 256
-# Widths of slabs, and of the products of wide ones, are rounded up, so that the number of distinct product
-# shapes stays small.
+# Slab widths, and product widths in wide slabs, are rounded up, so that the number of distinct product shapes
+# stays small.
 _SLAB_STEP, _WIDTH_STEP = 64, 256
 _LAST = 2**31 - 1
 
@@ -45,7 +45,7 @@ def unsupported(shape: ShapeClass) -> str | None:
     """Return why this backend cannot take calls of this shape, or None."""
     if shape.device != "cpu":
         return "it runs on CPU tensors only"
-    # torch does not ask for it, and Megatron does.
+    # NumPy is an optional dependency of torch, and Megatron requires it.
     return None if find_spec("numpy") else "it needs NumPy, which is not installed"
 
 
@@ -64,14 +64,15 @@ def select_by(
     ranges: Ranges,
     score: Callable[[Slab, slice, int, Scratch], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Select by scores that a function returns for some rows at a time.
+    """Select keys by scores that a function computes for one slab of rows at a time.
 
     Args:
-        call: the operator's.
-        topk: entries per row.
-        ranges: the keys that each row sees.
-        score: returns the scores of a slab's rows with a range of keys, ``[g, rows, keys]``, from the slab,
-            the range, how many keys of it are selected at most, and a thread's scratch.
+        call: arguments of the operator.
+        topk: number of entries per row.
+        ranges: ranges of the keys that each row sees.
+        score: function that returns the scores of a slab's rows with a range of keys, ``[g, rows, keys]``.
+            Its arguments are the slab, the range, the maximum number of keys to select from it, and a
+            thread's scratch.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
@@ -82,7 +83,7 @@ def select_by(
     topk_indices = torch.empty(batch, query_length, topk, dtype=torch.int32)
     dtype = compute_dtype(query.dtype)
     topk_scores = torch.empty(batch, query_length, topk, dtype=dtype)
-    keys = key.detach().to(dtype).contiguous()
+    keys = key.detach().to(dtype).contiguous()  # [batch, key_length, head_dim]
     products_per_row = query.shape[2] * key.shape[1]
     most = min(max(_PRODUCT_ELEMENTS // max(products_per_row, 1), _FEWEST_ROWS), _MOST_TOGETHER)
     together, rows = rows_of_sequences(batch, most, _MOST_ROWS)
@@ -99,27 +100,28 @@ def select_by(
         for slab in share:
             low, high, fewest = slab.bounds
             high = min(key.shape[1], low + -(-(high - low) // _SLAB_STEP) * _SLAB_STEP)
-            # Rows that see fewer than topk keys, such as those of short documents, pay for these alone.
+            # Rows that see fewer than topk keys, as in short documents, only pay for these keys.
             kept = min(topk, high - low)
             slab.topk_indices[..., kept:] = -1
             slab.topk_scores[..., kept:] = -torch.inf
             if kept == 0:
                 continue
-            # -0.0 equals 0.0 as a score but not as bits.
-            scores = score(slab, slice(low, high), kept, scratch).add_(0.0)
-            position = torch.arange(low, high, dtype=torch.int32)
-            chosen = _choose(scores, slab.starts, slab.ends, position, kept)
+            # Adding 0.0 turns -0.0 into 0.0: they are equal scores with different bits.
+            scores = score(slab, slice(low, high), kept, scratch).add_(0.0)  # [g, rows, high - low]
+            position = torch.arange(low, high, dtype=torch.int32)  # [high - low]
+            selected = _choose(scores, slab.starts, slab.ends, position, kept)  # [g, rows, kept]
             hidden = None
             if fewest < kept:
-                hidden = (chosen < slab.starts) | (chosen >= slab.ends)
-                chosen.masked_fill_(hidden, _LAST)
-            chosen.numpy().sort(axis=-1)
-            columns = chosen - low
+                hidden = (selected < slab.starts) | (selected >= slab.ends)
+                selected.masked_fill_(hidden, _LAST)
+            # Ascending positions; hidden entries, _LAST, move to the tail.
+            selected.numpy().sort(axis=-1)
+            columns = selected - low  # [g, rows, kept]
             if hidden is not None:
-                hidden = chosen == _LAST
+                hidden = selected == _LAST
                 columns.masked_fill_(hidden, 0)
-                chosen.masked_fill_(hidden, -1)
-            slab.topk_indices[..., :kept] = chosen
+                selected.masked_fill_(hidden, -1)
+            slab.topk_indices[..., :kept] = selected
             slab.topk_scores[..., :kept] = scores.gather(-1, columns)
             if hidden is not None:
                 slab.topk_scores[..., :kept].masked_fill_(hidden, -torch.inf)
@@ -132,16 +134,16 @@ class _Bounds(NamedTuple):
     low: int
     high: int
     fewest: int
-    """Keys that a row sees."""
+    """Fewest keys that a row of the slab sees."""
 
 
 class Slab(NamedTuple):
-    """The same rows of some sequences: inputs, and where the results go."""
+    """The same rows of some sequences: their inputs, and views of the results to write."""
 
     sequences: slice
-    """Which of the batch."""
+    """Sequences of the batch."""
     keys: Tensor
-    """``[g, key_length, dim]``: all of each sequence's."""
+    """``[g, key_length, dim]``: all keys of each sequence."""
     query: Tensor
     """``[g, rows, heads, dim]``."""
     weights: Tensor
@@ -154,8 +156,9 @@ class Slab(NamedTuple):
 
 
 def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
-    """Return for each slab of rows the smallest range of keys that holds what they see."""
+    """Return for each slab of rows the smallest range of keys that contains the rows' ranges."""
     sees, padding = starts < ends, (0, -starts.shape[1] % rows)
+    # Pad the rows to whole slabs, then reduce over sequences and over the rows of each slab: [slabs].
     low = F.pad(torch.where(sees, starts, _LAST), padding, value=_LAST).amin(0).view(-1, rows).amin(-1)
     high = F.pad(torch.where(sees, ends, 0), padding).amax(0).view(-1, rows).amax(-1)
     fewest = F.pad(ends - starts, padding, value=_LAST).amin(0).view(-1, rows).amin(-1)
@@ -165,19 +168,19 @@ def _bounds(starts: Tensor, ends: Tensor, rows: int) -> list[_Bounds]:
 def slab_scores(slab: Slab, seen: slice, use_relu: bool, scratch: Scratch) -> Tensor:
     """Return the scores of a slab's rows with a range of keys: ``[g, rows, keys]``."""
     some, rows, heads, dim = slab.query.shape
-    weights = slab.weights.to(scratch.dtype).reshape(some * rows, 1, heads)
+    weights = slab.weights.to(scratch.dtype).reshape(some * rows, 1, heads)  # [g * rows, 1, heads]
     scores = weights.new_empty(some, rows, seen.stop - seen.start)
     width = max(_WIDTH_STEP, _PRODUCT_ELEMENTS // (some * rows * heads) // _WIDTH_STEP * _WIDTH_STEP)
     flat = scratch("query", some, rows * heads, dim)
     flat.view(some, rows, heads, dim).copy_(slab.query)
     for first in range(seen.start, seen.stop, width):
         part = slice(first, min(first + width, seen.stop))
-        # [g, rows * heads, width], in cache
+        # [g, rows * heads, width], which fits the cache
         products = scratch("products", some, rows * heads, part.stop - first)
         product(flat, slab.keys[:, part].mT, products)
         if use_relu:
             products.relu_()
-        summed = torch.bmm(weights, products.view(some * rows, heads, -1))
+        summed = torch.bmm(weights, products.view(some * rows, heads, -1))  # [g * rows, 1, width]
         scores[..., first - seen.start : part.stop - seen.start] = summed.view(some, rows, -1)
     return scores
 
@@ -185,30 +188,30 @@ def slab_scores(slab: Slab, seen: slice, use_relu: bool, scratch: Scratch) -> Te
 def _choose(scores: Tensor, starts: Tensor, ends: Tensor, position: Tensor, topk: int) -> Tensor:
     """Return positions of the ``topk`` highest scores of each row, in any order: int64 ``[g, rows, topk]``.
 
-    NaN comes after every number, and what a row does not see after all.
+    NaN ranks below every number, and keys that a row does not see rank below NaN.
     """
     width = scores.shape[-1]
     if topk == width:
-        return position.to(torch.int64).repeat(*scores.shape[:-1], 1)
+        return position.to(torch.int64).repeat(*scores.shape[:-1], 1)  # [g, rows, topk]
     integer = torch.int32 if scores.dtype == torch.float32 else torch.int64
     limits = torch.iinfo(integer)
-    # In two's complement, flipping the magnitude bits of negative floats makes the integer order the float
-    # order.
+    # Flipping the magnitude bits of negative floats makes the integers' order, in two's complement, the order
+    # of the floats.
     bits = scores.view(integer)
     ordered = (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)
     if scores.amax().isnan():
-        # Bits that only NaN has otherwise.
+        # One above the lowest integer, which stands for unseen keys. Only NaN maps to integers this low.
         ordered.masked_fill_(scores.isnan(), limits.min + 1)
-    # The sign of both differences, that is -1 where a row sees the key and 0 elsewhere. Masks of bool take
+    # `seen` is the sign of both differences: -1 if a row sees the key, 0 otherwise. Bool masks would take
     # several times as long.
     seen = (position - ends).bitwise_and_((position - starts).bitwise_not_()).bitwise_right_shift_(31)
     ordered = torch.minimum(ordered, seen.to(integer).bitwise_xor_(limits.min))
     if integer == torch.int64:
-        # No integer holds an fp64 score and a position.
+        # No integer holds an fp64 score and a position, so sort stably instead.
         best = ordered.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
         return position[best].to(torch.int64)
     packed = ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_((_LAST - position).to(torch.int64))
-    # NumPy selects and sorts several integers at a time, where PyTorch compares one with another.
+    # NumPy's partition and sort are vectorized over integers; PyTorch compares one pair at a time.
     packed.numpy().partition(width - topk, axis=-1)
     return packed[..., width - topk :].bitwise_not().bitwise_and_(_LAST)
 
@@ -221,16 +224,17 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
-            at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            products, q = scratch("products", rows, heads, width), query[at].to(dtype)
+            place, (rows, width) = (block.batch, block.rows), block.indices.shape
+            products, q = scratch("products", rows, heads, width), query[place].to(dtype)
             for keys, _, _, (q_, products_) in block.tiles(q, products):
                 product(q_, keys.mT, products_)
             if call.use_relu:
                 products.relu_()
-            scores = scratch_product(weights[at].to(dtype)[:, None], products)[:, 0]
+            # [n, 1, heads] @ [n, heads, width] -> [n, width]
+            scores = scratch_product(weights[place].to(dtype)[:, None], products)[:, 0]
             if block.invalid is not None:
                 scores.masked_fill_(block.invalid, -torch.inf)
-            out[at][:, :width] = scores
+            out[place][:, :width] = scores
 
     over_blocks(key, topk_indices, heads, work)
     return out
@@ -260,16 +264,17 @@ def _gathered_gradients(
     def work(blocks: Iterator[Block], scratch: Scratch) -> Tensor:
         grad_key = torch.zeros(key.shape, dtype=dtype)
         for block in blocks:
-            at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q, w = query[at].to(dtype), weights[at].to(dtype)[..., None]
-            grad = grad_scores[at][:, None, :width].to(dtype)
+            place, (rows, width) = (block.batch, block.rows), block.indices.shape
+            # [n, heads, dim], [n, heads, 1]
+            q, w = query[place].to(dtype), weights[place].to(dtype)[..., None]
+            grad = grad_scores[place][:, None, :width].to(dtype)  # [n, 1, width]
             if block.invalid is not None:
                 grad = grad.masked_fill(block.invalid[:, None], 0)
             weighted = torch.mul(q, w, out=scratch("weighted", *q.shape))
-            # Gradient of the products without the weight of the head, and its product with the keys: the
-            # gradients of query and weights are both one step from it.
+            # grad_product is the gradient of the products without the head's weight, and pulled is its
+            # product with the keys: the gradients of query and weights follow from pulled in one step each.
             grad_product = scratch("grad_product", rows, heads, width)
-            pulled = scratch("pulled", *q.shape)
+            pulled = scratch("pulled", *q.shape)  # [n, heads, dim]
             for keys, indices, _, (q_, grad_, slopes, pulled_, weighted_) in block.tiles(
                 q, grad, grad_product, pulled, weighted
             ):
@@ -284,8 +289,8 @@ def _gathered_gradients(
                     slopes.copy_(grad_.expand_as(slopes))
                 product(slopes, keys, pulled_)
                 add_to_keys(grad_key[block.batch], indices, slopes, weighted_, scratch)
-            grad_weights[at] = (q * pulled).sum(dim=-1)
-            grad_query[at] = pulled.mul_(w)
+            grad_weights[place] = (q * pulled).sum(dim=-1)  # [n, heads]
+            grad_query[place] = pulled.mul_(w)
         return grad_key
 
     grad_key = sum_in_order(over_blocks(key, topk_indices, heads, work))

@@ -1,4 +1,4 @@
-"""Lightning Indexer on Ascend NPUs: torch_npu's selection and its gradient."""
+"""Lightning Indexer on Ascend NPUs with torch_npu's operators for selection and gradient."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mindspeed_dsa.platforms.npu_operators import INDEXER_GRADIENT_HEADS, INDEXE
 _log = log.get("ops")
 _HEAD_DIM = 128
 _MOST_HEADS = 64
-# npu_lightning_indexer takes every width up to this, and the shared ones above it.
+# npu_lightning_indexer takes every width up to this, and above it the widths shared by all operators.
 _ANY_TOPK = 2048
 _GRAD = "npu_lightning_indexer_grad"
 _GRAD_HEADS, _GRAD_TOPK = INDEXER_GRADIENT_HEADS, INDEXER_GRADIENT_TOPK
-# Positions up to here are exact in fp32, which the device sorts on its vector units; integers it sorts on its
+# fp32 represents positions up to this exactly. The device sorts fp32 on its vector units, but integers on its
 # few processor cores.
 _EXACT_IN_FP32 = 2**24
 
@@ -36,7 +36,7 @@ KIND: Literal["gradients"] = "gradients"
 
 
 class Plan(NamedTuple):
-    """Findings of a call's forward, for its backward too."""
+    """Results of planning a call, used by its forward and backward."""
 
     layout: Layout
     in_order: bool
@@ -62,7 +62,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def plan_call(call: IndexerCall, topk: int, ranges: Ranges, in_order: bool) -> Plan | str:
-    """Plan a call of a shape that this backend takes, or say why it cannot take the call."""
+    """Return the plan of a call, or a sentence that says why this backend cannot take it."""
     if not call.use_relu:
         return "npu_lightning_indexer always clamps the products at zero (use_relu=True)"
     if topk > _ANY_TOPK and topk not in TOPK_WIDTHS:
@@ -77,7 +77,7 @@ def plan_call(call: IndexerCall, topk: int, ranges: Ranges, in_order: bool) -> P
 def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
 
-    The operator returns scores in the dtype of the query, and takes weights in it.
+    The operator takes the weights in the query's dtype and returns the scores in it.
     """
     layout = call.plan.layout
     packed, values = npu_op("npu_lightning_indexer")(
@@ -92,19 +92,19 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
         sparse_mode=3,
         return_value=True,
     )
-    # [batch, query_length, topk] both, in the operator's order, which it does not promise; -1 at the tail
-    chosen = layout.unpack_indices(packed.select(-2, 0))
+    # [batch, query_length, topk] both, -1 at the tail, otherwise in the operator's unspecified order
+    selected = layout.unpack_indices(packed.select(-2, 0))
     scores = layout.unpack(values.select(-2, 0)).float()
     if not call.plan.in_order:
-        return chosen, scores.masked_fill(chosen < 0, -torch.inf)
-    ascending, order = _in_order(chosen, call.key.shape[1])
+        return selected, scores.masked_fill(selected < 0, -torch.inf)
+    ascending, order = _in_order(selected, call.key.shape[1])
     return ascending, scores.gather(-1, order).masked_fill(ascending < 0, -torch.inf)
 
 
 def _in_order(chosen: Tensor, key_length: int) -> tuple[Tensor, Tensor]:
-    """Return the entries ascending, -1 still at the tail, and which entry went where."""
+    """Return the entries in ascending order, -1 still at the tail, and the permutation that sorts them."""
     positions = chosen.float() if key_length < _EXACT_IN_FP32 else chosen
-    # One past the last key stands for none.
+    # key_length stands for "no key" so that these entries sort to the tail.
     ascending, order = positions.masked_fill(chosen < 0, key_length).sort(dim=-1)
     return ascending.masked_fill(ascending == key_length, -1).to(chosen.dtype), order
 
@@ -114,9 +114,9 @@ def score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-    PyTorch computes them in chunks where the operator declines, as for GLM's 32 heads, and the reason is
-    logged once. The layout is that of the selection; it is found from indices that come
-    from elsewhere.
+    If the operator declines, as for GLM's 32 heads, PyTorch computes them in chunks, and the reason is logged
+    once. The layout is the selection's; for indices that do not come from :func:`select` it is derived from
+    them.
     """
     reason = _gradient_declines(call, topk_indices.shape[2])
     if reason is None:
@@ -131,7 +131,7 @@ def score_gradients(
 
 
 def _gradient_declines(call: IndexerCall, topk: int) -> str | None:
-    """Return why the gradient's operator does not take a call, whatever its layout, or None."""
+    """Return why the gradient operator does not take a call, apart from its layout, or None."""
     if not product().indexer_gradient:
         return f"it does not run on this device, {product().name}"
     if (call.query.shape[2], topk) != (_GRAD_HEADS, _GRAD_TOPK):
@@ -149,6 +149,7 @@ def _fused_gradients(
     query, key, weights = call.query, call.key, call.weights
     packed = layout.name == "TND"
     grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key.shape[1]), 0)
+    # 16-bit operands: scale the largest gradient to about 1, so that a mean's small gradients do not vanish.
     factor = raising_factor(grad_scores.abs().amax().float(), 0)
     grad_query, grad_key, grad_weights = npu_op(_GRAD)(
         layout.pack(query),
@@ -156,7 +157,7 @@ def _fused_gradients(
         layout.pack((grad_scores * factor).to(query.dtype)),
         layout.pack_indices(topk_indices),
         layout.pack(weights.to(query.dtype)),
-        # Lengths are for packed sequences only, unlike in the forward.
+        # The gradient operator takes lengths for packed sequences only, unlike the forward operator.
         actual_seq_lengths_query=layout.query_lengths if packed else None,
         actual_seq_lengths_key=layout.key_lengths if packed else None,
         layout=layout.name,

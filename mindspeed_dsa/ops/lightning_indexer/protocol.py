@@ -1,4 +1,4 @@
-"""Call of this operator, and protocol of its backends."""
+"""Call object of the Lightning Indexer, and the protocol of its backends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindspeed_dsa.ops.row_ranges import Ranges
 
 @dataclass(frozen=True)
 class IndexerCall(Call):
-    """Arguments of the index scores, of checked shapes.
+    """Arguments of the index scores; their shapes have been checked.
 
     Attributes:
         query: ``[batch, query_length, heads, head_dim]``, any strides.
         key: ``[batch, key_length, head_dim]``, in the dtype of the query.
-        weights: ``[batch, query_length, heads]``, of any floating dtype.
+        weights: ``[batch, query_length, heads]``, in any floating dtype.
         use_relu: whether the product of each head is clamped at zero.
-        plan: findings of the backend's ``plan_call``; None for entries that come from elsewhere.
+        plan: result of the backend's ``plan_call``; None if the call only scores given entries.
     """
 
     query: Tensor
@@ -32,11 +32,13 @@ class IndexerCall(Call):
 
 class _Indexer(Backend, Protocol):
     def plan_call(self, call: IndexerCall, topk: int, ranges: Ranges, in_order: bool, /) -> Any:
-        """Return the call's ``plan``, or why it takes none: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return the call's ``plan``, or a sentence that declines it: see
+        :func:`mindspeed_dsa.ops.backend.plan`.
+        """
 
 
 class AutogradIndexer(_Indexer, Protocol):
-    """Functions that autograd differentiates."""
+    """Backend whose functions autograd differentiates."""
 
     KIND: Literal["autograd"]
 
@@ -48,7 +50,7 @@ class AutogradIndexer(_Indexer, Protocol):
 
 
 class GradientIndexer(_Indexer, Protocol):
-    """Functions beside which there is one for their gradients."""
+    """Backend with its own backward."""
 
     KIND: Literal["gradients"]
 
@@ -63,7 +65,7 @@ class GradientIndexer(_Indexer, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-        That of the keys, a sum over rows, may be wider than they are.
+        The key's gradient, a sum over queries, may have a wider dtype than the key.
         """
 
 

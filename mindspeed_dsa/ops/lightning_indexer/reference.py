@@ -19,7 +19,7 @@ plan_call = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Return None: the reference takes every shape."""
+    """Return None, because the reference takes every shape."""
     return None
 
 
@@ -30,11 +30,12 @@ def all_scores(call: IndexerCall) -> Tensor:
     products = torch.einsum("bshd,btd->bsht", call.query.to(dtype), call.key.to(dtype))
     if call.use_relu:
         products = products.relu()
+    # [batch, query_length, key_length]
     return torch.einsum("bsht,bsh->bst", products, call.weights.to(dtype))
 
 
 def visible(starts: Tensor, ends: Tensor, key_length: int) -> Tensor:
-    """Return whether a row sees a key, ``[batch, query_length, key_length]`` bool."""
+    """Return whether each row sees each key, ``[batch, query_length, key_length]`` bool."""
     position = torch.arange(key_length, device=starts.device)
     return (position >= starts[..., None]) & (position < ends[..., None])
 
@@ -47,17 +48,18 @@ def lightning_indexer(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Ten
 
 
 def best_keys(scores: Tensor, topk: int, ranges: Ranges) -> Tensor:
-    """Return the keys that rows select by scores with all keys, ``[batch, query_length, topk]`` int32."""
+    """Select keys by ``[batch, query_length, key_length]`` scores: ``[batch, query_length, topk]`` int32."""
     key_length = scores.shape[-1]
     hidden = ~visible(ranges.starts, ranges.ends, key_length)
-    # A stable sort leaves equal scores in ascending order of position, and the second one the order of the
-    # first: numbers, then NaN, then what the row does not see.
+    # A stable sort keeps equal scores in ascending order of position. A second stable sort by kind keeps the
+    # order of the first within each kind: numbers, then NaN, then keys that the row does not see.
     numbers = scores.detach().nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    order = numbers.sort(dim=-1, descending=True, stable=True).indices
+    order = numbers.sort(dim=-1, descending=True, stable=True).indices  # [batch, query_length, key_length]
     kind = torch.where(hidden, 2, scores.isnan().to(torch.int64))
-    chosen = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :topk]
-    chosen = chosen.masked_fill(hidden.gather(-1, chosen), key_length).sort(dim=-1).values
-    return chosen.masked_fill(chosen == key_length, -1).to(torch.int32)
+    best = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :topk]
+    # Hidden keys become key_length, which the ascending sort moves to the tail, and then -1.
+    best = best.masked_fill(hidden.gather(-1, best), key_length).sort(dim=-1).values
+    return best.masked_fill(best == key_length, -1).to(torch.int32)
 
 
 def selected_scores(call: IndexerCall, topk_indices: Tensor) -> Tensor:
@@ -67,6 +69,6 @@ def selected_scores(call: IndexerCall, topk_indices: Tensor) -> Tensor:
 
 def _gather(scores: Tensor, topk_indices: Tensor) -> Tensor:
     keys = scores.shape[-1]
-    # An entry that names no key finds a column of its own.
-    at = topk_indices.long().masked_fill(~names_key(topk_indices, keys), keys)
-    return F.pad(scores, (0, 1), value=-torch.inf).gather(-1, at)
+    # Entries that name no key read an additional last column of -inf.
+    index = topk_indices.long().masked_fill(~names_key(topk_indices, keys), keys)
+    return F.pad(scores, (0, 1), value=-torch.inf).gather(-1, index)  # [batch, query_length, topk]

@@ -1,6 +1,6 @@
 """Lightning Indexer in Triton, for CUDA devices.
 
-Scores go to a slab of rows that stays within a byte budget; one program per row then selects from it.
+Scores go to a slab of rows within a byte budget. Then one program per row selects from it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from mindspeed_dsa.ops.triton.launch import (
     shared_memory,
 )
 
-# Rows of scores held at a time: as many as fit into the bytes, but at most so many. A selection takes more at
-# once: of short sequences the launches, two for each slab, would take longer than what they launch.
+# Maximum number of rows of scores held at a time, in addition to the limit in bytes. A selection takes more
+# rows: for short sequences the two launches per slab would otherwise take longer than the kernels.
 SLAB_ROWS, SELECTED_ROWS = 1024, 4096
 _SLAB_BYTES = 256 << 20
 # A program of the backward holds all heads of a row.
@@ -62,7 +62,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def unsupported_with(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]) -> str | None:
-    """Return why the indexer's kernels cannot run as a function rehearses them, or None."""
+    """Return why the indexer's kernels cannot run the calls that ``rehearse`` makes, or None."""
     return (
         unsupported_here(shape)
         or unsupported_index_sizes(shape, shape["heads"], shape["head_dim"])
@@ -73,7 +73,7 @@ def unsupported_with(shape: ShapeClass, rehearse: Callable[[ShapeClass], object]
 def rehearse(
     shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS, use_relu: bool = True
 ) -> None:
-    """Run selection, scores at given entries and the gradients of both on tensors without memory."""
+    """Run selection, scores at given entries, and their gradients, on tensors without memory."""
     call, topk, ranges = rehearsed_call(shape, rows, keys, use_relu)
     indices, scores = select(call, topk, ranges)
     scores_at(call, indices)
@@ -83,7 +83,7 @@ def rehearse(
 def rehearsed_call(
     shape: ShapeClass, rows: int, keys: int, use_relu: bool = True
 ) -> tuple[IndexerCall, int, Ranges]:
-    """Return arguments of a selection, tensors without memory among them."""
+    """Return the arguments of a selection, with tensors without memory."""
     heads, dim, dtype = shape["heads"], shape["head_dim"], shape.dtype
     call = IndexerCall(
         meta(1, rows, heads, dim, dtype=dtype),
@@ -96,7 +96,7 @@ def rehearsed_call(
 
 
 def unsupported_index_sizes(shape: ShapeClass, heads: int, head_dim: int) -> str | None:
-    """Return why an indexer of this size does not fit, or None."""
+    """Return why an indexer of this size is not supported, or None."""
     if shared_memory(shape.place) == SMALL and _large(heads, head_dim):
         return (
             "its backward holds all indexer heads of a row, on a GPU with 99 KiB of shared memory at most 64 "
@@ -126,14 +126,14 @@ def select_by(
     ranges: Ranges,
     score: Callable[[int, slice, Tensor, Tensor, Tensor], None],
 ) -> tuple[Tensor, Tensor]:
-    """Select by scores that a function writes for some rows at a time.
+    """Select keys by scores that a function writes for some rows at a time.
 
     Args:
-        call: the operator's.
-        topk: entries per row.
-        ranges: the keys that each row sees.
-        score: gets a sequence, some of its rows, their starts and ends, and a slab for their scores; see
-            :func:`score_slab`.
+        call: arguments of the operator.
+        topk: number of entries per row.
+        ranges: ranges of the keys that each row sees.
+        score: function that writes scores. Its arguments are a sequence's number, a slice of its rows, their
+            starts and ends, and a slab for the scores; see :func:`score_slab`.
 
     Returns:
         Indices and scores of the selected keys, ``[batch, query_length, topk]`` each.
@@ -154,33 +154,34 @@ def select_by(
     listed_scores = torch.empty(rows, length, dtype=torch.float32, device=device)
     for b in range(batch):
         for first in range(0, query_length, rows):
-            at = (b, slice(first, min(first + rows, query_length)))
-            score(*at, starts[at], ends[at], slab)
-            on_grid(select_kernel, starts[at].numel())(
+            place = (b, slice(first, min(first + rows, query_length)))
+            score(*place, starts[place], ends[place], slab)
+            on_grid(select_kernel, starts[place].numel())(
                 slab,
-                starts[at],
-                ends[at],
+                starts[place],
+                ends[place],
                 listed_indices,
                 listed_scores,
-                topk_indices[at],
-                topk_scores[at],
+                topk_indices[place],
+                topk_scores[place],
                 key_length,
                 topk,
                 **constants,
                 num_warps=8,
-                # Four programs share a multiprocessor, for a few bytes that do not fit.
+                # Four programs share a multiprocessor: 4 x 256 threads x 64 registers = 65536. This spills a
+                # few bytes; the longest lists get more registers.
                 maxnreg=max(64, length // 64),
             )
     return topk_indices, topk_scores
 
 
 def slab_rows(query_length: int, key_length: int) -> int:
-    """Return how many rows of fp32 scores with all keys are held at a time, by the lengths alone."""
+    """Return the number of rows of fp32 scores held at a time, a function of the lengths only."""
     return max(1, min(query_length, SLAB_ROWS, _SLAB_BYTES // (4 * max(key_length, 1))))
 
 
 def selected_rows(query_length: int, key_length: int, length: int) -> int:
-    """Return how many rows of scores, and of lists of ``length`` entries, a selection holds at a time."""
+    """Return the number of rows of scores and of ``length``-entry lists that a selection holds at a time."""
     return max(1, min(query_length, SELECTED_ROWS, _SLAB_BYTES // (4 * key_length + 8 * length)))
 
 
@@ -204,7 +205,7 @@ def score_slab(
         ends: ``[rows]`` int32.
         slab: at least ``[rows, key_length]`` fp32; undefined afterwards where a row does not see a key.
         use_relu: whether the product of each head is clamped at zero.
-        factors: ``[key_length]`` fp32, by which scores are multiplied.
+        factors: ``[key_length]`` fp32 factors of the scores, or None.
     """
     query, key = dense_rows(query), dense_rows(key)
     (rows, heads, dim), key_length = query.shape, key.shape[0]
@@ -236,7 +237,7 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
     """Return the scores at given entries: ``[batch, query_length, topk]`` fp32."""
     query, key, topk_indices = dense_rows(call.query), dense_rows(call.key), packed_indices(topk_indices)
     (batch, rows, heads, dim), topk = query.shape, topk_indices.shape[2]
-    scores = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)
+    scores = torch.empty(topk_indices.shape, dtype=torch.float32, device=query.device)  # [batch, rows, topk]
     if scores.numel() == 0:
         return scores
     tiles = _entry_tiles(query, heads, dim)
@@ -268,8 +269,8 @@ def score_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the scores at ``topk_indices`` with respect to query, key and weights.
 
-    That of the keys is added with fp32 atomics, in no fixed order, unless
-    ``torch.use_deterministic_algorithms`` is on; the others are always deterministic.
+    The key's gradient is added with fp32 atomics, in no fixed order, unless
+    ``torch.use_deterministic_algorithms`` is on; the other two are always deterministic.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     query, key, weights = dense_rows(call.query), dense_rows(call.key), call.weights
@@ -281,11 +282,11 @@ def score_gradients(
     factor = None
     if topk_indices.numel() > 0:
         if query.dtype == torch.float16:
-            # The kernel rounds gradient times weight to the dtype of the query.
+            # The kernel rounds gradient times weight to fp16, the dtype of the query.
             grad_scores = grad_scores.masked_fill(~names_key(topk_indices, key_length), 0)
             factor = raising_factor(grad_scores.abs().amax() * weights.abs().amax().float(), 14)
             grad_scores = grad_scores * factor
-        grad_scores = grad_scores.contiguous().view(batch * rows, topk)
+        grad_scores = grad_scores.contiguous().view(batch * rows, topk)  # [batch * rows, topk]
         lengths = row_lengths(topk_indices, key_length)
         chunk = batch * rows
         if deterministic:
@@ -316,7 +317,7 @@ def score_gradients(
                 **gradient_constants(query, call.use_relu),
             )
             if tiles is not None:
-                of_chunk = topk_indices.view(batch * rows, topk)[first : first + count]
+                of_chunk = topk_indices.view(batch * rows, topk)[first : first + count]  # [count, topk]
                 ids = key_ids(of_chunk, first, rows, key_length, batch * key_length)
                 add_rows_by_key(grad_key, tiles[:count], ids)
     else:
@@ -326,18 +327,18 @@ def score_gradients(
         grad_query, grad_key, grad_weights = (x.div_(factor) for x in (grad_query, grad_key, grad_weights))
     return (
         grad_query.to(query.dtype),
-        grad_key.view(key.shape),
+        grad_key.view(key.shape),  # [batch, key_length, head_dim]
         grad_weights.to(weights.dtype),
     )
 
 
 def gradient_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
-    """Return constants of the gradient kernel that depend on the size of the indexer."""
+    """Return the gradient kernel's constants that depend on the size of the indexer."""
     return size_constants(query, use_relu) | _gradient_tiles(query, *query.shape[-2:])
 
 
 def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
-    """Return constants of kernels that hold all heads of a row."""
+    """Return the constants of kernels that hold all heads of a row."""
     heads, dim = query.shape[-2:]
     return {
         "HEADS": heads,
@@ -350,7 +351,7 @@ def size_constants(query: Tensor, use_relu: bool) -> dict[str, Any]:
 
 
 def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """Return tiles; in half precision all heads are one block: the loop over rows alone is pipelined."""
+    """Return the tiles; in half precision all heads form one block: only the loop over rows is pipelined."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 64, "BLOCK_Q": 32, "num_warps": 8, "num_stages": 2}
     tiles = {"BLOCK_J": block(heads), "BLOCK_Q": 32, "num_warps": 8}
@@ -361,7 +362,7 @@ def _slab_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
 
 
 def _entry_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
-    """Return tiles for gathered keys of one row."""
+    """Return the tiles for gathered keys of one row."""
     if query.dtype == torch.float32:
         return {"BLOCK_J": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     if shared_memory(query.device) == LARGE and not _large(heads, dim):
@@ -377,12 +378,12 @@ def _gradient_tiles(query: Tensor, heads: int, dim: int) -> dict[str, Any]:
         # A second stage would leave no registers for products that overlap.
         return whole | {"BLOCK_N": 32, "num_stages": 1}
     if shared_memory(query.device) < LARGE:
-        # Products of single warps keep more in registers: with four warps a thread spills up to 4 KB.
+        # Products of single warps keep more in registers: with four warps a thread would spill up to 4 KB.
         return whole | {"BLOCK_N": 64, "num_stages": 3}
     part = 32 if block(dim) == dim > 32 else block(dim)
     return {"BLOCK_P": part, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _large(heads: int, dim: int) -> bool:
-    """Return whether an indexer exceeds DeepSeek-V3.2's, whose 64 heads of 128 numbers fit everywhere."""
+    """Return whether an indexer exceeds DeepSeek-V3.2's 64 heads of 128 numbers, which fit on every GPU."""
     return block(heads) * block(dim) > 64 * 128

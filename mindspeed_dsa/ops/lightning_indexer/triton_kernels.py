@@ -1,6 +1,6 @@
 """Triton kernels of the Lightning Indexer.
 
-Shapes beside the code: N block of keys, J block of indexer heads, Q block of rows.
+Letters in shape comments: N block of keys, J block of indexer heads, D head size, Q block of rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def head_scores(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Scores of one row with a tile of keys, ``[N]`` fp32; heads are summed in order."""
+    """Return the scores of one row with a tile of keys, ``[N]`` fp32; heads are summed in order."""
     scores = tl.zeros([BLOCK_N], tl.float32)
     for first_head in range(0, HEADS, BLOCK_J):
         head = first_head + tl.arange(0, BLOCK_J)
         is_head = head < HEADS
-        q = load_rows(query_row_base, head.to(tl.int64) * query_head, is_head, 0, DIM, BLOCK_D)
+        q = load_rows(query_row_base, head.to(tl.int64) * query_head, is_head, 0, DIM, BLOCK_D)  # [J, D]
         w = tl.load(weight_row_base + head.to(tl.int64) * weight_head, mask=is_head, other=0.0)
         # [N, J]
         products = product(keys, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_J], tl.float32), WIDEN)
@@ -66,10 +66,11 @@ def score_slab_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per block of rows and tile of keys: the keys stay, the rows' heads stream by.
+    """Compute scores of a block of rows with a tile of keys; the keys stay in the program, the rows' heads
+    stream.
 
     ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped, not written. Scores
-    are multiplied by ``factors`` of their keys, if there are any.
+    are multiplied with the ``factors`` of their keys, unless ``factors`` is None.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
     first_key = (tl.program_id(0) % tiles) * BLOCK_N
@@ -77,6 +78,7 @@ def score_slab_kernel(
     row = first_row + tl.arange(0, BLOCK_Q)
     low = tl.load(starts + row, mask=row < rows, other=0)
     high = tl.load(ends + row, mask=row < rows, other=0)
+    # Range of keys that some row of the block sees.
     low = tl.min(tl.where(low < high, low, key_length), axis=0)
     high = tl.max(tl.where(low < high, high, 0), axis=0)
     if (first_key < high) & (first_key + BLOCK_N > low):
@@ -131,7 +133,7 @@ def scores_at_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per row and tile of selected keys; -inf where there is no key."""
+    """Compute scores of a row with a tile of selected keys, -inf without a key; one program per tile."""
     tiles = tl.cdiv(topk, BLOCK_N)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK_N
@@ -196,12 +198,12 @@ def score_gradients_kernel(
     BLOCK_P: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per row: its query and weights get their gradient, and each of its keys a share.
+    """Compute the gradients of a row's query and weights, and the row's share of its keys' gradients.
 
-    For want of registers ``BLOCK_P`` columns of a share are computed at a time, all if ``DIM`` does not fill
-    its block.
+    One program per row. To save registers, ``BLOCK_P`` columns of a share are computed at a time; all of
+    them, if ``DIM`` does not fill its block.
 
-    With ``GATHERED`` the entries ``0 .. ends[row]`` of ``indices`` say which keys, else they are the keys
+    With ``GATHERED`` the keys are the entries ``0 .. ends[row]`` of ``indices``, otherwise the positions
     ``begins[row] .. ends[row]``. ``grad_scores`` is ``[rows of the chunk, width]``. ``KEY_GRADIENT`` is
     "none", "atomic" (``[batch * key_length, dim]``) or "tiles" (``[rows of the chunk, width, dim]``).
     """
@@ -218,8 +220,8 @@ def score_gradients_kernel(
     weights_base = weights + batch * weight_batch + in_batch * weight_row
     w = tl.load(weights_base + head.to(tl.int64) * weight_head, mask=is_head, other=0.0).to(tl.float32)
     acc_query = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
-    # Tensor cores leave two keys of a tile with one thread, eight apart: those are added up here, the rest at
-    # the end.
+    # Tensor cores give a thread two keys of a tile, eight apart. The loop adds up these pairs, and the rest
+    # is added after it.
     PAIRS: tl.constexpr = query.dtype.element_ty != tl.float32
     if PAIRS:
         acc_weights = tl.zeros([BLOCK_N // 16, 8, BLOCK_J], tl.float32)
@@ -232,8 +234,8 @@ def score_gradients_kernel(
         begin = tl.load(begins + row)
     stop = end
     if PAIRS:
-        # At least one tile, masked if the row is empty: a path on which no product defines the accumulators
-        # would make products wait for each other.
+        # At least one tile, masked if the row is empty. On a path without a product, the accumulators would
+        # be defined outside of the tensor cores, and products would wait for each other.
         stop = tl.maximum(end, begin + 1)
         tl.assume(begin < stop)
     for first in range(begin, stop, BLOCK_N):

@@ -1,11 +1,12 @@
-"""Triton kernel that selects the highest scores of each row, exactly and in a fixed order.
+"""Triton kernel that selects the highest scores of each row, exactly and deterministically.
 
-A sample of the row guesses a floor that somewhat more than ``topk`` scores reach. One pass over the row lists
-these, and what is wanted of them is found in registers. If too many reach it, the list is the sample for a
-second guess. Where that fails as well, because too many scores are equal or the sample misled, the bits of
-the ``topk``-th highest score are counted out in four more passes over the row.
+A sample of the row's scores gives a guess: a floor that somewhat more than ``topk`` scores reach. One pass
+over the row lists these scores, and the ``topk`` best are found in registers. If too many scores reach the
+floor, the list is the sample for a second guess. If that fails as well, because too many scores are equal or
+the sample was not representative, four more passes over the row count out the bits of the ``topk``-th highest
+score.
 
-Shapes beside the code: G groups of four neighbours, each in one thread.
+Letter in shape comments: G groups of four neighbors, each in one thread.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Scores of a sample that lie side by side, which one access reads.
+# Adjacent scores per sample position, which one access reads.
 _NEIGHBOURS: tl.constexpr = tl.constexpr(8)
-# Scores of a row that the selection lists before it finds the last one to be taken: a program's registers.
+# Bounds of the list of candidate scores, which a program keeps in registers.
 _MIN_LIST, _MAX_LIST = 1024, 8192
 
 
 def selection_constants(topk: int) -> dict[str, Any]:
-    """Return the sizes of the selection's list, sample and blocks for so many entries of a row."""
+    """Return the sizes of the selection's list, sample and blocks for ``topk`` entries per row."""
     length = min(_MAX_LIST, max(_MIN_LIST, triton.next_power_of_2(2 * topk)))
     return {"LIST": length, "SAMPLE": 4096, "BLOCK": 2048}
 
 
 @triton.jit
 def ordered_bits(scores):
-    """Unsigned integers in the order of the scores; -0.0 and 0.0 give the same one, NaN 1, and none is 0."""
+    """Return unsigned integers in the order of the scores; -0.0 equals 0.0, NaN gives 1, and 0 is unused."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
     # Flip the sign bit of positive numbers and all bits of negative ones.
     flipped = bits ^ ((bits >> 31) | -2147483648)
@@ -38,16 +39,16 @@ def ordered_bits(scores):
 
 @triton.jit
 def score_of(bits):
-    """A score with these bits, which are no NaN's."""
+    """Return the score with these :func:`ordered_bits`, which must not be those for NaN."""
     flipped = bits.to(tl.int32, bitcast=True)
     return (flipped ^ (~(flipped >> 31) | -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def bits_at(scores_of_row, position, start, end, key_length):
-    """:func:`ordered_bits` at some positions, 0 at those that the row does not see.
+    """Return :func:`ordered_bits` at some positions, 0 at positions that the row does not see.
 
-    Loads are bounded by the last key, not by what the row sees: four scores at a time.
+    Loads are bounded by the last key instead of the row's range, so that they read four scores at a time.
     """
     scores = tl.load(scores_of_row + position, mask=position < key_length, other=0.0)
     seen = (position >= start) & (position < end)
@@ -56,7 +57,7 @@ def bits_at(scores_of_row, position, start, end, key_length):
 
 @triton.jit
 def quarters(tile):
-    """The columns of ``[G, 4]``; what a thread holds stays with it."""
+    """Return the columns of ``[G, 4]``; each thread keeps its elements."""
     even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -65,9 +66,10 @@ def quarters(tile):
 
 @triton.jit
 def floor_of(bits, low, high, least, most):
-    """A value that ``least`` to ``most`` of the bits reach; where ties leave none, the last with ``least``.
+    """Return a value that ``least`` to ``most`` of the bits reach; with ties, the last one that ``least``
+    reach.
 
-    At least ``least`` of them reach ``low``, and fewer ``high``.
+    At least ``least`` of the bits must reach ``low``, and fewer must reach ``high``.
     """
     high = tl.minimum(high, tl.max(bits, axis=0) + 1)
     while high - low > 1:
@@ -81,7 +83,7 @@ def floor_of(bits, low, high, least, most):
 
 @triton.jit
 def guess(sample, low, length, topk, LIST: tl.constexpr):
-    """A value that somewhat fewer than ``LIST`` of ``length`` scores reach, if the sample is like them."""
+    """Return a floor that somewhat fewer than ``LIST`` of ``length`` scores reach, judged by a sample."""
     part = tl.sum((sample > 0).to(tl.int32), axis=0).to(tl.float32) / length
     aim = part * (topk + LIST * 2) / 3
     high = tl.zeros([], tl.uint32) + 0xFFFFFFFF
@@ -100,15 +102,15 @@ def list_scores(
     LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List in order the first ``LIST`` scores whose bits reach ``floor``, and where they are; count all."""
+    """List the first ``LIST`` scores that reach ``floor``, in order, with positions; return the count."""
     group = tl.arange(0, BLOCK // 4) * 4
     neighbour = group[:, None] + tl.arange(0, 4)[None, :]
-    # All bits reach 1, those of NaN too, for which no comparison of scores holds.
+    # NaN has bits 1, so a floor of 1 includes it, but no comparison of scores does.
     everything = tl.zeros([BLOCK // 4], tl.uint32) + floor == 1
     least = score_of(tl.maximum(floor, 0x007FFFFF))
     length = (end - start).to(tl.uint32)
     count = tl.zeros([], tl.int32)
-    # Blocks begin at their multiples.
+    # Blocks start at multiples of BLOCK.
     for first in tl.range(start // BLOCK * BLOCK, end, BLOCK, num_stages=3):
         # [G, 4]
         scores = tl.load(scores_of_row + first + neighbour, mask=first + neighbour < key_length, other=0.0)
@@ -140,9 +142,10 @@ def next_digit(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The next ``WIDTH`` bits of the last score to be taken, ``SHIFT`` from the lowest: one pass over a row.
+    """Find the next ``WIDTH`` bits, ``SHIFT`` from the lowest, of the last score to take, in one pass over a
+    row.
 
-    Takes and returns the bits known before, and how many scores that begin with them are still to be taken.
+    Takes and returns the bits found so far, and how many scores that begin with them are still to be taken.
     """
     lane = tl.arange(0, BLOCK)
     digit = tl.arange(0, 1 << WIDTH)
@@ -154,9 +157,9 @@ def next_digit(
             counted = counted & ((bits >> (SHIFT + WIDTH)) == prefix)
         digits = ((bits >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
         counts += tl.histogram(tl.where(counted, digits, 0), 1 << WIDTH)
-        # What is not counted was put to digit 0.
+        # Entries that are not counted went to digit 0.
         counts -= tl.where(digit == 0, BLOCK - tl.sum(counted.to(tl.int32), axis=0), 0)
-    # Scores with at least this digit, for each digit: falls from all to few.
+    # Number of scores with at least this digit, for each digit: descending.
     at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     chosen = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
     wanted -= tl.sum(tl.where(digit > chosen, counts, 0), axis=0)
@@ -165,14 +168,15 @@ def next_digit(
 
 @triton.jit
 def store_kept(out_indices, out_scores, positions, scores, seen, last, wanted, above, ties):
-    """Store a block's part of what is kept: what exceeds ``last``, and the first ``wanted`` that equal it.
+    """Store the kept scores of a block: those above ``last``, and the first ``wanted`` ties with it.
 
-    ``positions``, ``scores`` and ``seen`` are ``[G, 4]``. ``above`` scores that exceed it, and ``ties``, came
-    before the block; returns both after it.
+    ``positions``, ``scores`` and ``seen`` are ``[G, 4]``. ``above`` and ``ties`` are the counts of scores
+    above ``last`` and of ties before the block; returns both counts after it.
     """
     bits = quarters(tl.where(seen, ordered_bits(scores), 0))
     positions, scores = quarters(positions), quarters(scores)
-    # Both counts in one scan: a block has fewer than 2^15 scores. Where nothing is seen, bits may be `last`.
+    # One scan for both counts: a block has fewer than 2^15 scores. Unseen entries have bits 0 and are no
+    # ties, even if `last` is 0.
     here = tl.zeros_like(positions[0])
     for column in tl.static_range(4):
         equal = (bits[column] == last) & (bits[column] > 0)
@@ -206,10 +210,11 @@ def select_kernel(
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: the topk highest scores of its range, ascending positions, -1 at the tail.
+    """Select the ``topk`` highest scores in a row's range: ascending positions, -1 at the tail; one program
+    per row.
 
-    ``listed_indices`` and ``listed_scores`` are ``[rows, LIST]``, for the programs' own use. What is selected
-    depends on the scores alone: counts do not depend on the order in which threads count.
+    ``listed_indices`` and ``listed_scores`` are ``[rows, LIST]`` scratch. The selection depends only on the
+    scores: counts do not depend on the order in which threads count.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row)
@@ -240,11 +245,11 @@ def select_kernel(
         count = list_scores(
             scores_of_row, listed_indices, listed_scores, start, end, key_length, floor, LIST, BLOCK
         )
-        # Before what other threads listed is read.
+        # Wait until all threads have written their part of the list.
         tl.debug_barrier()
         entry = tl.arange(0, LIST)
         if count > LIST:
-            # What is listed is a larger sample, of the scores that matter.
+            # The list is a larger sample than the first, of the scores that matter.
             sample = bits_at(listed_scores, entry, 0, LIST, LIST)
             floor = guess(sample, floor, count, topk, LIST)
             tl.debug_barrier()
@@ -257,7 +262,7 @@ def select_kernel(
         ties = tl.zeros([], tl.int32)
         if (count <= LIST) & (count >= topk):
             bits = bits_at(listed_scores, entry, 0, count, LIST)
-            # If all are wanted, none is left to find.
+            # If exactly topk scores are listed, all are taken and the search is skipped.
             high = tl.where(count == topk, floor + 1, 0xFFFFFFFF).to(tl.uint32)
             last = floor_of(bits, floor, high, topk, topk)
             wanted = topk - tl.sum((bits > last).to(tl.int32), axis=0)
@@ -269,7 +274,7 @@ def select_kernel(
                     topk_indices, topk_scores, positions, scores, inside, last, wanted, above, ties
                 )
         else:
-            # The bits known so far, and how many scores that begin with them are still to be taken.
+            # Bits found so far, and how many scores that begin with them are still to be taken.
             last = tl.zeros([], tl.uint32)
             wanted = tl.zeros([], tl.int32) + topk
             for digit in tl.static_range(4):

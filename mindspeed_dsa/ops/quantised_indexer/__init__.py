@@ -1,6 +1,6 @@
-"""Selection of keys as inference engines select them: by index scores of queries and keys in FP8.
+"""Key selection with the arithmetic of inference engines: index scores of FP8 queries and keys.
 
-The mathematics, and what is bitwise equal to what, is in README.md beside this file.
+README.md in this folder has the mathematics, and says which backends agree bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Selector(Backend, Protocol):
     """Backend of this operator."""
 
     def select(self, call: QuantisedCall, topk: int, ranges: Ranges, /) -> Tensor:
-        """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
+        """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""
 
 
 if TYPE_CHECKING:  # mypy checks the modules against the protocol
@@ -51,38 +51,39 @@ def quantised_indexer(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Select the ``topk`` visible keys with the highest FP8 index score for every query row.
+    """Select the ``topk`` visible keys with the highest FP8 index score for every query token.
 
-    Each head of a query, and each key, becomes e4m3 numbers with one factor in fp32; and with these ::
+    Each head of a query, and each key, is quantised to e4m3 numbers with one fp32 factor. The score is ::
 
         score[t, s] = (sum_j relu(q8[t, j] . k8[s]) * (weights[t, j] * q_factor[t, j])) * k_factor[s]
 
-    Rows see, and ties and NaN are decided, as :func:`mindspeed_dsa.ops.lightning_indexer.lightning_indexer`
-    says. Nothing here has a gradient: the scores that a loss is of are those of the operands as they are, see
-    :func:`mindspeed_dsa.ops.lightning_indexer.selected_scores`.
+    Visible keys, ties and NaN follow the rules of
+    :func:`mindspeed_dsa.ops.lightning_indexer.lightning_indexer`. Nothing here has a gradient. A loss uses
+    the scores of the unquantised operands, see :func:`mindspeed_dsa.ops.lightning_indexer.selected_scores`.
 
     Args:
         query: ``[batch, query_length, heads, head_dim]``, any strides; fp32, bf16, fp16, or fp64, which is
-            rounded to fp32 first. Rotated by Hadamard where the model does that.
+            rounded to fp32 first. After the Hadamard rotation, if the model has one.
         key: ``[batch, key_length, head_dim]``, one key head.
-        weights: ``[batch, query_length, heads]``, of any sign, with every scale already in it.
-        topk: entries to keep per row, at least 1; the width of the result is ``min(topk, key_length)``.
-        powers_of_two: factors are rounded up to powers of two (``ue8m0``); else a row's largest magnitude /
-            448 is one.
-        starts: as of :func:`lightning_indexer`, and so are the next ones.
-        ends: see there.
+        weights: ``[batch, query_length, heads]``, of any sign, already multiplied with every scale.
+        topk: number of keys to select per query, at least 1; the width of the result is
+            ``min(topk, key_length)``.
+        powers_of_two: whether factors are rounded up to powers of two (``ue8m0``). Otherwise the factor of a
+            row is its largest magnitude / 448.
+        starts: first visible key, as in :func:`lightning_indexer`.
+        ends: one past the last visible key, as in :func:`lightning_indexer`.
         use_relu: whether the product of each head is clamped at zero.
-        form: what the host knows of ``starts`` and ``ends``, or instead of both.
-        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
-            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        form: host's description of ``starts`` and ``ends``, or a replacement for both.
+        cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
+            ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``[batch, query_length, topk]`` int32, ascending key positions, -1 at the tail.
 
     Raises:
         ValueError: a shape, dtype or range does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
 
     Source: DeepSeek-V3.2-Exp, ``inference/kernel.py``, ``act_quant`` and ``fp8_index``.
     """

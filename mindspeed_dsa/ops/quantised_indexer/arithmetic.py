@@ -1,8 +1,8 @@
-"""Arithmetic of the inference engines' FP8 index scores: rows in e4m3 with a factor each, sums in order.
+"""Arithmetic of the inference engines' FP8 index scores: e4m3 rows with one factor each, and ordered sums.
 
-The formulas are those of DeepSeek's ``act_quant`` and ``fp8_index`` (DeepSeek-V3.2-Exp,
-``inference/kernel.py``), with the order of sums that they leave open. Plain PyTorch: the same bits on every
-device that keeps IEEE 754.
+The formulas are DeepSeek's ``act_quant`` and ``fp8_index`` (DeepSeek-V3.2-Exp, ``inference/kernel.py``). The
+order of the sums, which they leave open, is fixed here. This is plain PyTorch: it gives the same bits on
+every device that follows IEEE 754.
 """
 
 from __future__ import annotations
@@ -18,52 +18,54 @@ from mindspeed_dsa.ops.lightning_indexer.protocol import IndexerCall
 LARGEST = 448.0
 """Largest number of e4m3."""
 SMALLEST_AMAX = 1e-4
-"""Largest magnitude that a row is taken to have at least."""
+"""Lower bound of a row's largest magnitude, as in DeepSeek's kernel."""
 MOST_DIMENSIONS = 1 << 17
-"""Up to here a scalar product of e4m3 numbers is exact in fp64.
+"""Number of dimensions up to which a scalar product of e4m3 numbers is exact in fp64.
 
-Numbers of e4m3 are multiples of 2^-9 below 2^9, their products of 2^-18 below 2^17.7, and fp64 has 53 bits.
+e4m3 numbers are multiples of 2^-9 below 2^9. Their products are multiples of 2^-18 below 2^17.7, and fp64 has
+53 bits.
 """
-# Exponent of the smallest normal number of e4m3, whose significands have four bits: below it numbers are
-# equally spaced.
+# Smallest normal number of e4m3, and steps per power of two, because significands have four bits. Smaller
+# numbers have constant spacing.
 _SMALLEST_NORMAL, _STEPS = 2.0**-6, 8
 _EXPONENT, _FRACTION, _FRACTION_BITS = 0x7F800000, 0x007FFFFF, 23
-# Products in fp64 that are held at once.
+# Maximum number of fp64 products held at once.
 _PRODUCTS = 1 << 22
-# Half a step of fp32, relative, and what a bound that is itself rounded wants on top.
+# Half a relative step of fp32, and a safety factor because the error bound itself is rounded.
 _ROUNDING, _MARGIN = 2.0**-24, 1.1
-# Above what is lost where a product or a sum falls below the normal numbers of fp32, in 2^8 of them.
+# Upper bound of the loss when up to 2^8 products and sums fall below the normal numbers of fp32.
 _UNDERFLOW = 2.0**-118
 _FAR_FROM_OVERFLOW = 2.0**126
 
 
 @dataclass(frozen=True)
 class QuantisedCall(IndexerCall):
-    """Arguments of the index scores, whose backends quantise query and key.
+    """Arguments of the index scores for backends that quantise query and key.
 
     Attributes:
-        powers_of_two: factors are rounded up to such (``ue8m0``).
+        powers_of_two: whether factors are rounded up to powers of two (``ue8m0``).
     """
 
     powers_of_two: bool = True
 
 
 def quantise(rows: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return rows in e4m3, and their factors: ``values * factors`` is near to what was given.
+    """Quantise rows to e4m3 numbers with one factor each: ``values * factors`` approximates ``rows``.
 
-    The factor of a row with infinities or NaN is NaN, whatever tensor cores make of such, and so are its
-    scores. In the engines they are too, where zero meets an infinite factor.
+    The factor of a row with infinities or NaN is NaN, and so are its scores, whatever tensor cores make of
+    such rows. In the engines the scores are NaN as well, because zero meets an infinite factor.
 
     Args:
         rows: ``[..., dim]``, floating point.
-        powers_of_two: factors are rounded up to such.
+        powers_of_two: whether factors are rounded up to powers of two.
 
     Returns:
-        fp32 ``[..., dim]`` whose numbers are e4m3's, and fp32 ``[...]``.
+        Values, fp32 ``[..., dim]``, all of which are e4m3 numbers, and factors, fp32 ``[...]``.
     """
     rows = rows.detach().float()
-    # DeepSeek's kernel multiplies by 1/448 in fp32; rounded up to a power of two the quotient gives the same.
-    factors = rows.abs().amax(dim=-1).clamp_min_(SMALLEST_AMAX).mul_(1 / LARGEST)
+    # DeepSeek's kernel multiplies by 1/448 in fp32. Rounded up to a power of two, a quotient gives the same
+    # result.
+    factors = rows.abs().amax(dim=-1).clamp_min_(SMALLEST_AMAX).mul_(1 / LARGEST)  # [...]
     wrong = ~factors.isfinite()
     if powers_of_two:
         factors = _power_above(factors)
@@ -72,44 +74,43 @@ def quantise(rows: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
 
 
 def _power_above(numbers: Tensor) -> Tensor:
-    """Return the smallest power of two that is not below each positive normal number."""
+    """Return the smallest power of two that is at least each number; numbers are positive and normal."""
+    # Adding the largest fraction carries into the exponent unless the number is a power of two.
     bits = numbers.view(torch.int32) + _FRACTION
     return (bits & _EXPONENT).view(torch.float32)
 
 
 def _in_e4m3(numbers: Tensor) -> Tensor:
-    """Round to e4m3, to nearest even, what lies in its range; in fp32.
-
-    On CPUs torch casts to ``float8_e4m3fn`` as fast, and back at a sixth of that speed.
-    """
+    """Round numbers within e4m3's range to e4m3, to nearest even; the result is fp32."""
+    # Done in fp32, because on CPUs torch casts to float8_e4m3fn as fast but back at a sixth of the speed.
     bits = numbers.view(torch.int32)
     step = (bits & _EXPONENT).view(torch.float32).clamp_min_(_SMALLEST_NORMAL).div_(_STEPS)
     return (numbers / step).round_().mul_(step)
 
 
 def exact_scores(query: Tensor, key: Tensor, weights: Tensor, factors: Tensor, use_relu: bool) -> Tensor:
-    """Return scores of rows that are quantised, ``[..., rows, keys]`` fp32.
+    """Return the scores of quantised queries and keys, ``[..., rows, keys]`` fp32.
 
-    A head's scalar product is exact, in fp64, and rounded to fp32 once; ReLU; times the weight, rounded. Of
-    ``n`` heads that are left the first ``n // 2`` get one of the last added each, head ``i`` that ``n // 2``
-    (rounded up) behind it, until one is left. Its sum is multiplied by the key's factor.
+    A head's scalar product is exact, in fp64, and rounded to fp32 once. ReLU follows, then the product with
+    the weight, which is rounded. The heads are summed in halves: of ``n`` remaining heads, head ``i`` gets
+    head ``i + ceil(n / 2)`` added, until one remains. Its sum is multiplied with the key's factor.
 
     Args:
-        query: ``[..., rows, heads, dim]`` fp32, of e4m3's numbers.
-        key: ``[..., keys, dim]`` fp32, likewise.
-        weights: ``[..., rows, heads]`` fp32, times the factors of the query.
-        factors: ``[..., keys]`` fp32, of the keys.
+        query: ``[..., rows, heads, dim]`` fp32, e4m3 numbers.
+        key: ``[..., keys, dim]`` fp32, e4m3 numbers.
+        weights: ``[..., rows, heads]`` fp32, weights times the factors of the query.
+        factors: ``[..., keys]`` fp32, factors of the keys.
         use_relu: whether the product of each head is clamped at zero.
     """
     *batch, rows, heads, dim = query.shape
     keys = key.shape[-2]
-    scores = query.new_empty(*batch, rows, keys)
-    flat = query.double().reshape(*batch, rows * heads, dim)
+    scores = query.new_empty(*batch, rows, keys)  # [..., rows, keys]
+    flat = query.double().reshape(*batch, rows * heads, dim)  # [..., rows * heads, dim]
     width = max(1, _PRODUCTS // max(1, flat.shape[:-1].numel()))
     for first in range(0, keys, width):
         part = slice(first, min(first + width, keys))
-        products = torch.matmul(flat, key[..., part, :].double().mT).float()
-        products = products.view(*batch, rows, heads, part.stop - first)
+        products = torch.matmul(flat, key[..., part, :].double().mT).float()  # [..., rows * heads, width]
+        products = products.view(*batch, rows, heads, part.stop - first)  # [..., rows, heads, width]
         if use_relu:
             products.relu_()
         products.mul_(weights[..., None])
@@ -118,7 +119,7 @@ def exact_scores(query: Tensor, key: Tensor, weights: Tensor, factors: Tensor, u
 
 
 def _sum_of_heads(products: Tensor) -> Tensor:
-    """Return the sum over heads, ``[..., heads, keys]`` -> ``[..., keys]``; overwrites what it is given."""
+    """Return the sum over heads, ``[..., heads, keys]`` -> ``[..., keys]``; overwrites ``products``."""
     left = products.shape[-2]
     while left > 1:
         kept = (left + 1) // 2
@@ -128,31 +129,32 @@ def _sum_of_heads(products: Tensor) -> Tensor:
 
 
 def longest_key(key: Tensor, factors: Tensor) -> Tensor:
-    """Return the length of each sequence's longest key, ``[batch]``, of those that are numbers."""
+    """Return the length of each sequence's longest finite key, ``[batch]``."""
     return (torch.linalg.vector_norm(key, dim=-1) * factors).nan_to_num(0.0, 0.0, 0.0).amax(dim=-1)
 
 
 def largest_difference(query: Tensor, weights: Tensor, length: Tensor, factor: float) -> Tensor:
-    """Return how far other fp32 sums of a row's scores may lie from :func:`exact_scores`, ``[..., rows]``.
+    """Return a bound, ``[..., rows]``, on the distance of other fp32 sums of a row's scores from
+    :func:`exact_scores`.
 
-    In any order, of exact products, and rounded at each step, a sum of ``n`` numbers is off by at most
-    ``n 2^-24`` times the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms,
-    section 4.2). That of a scalar product is at most the product of both lengths. Rounded are ``dim``
-    products, ``heads`` of them again with their weights, and the key's factor, on both sides.
+    A sum of ``n`` exact numbers, in any order and rounded at each step, is off by at most ``n 2^-24`` times
+    the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). For a
+    scalar product this sum is at most the product of both lengths. The roundings are of ``dim`` products, of
+    ``heads`` weighted products, and of the key's factor, on both sides of the comparison.
 
     Args:
-        query: ``[..., rows, heads, dim]``, as of :func:`exact_scores`.
-        weights: ``[..., rows, heads]``, likewise.
-        length: ``[...]``, of the longest key.
-        factor: the largest of the keys.
+        query: ``[..., rows, heads, dim]``, as in :func:`exact_scores`.
+        weights: ``[..., rows, heads]``, as in :func:`exact_scores`.
+        length: ``[...]``, length of the longest key.
+        factor: largest factor of the keys.
 
     Returns:
-        fp32; infinite where there is none, as for rows that are not finite, or whose sums may not be.
+        fp32; infinite if there is no bound, for rows that are not finite or whose sums might overflow.
     """
     heads, dim = query.shape[-2:]
     rounded = _MARGIN * _ROUNDING * (dim + 2 * heads + 8)
-    magnitude = (weights.abs() * torch.linalg.vector_norm(query, dim=-1)).sum(dim=-1)
+    magnitude = (weights.abs() * torch.linalg.vector_norm(query, dim=-1)).sum(dim=-1)  # [..., rows]
     difference = magnitude * (rounded * length[..., None]) + heads * _UNDERFLOW * (1 + factor)
-    # Whether a sum overflows on its way depends on its order.
+    # Whether an intermediate sum overflows depends on the order, so no bound is given near overflow.
     largest = magnitude * length[..., None].clamp_min(LARGEST * math.sqrt(dim))
     return difference.masked_fill(~(largest < _FAR_FROM_OVERFLOW), torch.inf)

@@ -1,6 +1,6 @@
-"""Quantised selection in plain PyTorch, whole and in slabs of rows.
+"""Quantised selection in plain PyTorch, all at once and in slabs of rows.
 
-``cpu.py`` and ``triton.py`` beside this file have the fast ones.
+The fast backends are in ``cpu.py`` and ``triton.py``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ ON_NPUS = (
     "torch_npu's npu_quant_lightning_indexer takes int8 with factors in fp16 or, on Ascend 950, e4m3 that it "
     "sums in an order that is not documented, and NPUs have no fp64 to form exact sums in"
 )
-"""Why nothing selects so on NPUs."""
+"""Reason why NPUs have no backend."""
 
 
 class _InFp64(Backend):
-    """Backends whose sums are exact where there is fp64."""
+    """Backends that form exact sums in fp64, on devices that have it."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
-        """Return why it cannot take calls of this shape, or None."""
+        """Return why the backend cannot take calls of this shape, or None."""
         return ON_NPUS if shape.device == "npu" else None
 
 
 class Reference(_InFp64):
-    """All scores at once, a stable sort."""
+    """Backend that computes all scores at once and sorts them stably."""
 
     def select(self, call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
-        """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
+        """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""
         query, of_query = quantise(call.query, call.powers_of_two)
         key, of_key = quantise(call.key, call.powers_of_two)
         weights = call.weights.float() * of_query
@@ -40,10 +40,10 @@ class Reference(_InFp64):
 
 
 class Chunked(_InFp64):
-    """The same in slabs of rows of bounded size."""
+    """Backend that computes the same in slabs of rows of bounded size."""
 
     def select(self, call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
-        """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
+        """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""
         key, of_key = quantise(call.key, call.powers_of_two)
 
         def score(b: int, rows: slice) -> Tensor:

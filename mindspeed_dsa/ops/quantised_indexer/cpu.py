@@ -1,9 +1,9 @@
-"""Quantised selection on CPU: scores in fp32 by the tiles of the Lightning Indexer, near-ties exactly.
+"""Quantised selection on CPU: fp32 scores with the Lightning Indexer's tiles, and exact scores for near-ties.
 
-Sums of fp32 products depend on the library, the processor and the tile, and fp64 takes two to three times as
-long. So the scores are formed in fp32, and how far they can be from the exact ones is bounded for each row.
-Scores that this leaves open, near those of the last key to be taken, are formed anew, exactly. What is
-selected is then what the reference selects, bit for bit, whatever the products are made of.
+fp32 sums depend on the library, the processor and the tile, and fp64 takes two to three times as long. So the
+scores are computed in fp32, with a bound per row on their distance from the exact scores. Keys whose scores
+are too close to the last selected score to decide are scored again, exactly. The selection is then the
+reference's, bit for bit, for any library.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mindspeed_dsa.ops.quantised_indexer.arithmetic import (
 )
 from mindspeed_dsa.ops.row_ranges import Ranges
 
-# Numbers of keys in fp64 that are gathered at once.
+# Maximum number of key elements gathered in fp64 at once.
 _GATHERED = 1 << 19
 
 unsupported = indexer.unsupported
 
 
 def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
-    """Return the keys that rows select, ``[batch, query_length, topk]`` int32."""
+    """Return the selected keys of each query, ``[batch, query_length, topk]`` int32."""
     key, of_key = quantise(call.key, call.powers_of_two)
     length, largest = longest_key(key, of_key), float(of_key.nan_to_num(0.0, 0.0, 0.0).max())
 
@@ -51,46 +51,48 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
 
 
 def _near_the_last(scores: Tensor, slab: Slab, seen: slice, kept: int, difference: Tensor) -> Tensor:
-    """Return which keys may or may not be among the ``kept`` best ones of their row, by exact scores.
+    """Return the keys that may or may not be among the ``kept`` best of their row by exact scores.
 
-    A key whose score is above the last one's by more than twice the difference is among the best, and one
-    below by as much is not. What is compared with NaN, or differs by no bound, is near.
+    A key is among the best if its score exceeds the last selected score by more than twice the difference,
+    and is not if it is lower by more than that. A key is near if its score is compared with NaN, or has no
+    finite bound.
 
     Args:
-        scores: ``[g, rows, keys]``, each within the difference of the exact one.
-        slab: whose starts and ends say which keys a row sees.
-        seen: the range of keys that the scores are of.
-        kept: keys that a row selects, fewer than there are.
-        difference: ``[g, rows]``.
+        scores: ``[g, rows, keys]``, each within the difference of the exact score.
+        slab: slab with the starts and ends of the rows.
+        seen: range of keys that the scores belong to.
+        kept: number of keys that a row selects, fewer than there are.
+        difference: ``[g, rows]``, bound on the distance from the exact scores.
 
     Returns:
-        ``[g, rows, keys]`` bool; none in rows where only one would be.
+        ``[g, rows, keys]`` bool; all False in rows with a single near key, which is selected anyway.
     """
     position = torch.arange(seen.start, seen.stop, dtype=torch.int32)
     hidden = (position < slab.starts) | (position >= slab.ends)
-    ordered = scores.masked_fill(hidden | scores.isnan(), -torch.inf)
+    ordered = scores.masked_fill(hidden | scores.isnan(), -torch.inf)  # [g, rows, keys]
     ordered.numpy().partition(scores.shape[-1] - kept, axis=-1)
-    last = ordered[..., scores.shape[-1] - kept, None]
+    last = ordered[..., scores.shape[-1] - kept, None]  # [g, rows, 1]: last selected score
     near = ((scores - last).abs() > 2 * difference[..., None]).logical_or_(hidden).logical_not_()
     return near.logical_and_(near.sum(dim=-1, keepdim=True) > 1)
 
 
 def _settle(scores: Tensor, near: Tensor, slab: Slab, key: Tensor, factors: Tensor, use_relu: bool) -> None:
-    """Write exact scores where they are asked for.
+    """Overwrite the scores of near keys with exact scores.
 
     Args:
         scores: ``[g, rows, keys]``.
-        near: ``[g, rows, keys]`` bool.
-        slab: with quantised queries, and weights times their factors.
-        key: ``[g, keys, dim]``, quantised.
-        factors: ``[g, keys]``.
+        near: ``[g, rows, keys]`` bool, keys to score exactly.
+        slab: slab with quantised queries, and with weights times their factors.
+        key: ``[g, keys, dim]``, quantised keys.
+        factors: ``[g, keys]``, factors of the keys.
         use_relu: whether the product of each head is clamped at zero.
     """
-    counts = near.sum(dim=-1)
-    rows = counts.nonzero()
+    counts = near.sum(dim=-1)  # [g, rows]
+    rows = counts.nonzero()  # [n, 2]: sequence and row
     if len(rows) == 0:
         return
-    # Rows with as many keys one after the other, as few of them have many.
+    # Sorted by their number of near keys, because few rows have many: rows of a step are padded to the same
+    # number.
     rows = rows[counts[rows[:, 0], rows[:, 1]].argsort()]
     first = 0
     while first < len(rows):
@@ -100,18 +102,18 @@ def _settle(scores: Tensor, near: Tensor, slab: Slab, key: Tensor, factors: Tens
         some = some[: max(1, _GATHERED // (most * key.shape[-1]))]
         first += len(some)
         b, r = some.unbind(dim=1)
-        of_row, column = near[b, r].nonzero(as_tuple=True)
-        count = counts[b, r]
+        of_row, column = near[b, r].nonzero(as_tuple=True)  # [entries] each
+        count = counts[b, r]  # [n]
+        # Position of each entry among its row's entries.
         slot = torch.arange(len(column)) - (count.cumsum(0) - count)[of_row]
-        columns = column.new_zeros(len(some), int(count.max()))
+        columns = column.new_zeros(len(some), int(count.max()))  # [n, keys]
         columns[of_row, slot] = column
-        # [n, keys, dim]
-        keys = key[b[:, None], columns]
-        found = exact_scores(
+        keys = key[b[:, None], columns]  # [n, keys, dim]
+        exact = exact_scores(
             slab.query[b, r][:, None],
             keys,
             slab.weights[b, r][:, None],
             factors[b[:, None], columns],
             use_relu,
         )
-        scores[b[of_row], r[of_row], column] = found[of_row, 0, slot]
+        scores[b[of_row], r[of_row], column] = exact[of_row, 0, slot]

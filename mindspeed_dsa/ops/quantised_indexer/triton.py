@@ -1,10 +1,10 @@
 """Quantised selection in Triton, for CUDA devices: the Lightning Indexer's kernels on e4m3 numbers.
 
-Keys are quantised once, and rows of queries when their scores are formed, which the kernel of the scores
-multiplies with the factors of the keys.
+Keys are quantised once, and rows of queries when their scores are computed. The score kernel multiplies with
+the factors of the keys.
 
-GPUs from compute capability 8.9 on multiply e4m3 numbers; others the same numbers in bf16, which holds them
-exactly. What tensor cores add in is theirs: see README.md.
+GPUs from compute capability 8.9 on multiply e4m3 numbers. Older GPUs multiply the same numbers in bf16, which
+represents them exactly. The precision of the sums is the tensor cores': see README.md.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mindspeed_dsa.ops.quantised_indexer.triton_quantise import quantise
 from mindspeed_dsa.ops.row_ranges import Ranges
 from mindspeed_dsa.ops.triton.launch import REHEARSED_KEYS, REHEARSED_ROWS, capability_of
 
-# The least compute capability, times ten, whose tensor cores take e4m3.
+# Minimum compute capability, times ten, whose tensor cores take e4m3.
 _MULTIPLIES_FP8 = 89
-# Inner numbers of the least product of them.
+# Minimum number of inner elements of an e4m3 product.
 _LEAST_DIM = 32
 
 
@@ -39,9 +39,9 @@ def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSE
     """Run the selection on tensors without memory.
 
     Args:
-        shape: of the calls that are to come; dtypes of queries and keys differ in what quantises them alone.
-        rows: of the call.
-        keys: of the call.
+        shape: shape class of the later calls. The dtype of queries and keys affects only the quantisation.
+        rows: number of rows of the call.
+        keys: number of keys of the call.
     """
     call, topk, ranges = rehearsed_call(shape, rows, keys)
     select(QuantisedCall(call.query, call.key, call.weights), topk, ranges)
@@ -61,11 +61,11 @@ def select(call: QuantisedCall, topk: int, ranges: Ranges) -> Tensor:
 
 
 def operand_dtype(device: torch.device, head_dim: int) -> torch.dtype:
-    """Return in what dtype tensor cores take e4m3 numbers, exactly.
+    """Return the dtype in which tensor cores take e4m3 numbers exactly.
 
     Args:
-        device: of the call; in a rehearsal its capability decides.
-        head_dim: numbers that a product sums up.
+        device: device of the call; in a rehearsal, the rehearsed capability decides.
+        head_dim: number of inner elements of a product.
     """
     takes_fp8 = capability_of(device) >= _MULTIPLIES_FP8 and head_dim >= _LEAST_DIM
     return torch.float8_e4m3fn if takes_fp8 else torch.bfloat16

@@ -1,7 +1,7 @@
-"""Rows in e4m3 with a factor each, by a Triton kernel: the bits of :mod:`arithmetic` beside this file.
+"""Triton kernel that quantises rows to e4m3 with one factor each, with the bits of :mod:`arithmetic`.
 
-It reads a number once and writes it once, 3 bytes for bf16. PyTorch's operators, of which each is a pass over
-numbers in fp32, would take longer than the scores that are formed of the result.
+It reads and writes each number once: 3 bytes for bf16. PyTorch's operators, each of which is a pass over fp32
+numbers, would take longer than the scores themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindspeed_dsa.ops.quantised_indexer.arithmetic import LARGEST, SMALLEST_AMA
 from mindspeed_dsa.ops.triton.common import block, dense_rows, load_rows, store_rows
 from mindspeed_dsa.ops.triton.launch import on_grid
 
-# Numbers that a program quantises.
+# Numbers that one program quantises.
 _NUMBERS = 4096
 
 
@@ -37,7 +37,7 @@ def quantise_kernel(
     SMALLEST_AMAX: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
 ):
-    """One program per ``ROWS`` rows of ``[outer, middle, inner]``; bit for bit what PyTorch computes."""
+    """Quantise ``ROWS`` rows of ``[outer, middle, inner]``, with the bits of PyTorch; one program each."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     at = row // inner // middle * outer_stride + row // inner % middle * middle_stride
@@ -47,11 +47,11 @@ def quantise_kernel(
     factor = tl.maximum(tl.max(magnitudes, axis=1), SMALLEST_AMAX) * (1 / LARGEST)
     if POWERS_OF_TWO:
         factor = ((factor.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    # A division that is not rounded to nearest could put a number on the other side of a step's middle.
+    # A division without rounding to nearest could move a number across the middle of a step.
     quotients = tl.div_rn(given, tl.broadcast_to(factor[:, None], [ROWS, BLOCK_D]))
     quotients = tl.minimum(tl.maximum(quotients, -LARGEST), LARGEST)
-    # e4m3 has steps of an eighth of a power of two, from 2^-6 on; a number to which 1.5 x 2^23 of them are
-    # added is rounded to one, to nearest even.
+    # e4m3 has steps of an eighth of a power of two, from 2^-6 on. Adding 1.5 x 2^23 steps to a number, in
+    # fp32, rounds it to a multiple of the step, to nearest even; subtracting them again is exact.
     power = (quotients.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     shift = tl.maximum(power, 0.015625) * (0.125 * 12582912.0)
     quotients = (quotients + shift) - shift
@@ -61,20 +61,22 @@ def quantise_kernel(
 
 
 def quantise(rows: Tensor, powers_of_two: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what :func:`mindspeed_dsa.ops.quantised_indexer.arithmetic.quantise` does, by a kernel.
+    """Compute :func:`mindspeed_dsa.ops.quantised_indexer.arithmetic.quantise` with a kernel.
 
     Args:
         rows: ``[..., dim]`` with one to three dimensions before the last, fp32, bf16 or fp16.
-        powers_of_two: factors are rounded up to such.
-        dtype: of the numbers, which holds those of e4m3.
+        powers_of_two: whether factors are rounded up to powers of two.
+        dtype: dtype of the numbers, which must represent e4m3 exactly.
 
     Returns:
-        ``[..., dim]`` and fp32 ``[...]``. Numbers of a row that is not finite are zero, and its factor NaN.
+        Numbers, ``[..., dim]``, and factors, fp32 ``[...]``. A row that is not finite has zeros and a NaN
+        factor.
     """
     rows = dense_rows(rows)
     *outer, dim = rows.shape
-    numbers = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    factors = torch.empty(outer, dtype=torch.float32, device=rows.device)
+    numbers = torch.empty(rows.shape, dtype=dtype, device=rows.device)  # [..., dim]
+    factors = torch.empty(outer, dtype=torch.float32, device=rows.device)  # [...]
+    # The kernel has three outer dimensions; missing ones have size 1 and stride 0.
     missing = [1] * (3 - len(outer))
     _, middle, inner = missing + outer
     count, at_once = factors.numel(), max(1, _NUMBERS // block(dim))
