@@ -1,6 +1,6 @@
 """Indexer loss: Kullback-Leibler divergence from the main attention to the indexer's distribution.
 
-The mathematics is in README.md beside this file.
+README.md in this folder has the mathematics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # mypy checks the modules against the protocol
 
     BACKENDS: tuple[Loss, ...] = (reference, chunked, cpu, triton, npu)
 
-_LAST_KEY = 2**31  # Where the number of keys is not known, any int32 may be one.
+_LAST_KEY = 2**31  # If the number of keys is not known, any non-negative int32 may be one.
 
 
 @outside_graphs
@@ -70,12 +70,12 @@ def indexer_kl_loss(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the loss of the sparse stage: both distributions live on the selected keys.
+    """Return the loss of the sparse stage, in which both distributions are over the selected keys.
 
-    ``loss_t = sum_s p (log p - log r)`` where ``r`` is the softmax of the index scores over the selected keys
-    and ``p`` the main attention over them, summed over the heads of all ranks of ``tp_group`` and divided by
-    its sum. The gradient of the scores is exactly ``r - p``. ``query`` and ``key`` get no gradient. NaN in
-    the scores or the attention makes the loss NaN. Without a row or a key the loss is 0, and so are the
+    ``loss_t = sum_s p (log p - log r)`` where ``r`` is the softmax of the index scores over the selected
+    keys. ``p`` is the main attention over them, summed over the heads of all ranks of ``tp_group`` and
+    normalized. The gradient of the scores is exactly ``r - p``. ``query`` and ``key`` get no gradient. NaN in
+    the scores or the attention makes the loss NaN. Without queries or keys the loss is 0, and so are the
     gradients.
 
     Args:
@@ -84,37 +84,38 @@ def indexer_kl_loss(
         index_weights: ``[batch, query_length, index_heads]``.
         query: ``[batch, query_length, heads, dim]``, this rank's heads of the main (absorbed) query.
         key: ``[batch, key_length, dim]``, latent followed by the rotary key.
-        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides, -1 at the tail; a row
-            without a key adds nothing. Any other entry outside of ``[0, key_length)`` is treated like -1 too,
+        topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides, -1 at the tail; a query
+            without a key contributes nothing. Any other entry outside ``[0, key_length)`` is treated like -1,
             and is an error with debug checks on (:func:`mindspeed_dsa.ops.checks.set_debug_checks`).
         softmax_scale: factor of the main attention's scores.
-        lse: ``[batch, query_length, heads]`` from the attention over the same keys; saves a pass.
-        topk_scores: index scores at ``topk_indices`` as the indexer returned them, differentiable; saves
-            their recomputation. The gradient then flows through them, unless the backend has one operator
-            for the whole loss (npu), where it goes to the indexer's inputs.
-        attention_sum: ``[batch, query_length, topk]`` from the attention; saves the whole target.
-        row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
-        reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
+        lse: ``[batch, query_length, heads]`` log-sum-exp from the attention over the same keys; saves a pass.
+        topk_scores: index scores at ``topk_indices``, differentiable, as the indexer returned them; saves
+            their recomputation. The gradient then flows through them. With a backend that has one operator
+            for the whole loss (npu), it goes to the indexer's inputs instead.
+        attention_sum: ``[batch, query_length, topk]`` from the attention; saves the computation of the
+            target.
+        row_mask: ``[batch, query_length]`` bool, True for queries that count (all by default).
+        reduction: ``"mean"`` or ``"sum"`` over the queries that count.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
         use_relu: whether the indexer clamps the product of each head at zero.
-        query_rope: as for :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`, and so are
-            the next two.
-        key_rope: beside ``query_rope`` only.
-        form: of rows that list as many keys as they see.
-        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
-            them causal, instead of a form; see :meth:`.RowForm.of_cu_seqlens`.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        query_rope: rotary part of the query, see
+            :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
+        key_rope: rotary part of the key, only together with ``query_rope``.
+        form: form of rows that list all keys that they see, see the same function.
+        cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
+            a form; see :meth:`.RowForm.of_cu_seqlens`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         Scalar, fp32 (fp64 for an indexer in fp64).
 
     Raises:
         ValueError: a shape, dtype or option does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 4.
     """
-    # What they would be in one piece, for the checks and the choice; without memory.
+    # Stand-ins for the concatenated tensors, without memory, for the checks and the selection of a backend.
     whole = query if query_rope is None else _as_wide("query_rope", query, query_rope)
     require(key_rope is None or query_rope is not None, OPERATOR, "key_rope without query_rope; pass both")
     whole_key = key if key_rope is None else _as_wide("key_rope", key, key_rope)
@@ -125,11 +126,11 @@ def indexer_kl_loss(
         form.check(OPERATOR, *rows, key.shape[1])
     check_supplied(topk_indices, query.shape[2], lse, topk_scores=topk_scores, attention_sum=attention_sum)
     shape = shape_class(index_query, whole, topk_indices.shape[-1])
-    chosen: Loss = choose(OPERATOR, backend, shape)
-    implementation = unless_empty(OPERATOR, chosen, query, key)
+    selected: Loss = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, selected, query, key)
     count_call(OPERATOR, implementation)
-    # One operator may form target, loss and gradients of the indexer's inputs. It goes past the scores, so
-    # that a gradient which only they want needs the other way.
+    # One operator may compute the target, the loss and the gradients of the indexer's inputs. It bypasses the
+    # scores, so if only the scores need a gradient, the other path is taken.
     only_scores = topk_scores is not None and topk_scores.requires_grad and not index_query.requires_grad
     attention = AttentionCall(query, key, topk_indices, softmax_scale, whole.shape[3], query_rope, key_rope)
     if attention_sum is None and not only_scores and implementation.KIND == "fused":
@@ -163,25 +164,25 @@ def indexer_kl_loss(
 
 
 def _as_wide(name: str, latent: Tensor, rope: Tensor) -> Tensor:
-    """Return a tensor of the shape, dtype and device of both in one piece whose numbers nobody may read."""
+    """Return a stand-in with the concatenation's shape, dtype and device; its numbers are meaningless."""
     rows = tuple(latent.shape[:-1])
     check_shape(OPERATOR, name, rope, (*rows, None), f"[{', '.join(map(str, rows))}, rope]")
-    return latent[..., :1].expand(*rows, latent.shape[-1] + rope.shape[-1])
+    return latent[..., :1].expand(*rows, latent.shape[-1] + rope.shape[-1])  # [..., dim + rope], a view
 
 
 def takes_lse(index_query: Tensor, query: Tensor, topk: int, *, backend: str = "auto") -> bool:
-    """Return whether :func:`indexer_kl_loss` wants the attention's ``lse`` rather than its ``attention_sum``.
+    """Return whether :func:`indexer_kl_loss` should get the attention's ``lse`` instead of ``attention_sum``.
 
-    So where one operator forms target, loss and gradients (npu): the sum would be a pass for nothing.
+    It should if one operator computes target, loss and gradients (npu): the sum would be an unused pass.
 
     Args:
-        index_query: as for :func:`indexer_kl_loss`.
-        query: as for :func:`indexer_kl_loss`.
-        topk: entries per row.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        index_query: query of the indexer, as for :func:`indexer_kl_loss`.
+        query: query of the main attention, as for :func:`indexer_kl_loss`.
+        topk: number of entries per query.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
-    chosen: Loss = choose(OPERATOR, backend, shape_class(index_query, query, topk))
-    return chosen.KIND == "fused"
+    selected: Loss = choose(OPERATOR, backend, shape_class(index_query, query, topk))
+    return selected.KIND == "fused"
 
 
 @outside_graphs
@@ -196,30 +197,30 @@ def divergence_and_score_gradient(
     tp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of the sparse stage and its gradient with respect to the scores, outside of autograd.
+    """Return the loss of the sparse stage and its gradient with respect to the scores, outside autograd.
 
-    What :func:`indexer_kl_loss` computes from ``topk_scores`` and ``attention_sum``, for callers that have
-    the sum in the backward only: the ``score_gradient`` of
+    Computes the same as :func:`indexer_kl_loss` with ``topk_scores`` and ``attention_sum``. It serves
+    callers that have the sum only in the backward, as ``score_gradient`` of
     :func:`mindspeed_dsa.ops.sparse_flash_attention.sparse_flash_attention`.
 
     Args:
         topk_scores: ``[batch, query_length, topk]`` as the indexer returned them.
-        attention_sum: same shape, probabilities summed over this rank's heads; not changed.
-        topk_indices: same shape, int32 or int64, -1 at the tail. How many keys there are is not known here:
-            an index outside of them is known by what the operators return for it, a score of -inf and a sum
-            of 0, and adds nothing.
-        row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
-        reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
-        tp_group: tensor-parallel process group whose ranks hold the other heads. All of them must call.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`; all but the reference and triton share
-            one closed form, which runs on any device.
+        attention_sum: probabilities summed over this rank's heads, same shape; not modified.
+        topk_indices: key positions, same shape, int32 or int64, -1 at the tail. The number of keys is not
+            known here. An index outside the keys is recognized by the operators' results for it, a score of
+            -inf and a sum of 0, and contributes nothing.
+        row_mask: ``[batch, query_length]`` bool, True for queries that count (all by default).
+        reduction: ``"mean"`` or ``"sum"`` over the queries that count.
+        tp_group: tensor-parallel process group whose ranks hold the other heads. All of its ranks must call.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`. All backends but the reference and
+            triton share one closed form, which runs on any device.
 
     Returns:
         The loss, a scalar in the dtype of the scores, and its gradient, ``[batch, query_length, topk]``.
 
     Raises:
         ValueError: a shape or option does not fit.
-        BackendUnavailable: triton was asked for and cannot run.
+        BackendUnavailable: triton was requested and cannot run.
     """
     check_shape(OPERATOR, "topk_scores", topk_scores, (None,) * 3, "[batch, query_length, topk]")
     batch, query_length, topk = topk_scores.shape
@@ -230,7 +231,7 @@ def divergence_and_score_gradient(
     with torch.no_grad():
         row_weights = row_weights_of((batch, query_length), row_mask, reduction, topk_scores)
         attention_sum = over_ranks(attention_sum, tp_group)
-        # An index outside of the keys has no attention and the score -inf: 0 log 0, which adds nothing.
+        # An index outside the keys has attention 0 and score -inf: 0 log 0, which contributes nothing.
         valid = (topk_indices >= 0) & ((topk_scores != -torch.inf) | (attention_sum != 0))
         if backend != "reference":
             form = _closed_form(topk_scores, backend)
@@ -249,11 +250,11 @@ def divergence_and_score_gradient(
 def _closed_form(
     topk_scores: Tensor, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]:
-    """Return PyTorch's in blocks, or that of a GPU's kernels: one launch instead of some 20 a block."""
+    """Return the closed form in PyTorch, or in Triton on a GPU: one launch instead of about 20 per block."""
     if backend == "triton" or (backend == "auto" and topk_scores.is_cuda):
-        # Only entries are left: no head and no dimension could exceed a limit.
-        chosen: GradientLoss = choose(OPERATOR, backend, shape_of_entries(topk_scores))
-        return chosen.divergence_and_gradient
+        # The call only has entries, so no number of heads or dimensions can exceed a limit.
+        selected: GradientLoss = choose(OPERATOR, backend, shape_of_entries(topk_scores))
+        return selected.divergence_and_gradient
     return divergence_and_gradient
 
 
@@ -277,12 +278,12 @@ def dense_indexer_kl_loss(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the loss of the warm-up stage: both distributions live on every visible key.
+    """Return the loss of the warm-up stage, in which both distributions are over all visible keys.
 
-    Scores are streamed in blocks of rows; nothing of size query_length x key_length is held. Gradients of the
-    indexer's inputs are formed in the forward, where the blocks are at hand, when any is needed. NaN in the
-    scores or the attention makes the loss NaN. Without a row or a key the loss is 0, and so are the
-    gradients.
+    Scores are streamed in blocks of queries; no tensor of size query_length x key_length is held. If any
+    gradient of the indexer's inputs is needed, it is computed in the forward, where the blocks are available.
+    NaN in the scores or the attention makes the loss NaN. Without queries or keys the loss is 0, and so are
+    the gradients.
 
     Args:
         index_query: ``[batch, query_length, index_heads, index_dim]``.
@@ -292,23 +293,25 @@ def dense_indexer_kl_loss(
         key: ``[batch, key_length, dim]`` shared by all heads (absorbed MLA), or
             ``[batch, key_length, heads, dim]`` (192 instead of 576 dimensions: a third of the work).
         softmax_scale: factor of the main attention's scores.
-        starts: first visible key of each row, as in :func:`mindspeed_dsa.ops.lightning_indexer`.
-        ends: one past the last visible key of each row.
-        row_mask: ``[batch, query_length]`` bool, True for rows that count (all by default).
-        reduction: ``"mean"`` over the rows that count, or their ``"sum"``.
-        tp_group: tensor-parallel process group whose ranks hold the other heads, equally many each.
+        starts: first visible key of each query, as in :func:`mindspeed_dsa.ops.lightning_indexer`.
+        ends: one past the last visible key of each query.
+        row_mask: ``[batch, query_length]`` bool, True for queries that count (all by default).
+        reduction: ``"mean"`` or ``"sum"`` over the queries that count.
+        tp_group: tensor-parallel process group whose ranks hold the other heads, the same number on each
+            rank.
         use_relu: whether the indexer clamps the product of each head at zero.
-        form: what the host knows of ``starts`` and ``ends``, or instead of both: npu then need not read them.
-        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
-            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        form: host's description of ``starts`` and ``ends``, or a replacement for both. With it npu need not
+            read them from the device.
+        cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
+            ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         Scalar, fp32 (fp64 for an indexer in fp64).
 
     Raises:
         ValueError: a shape, dtype or option does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
 
     Source: DeepSeek-V3.2-Exp report, section 2.1, equation 3.
     """
@@ -316,8 +319,8 @@ def dense_indexer_kl_loss(
     form = form_of(OPERATOR, cu_seqlens, form, *rows, key.shape[1], starts, ends)
     ranges = visible_ranges(OPERATOR, *rows, key.shape[1], starts, ends, query.device, form)
     shape = shape_class(index_query, query, 0, query.shape[2] if key.dim() == 4 else 1)
-    chosen: Loss = choose(OPERATOR, backend, shape)
-    implementation = unless_empty(OPERATOR, chosen, query, key)
+    selected: Loss = choose(OPERATOR, backend, shape)
+    implementation = unless_empty(OPERATOR, selected, query, key)
     like = index_query.new_empty(0, dtype=wide(index_query.dtype))
     row_weights = row_weights_of(rows, row_mask, reduction, like)
     index = IndexerCall(index_query, index_key, index_weights, use_relu)
@@ -332,7 +335,7 @@ def dense_indexer_kl_loss(
 
 
 class _Divergence(torch.autograd.Function):
-    """Sparse form, which keeps the gradient of the scores, one number per selected entry."""
+    """Sparse form, which saves the gradient of the scores, one number per selected entry."""
 
     @staticmethod
     def forward(
@@ -358,7 +361,7 @@ class _Divergence(torch.autograd.Function):
 
 
 class _Dense(torch.autograd.Function):
-    """Dense form, which keeps the gradients of the indexer's inputs."""
+    """Dense form, which saves the gradients of the indexer's inputs."""
 
     @staticmethod
     def forward(

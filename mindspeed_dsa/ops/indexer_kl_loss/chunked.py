@@ -1,7 +1,7 @@
 """Indexer loss in plain PyTorch on any device, in chunks of rows of bounded size.
 
-The backend of `auto` on a GPU for which the Triton kernels were not made. The divergence and its gradient in
-closed form serve the other backends as well.
+`auto` takes this backend on GPUs that the Triton kernels do not support. Other backends use its closed form
+of the divergence and the gradient as well.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype, total_dtype, wide
 from mindspeed_dsa.ops.sparse_flash_attention.chunked import attention_sum as attention_sum
 
-# Bytes that the scores of the dense form's chunk may take. A constant of the algorithm, not of the machine:
-# with tensor parallelism every rank must cut its rows at the same places.
+# Bytes for the scores of a chunk in the dense form. It must not depend on the machine: with tensor
+# parallelism every rank must cut its rows at the same places.
 _DENSE_BYTES = 256 << 20
-# Entries of a block of the sparse form: what is held beside the result stays small, and in cache on a CPU.
+# Entries per block of the sparse form, so that temporaries stay small, and in cache on a CPU.
 _BLOCK = 256 * 1024
 
 KIND: Literal["gradients"] = "gradients"
@@ -29,7 +29,7 @@ plan_dense = takes_every_call
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Return None: it takes every shape."""
+    """Return None, because the chunks bound the memory for every shape."""
     return None
 
 
@@ -41,10 +41,10 @@ def divergence_and_gradient(
     loss = torch.zeros((), dtype=total, device=topk_scores.device)
     gradient = None
     if with_gradient:
-        # Parts of it are written below.
+        # Each block writes its part through a view of `gradient`, so it must be contiguous.
         gradient = torch.empty_like(topk_scores, memory_format=torch.contiguous_format)
     rows = max(1, _BLOCK // max(1, topk_scores.shape[-1]))
-    # Rows of all sequences, [rows, topk].
+    # [rows, topk] per block, or [rows] for the weights: rows of all sequences form one axis.
     tensors = [x.flatten(0, 1).split(rows) for x in (topk_scores, attention_sum, valid, row_weights)]
     parts = None if gradient is None else gradient.flatten(0, 1).split(rows)
     for number, (scores, summed, names, weights) in enumerate(zip(*tensors, strict=True)):
@@ -56,8 +56,8 @@ def divergence_and_gradient(
 
 
 def divergence_of_rows(scores: Tensor, attention_sum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the divergence of rows, ``[rows]``, and its gradient by ``scores``, ``[rows, keys]``."""
-    # Logarithms of probabilities are bounded below by a finite number, so that 0 * log stays 0.
+    """Return the divergence, ``[rows]``, and its gradient with respect to ``scores``, ``[rows, keys]``."""
+    # Masked scores are the lowest finite number, so that log-probabilities are finite and 0 * log r is 0.
     lowest = torch.finfo(scores.dtype).min
     log_r = scores.masked_fill(~valid, lowest).log_softmax(dim=-1)
     attention_sum = attention_sum.to(scores.dtype)
@@ -78,7 +78,7 @@ def dense_loss_and_gradients(
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
     starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights
     (batch, query_length, heads), key_length = query.shape[:3], key.shape[1]
-    # What either side is in: the sides may differ.
+    # The wider of both sides' dtypes: indexer and main attention may differ.
     dtype, device = torch.promote_types(wide(index_query.dtype), wide(query.dtype)), query.device
     total = torch.promote_types(dtype, total_dtype(device))
     loss = torch.zeros((), dtype=total, device=device)
@@ -93,27 +93,27 @@ def dense_loss_and_gradients(
     for b in range(batch if key_length else 0):
         main_key, keys = key[b].to(dtype), index_key[b].to(dtype)
         for first in range(0, query_length, rows):
-            at = (b, slice(first, first + rows))
-            seen = (position >= starts[at][:, None]) & (position < ends[at][:, None])
-            target = _target(query[at].to(dtype) * softmax_scale, main_key, seen)
+            place = (b, slice(first, first + rows))
+            seen = (position >= starts[place][:, None]) & (position < ends[place][:, None])
+            target = _target(query[place].to(dtype) * softmax_scale, main_key, seen)
             if tp_group is not None:
                 dist.all_reduce(target, group=tp_group)
-            q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
-            # [rows, index_heads, keys]
-            product = scratch_product(q, keys.t())
+            q, w = index_query[place].to(dtype), index_weights[place].to(dtype)
+            product = scratch_product(q, keys.t())  # [rows, index_heads, keys]
             if call.index.use_relu:
                 product = product.relu_()
             per_row, grad = divergence_of_rows(torch.bmm(w[:, None], product)[:, 0], target, seen)
-            loss += (per_row * row_weights[at]).sum(dtype=total)
+            loss += (per_row * row_weights[place]).sum(dtype=total)
             if not with_gradients:
                 continue
-            grad *= row_weights[at][:, None]
-            grad_weights[at] = torch.bmm(product, grad[..., None])[..., 0].to(grad_weights.dtype)
-            grad_product = w[..., None] * grad[:, None]
+            grad *= row_weights[place][:, None]
+            grad_weights[place] = torch.bmm(product, grad[..., None])[..., 0].to(grad_weights.dtype)
+            grad_product = w[..., None] * grad[:, None]  # [rows, index_heads, keys]
             if call.index.use_relu:
-                # The derivative of relu at zero is zero.
+                # The derivative of relu place zero is zero.
                 grad_product = grad_product.masked_fill_(product <= 0, 0)
-            grad_query[at] = torch.matmul(grad_product, keys).to(grad_query.dtype)
+            grad_query[place] = torch.matmul(grad_product, keys).to(grad_query.dtype)
+            # [keys, rows * index_heads] @ [rows * index_heads, index_dim]
             grad_key[b] += torch.mm(grad_product.flatten(0, 1).t(), q.flatten(0, 1))
     gradients = (
         (grad_query, grad_key.to(gradient_dtype(index_key.dtype)), grad_weights) if with_gradients else None
@@ -130,8 +130,9 @@ def _target(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
         seen: ``[rows, keys]`` bool.
     """
     if key.dim() == 2:
-        scores = scratch_product(query, key.t())
+        scores = scratch_product(query, key.t())  # [rows, heads, keys]
     else:
+        # [heads, rows, dim] @ [heads, dim, keys] -> [rows, heads, keys]
         scores = scratch_product(query.transpose(0, 1), key.permute(1, 2, 0)).transpose(0, 1)
     scores = scores.masked_fill_(~seen[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
-    return scores.sum(dim=1).masked_fill_(~seen, 0)
+    return scores.sum(dim=1).masked_fill_(~seen, 0)  # [rows, keys]

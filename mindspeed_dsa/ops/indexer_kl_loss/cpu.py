@@ -1,4 +1,4 @@
-"""Indexer loss on CPU, streamed in blocks of rows."""
+"""Indexer loss on CPU, streamed in blocks of queries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from mindspeed_dsa.ops.indexer_kl_loss.protocol import DenseCall
 from mindspeed_dsa.ops.precision import gradient_dtype
 from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
-# Attention scores of a block in the dense form. A constant of the algorithm, not of the machine: with
-# tensor parallelism every rank must cut its rows at the same places, because the target is reduced block
-# by block.
+# Attention scores per block in the dense form. It must not depend on the machine: with tensor parallelism the
+# target is reduced block by block, so every rank must cut its rows at the same places.
 _DENSE_BLOCK = 1024 * 1024
 
 KIND: Literal["gradients"] = "gradients"
@@ -33,9 +32,9 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
-    """Return main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``.
+    """Return the main attention over the selected keys, summed over heads: ``[batch, query_length, topk]``.
 
-    ``lse`` is not read: blocks hold complete rows, whose softmax has more digits than what it would give.
+    ``lse`` is not read: blocks hold complete rows, and their softmax has more digits than one from ``lse``.
     """
     query, topk_indices = call.query, call.topk_indices
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
@@ -43,15 +42,15 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
-            at, (rows, width) = (block.batch, block.rows), block.indices.shape
-            q = scratch("query", *query[at].shape).copy_(query[at])
-            scores = scratch("scores", rows, heads, width)
+            place, (rows, width) = (block.batch, block.rows), block.indices.shape
+            q = scratch("query", *query[place].shape).copy_(query[place])
+            scores = scratch("scores", rows, heads, width)  # [n, heads, width]
             for keys, _, _, (q_, scores_) in block.tiles(q, scores):
                 product(q_, keys.mT, scores_, call.softmax_scale)
             if block.invalid is not None:
                 scores.masked_fill_(block.invalid[:, None], -torch.inf)
             scores = torch.softmax(scores, dim=-1, out=scratch("probabilities", rows, heads, width))
-            probabilities = torch.sum(scores, dim=1, out=summed[at][:, :width])
+            probabilities = torch.sum(scores, dim=1, out=summed[place][:, :width])  # [n, width]
             if block.invalid is not None:
                 probabilities.masked_fill_(block.invalid, 0)
 
@@ -62,13 +61,13 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
 def dense_loss_and_gradients(
     call: DenseCall, with_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Do as ``chunked.dense_loss_and_gradients``, with products by the fastest library."""
+    """Compute ``chunked.dense_loss_and_gradients`` with the fastest library's products."""
     index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
     starts, ends, row_weights = call.ranges.starts, call.ranges.ends, call.row_weights
     batch, query_length, heads, _ = query.shape
     index_heads = index_query.shape[2]
-    # What either side is in: the sides may differ.
+    # The wider of both sides' dtypes: indexer and main attention may differ.
     dtype = torch.promote_types(compute_dtype(index_query.dtype), compute_dtype(query.dtype))
     loss = torch.zeros((), dtype=torch.float64)
     grad_query, grad_weights = (
@@ -79,38 +78,38 @@ def dense_loss_and_gradients(
     for b in range(batch):
         main_key, keys = key[b].to(dtype), index_key[b].to(dtype).contiguous()
         for first in range(0, query_length, rows):
-            at = (b, slice(first, min(first + rows, query_length)))
-            high = max(int(ends[at].max()), 0)
-            # Rows that see nothing do not reach back.
-            low = int(starts[at].where(starts[at] < ends[at], high).min())
+            place = (b, slice(first, min(first + rows, query_length)))
+            high = max(int(ends[place].max()), 0)
+            # Rows that see nothing must not extend the range of keys.
+            low = int(starts[place].where(starts[place] < ends[place], high).min())
             low = min(low, max(high - 1, 0))
             high = max(high, low + 1)
             position = torch.arange(low, high, dtype=torch.int32)
-            valid = (position >= starts[at][:, None]) & (position < ends[at][:, None])
+            valid = (position >= starts[place][:, None]) & (position < ends[place][:, None])
 
-            summed = _attention_sum(query[at].to(dtype), main_key[low:high], softmax_scale, valid)
+            summed = _attention_sum(query[place].to(dtype), main_key[low:high], softmax_scale, valid)
             if tp_group is not None:
                 dist.all_reduce(summed, group=tp_group)
 
-            q, w = index_query[at].to(dtype), index_weights[at].to(dtype)
+            q, w = index_query[place].to(dtype), index_weights[place].to(dtype)
             flat = q.reshape(-1, q.shape[2])
             # [rows, index_heads, keys]
             products = linear(flat, keys[low:high], relu=call.index.use_relu).view(*q.shape[:2], -1)
-            scores = torch.bmm(w[:, None], products)[:, 0]
+            scores = torch.bmm(w[:, None], products)[:, 0]  # [rows, keys]
             per_row, grad = divergence_of_rows(scores, summed, valid)
-            loss += (per_row * row_weights[at]).sum(dtype=torch.float64)
+            loss += (per_row * row_weights[place]).sum(dtype=torch.float64)
             if not with_gradients:
                 continue
-            grad *= row_weights[at][:, None]
-            grad_weights[at] = torch.bmm(products, grad[..., None])[..., 0]
-            grad_product = torch.bmm(w[..., None], grad[:, None])
+            grad *= row_weights[place][:, None]
+            grad_weights[place] = torch.bmm(products, grad[..., None])[..., 0]  # [rows, index_heads]
+            grad_product = torch.bmm(w[..., None], grad[:, None])  # [rows, index_heads, keys]
             if call.index.use_relu:
-                # The derivative of relu at zero is zero.
+                # The derivative of relu place zero is zero.
                 grad_product = torch.ops.aten.threshold_backward(grad_product, products, 0)
-            slopes = grad_product.view(flat.shape[0], -1)
+            slopes = grad_product.view(flat.shape[0], -1)  # [rows * index_heads, keys]
             pulled = torch.empty(flat.shape, dtype=dtype)
             product(slopes, keys[low:high], pulled)
-            grad_query[at] = pulled.view(q.shape)
+            grad_query[place] = pulled.view(q.shape)  # [rows, index_heads, index_dim]
             product(slopes.t(), flat, grad_key[b, low:high], add=True)
     gradients = (
         (grad_query, grad_key.to(gradient_dtype(index_key.dtype)), grad_weights) if with_gradients else None
@@ -128,14 +127,16 @@ def _attention_sum(query: Tensor, key: Tensor, softmax_scale: float, valid: Tens
         valid: ``[rows, keys]`` bool.
 
     Returns:
-        ``[rows, keys]``, zero in rows that see nothing.
+        ``[rows, keys]``, zero in rows without a visible key.
     """
     rows, heads, dim = query.shape
     if key.dim() == 2:
+        # [rows * heads, keys] -> [rows, heads, keys]
         scores = linear(query.reshape(rows * heads, dim), key).view(rows, heads, -1).mul_(softmax_scale)
     else:
         by_head = torch.empty(heads, rows, len(key), dtype=compute_dtype(query.dtype))
+        # [heads, rows, dim] @ [heads, dim, keys]
         product(query.transpose(0, 1), key.permute(1, 2, 0), by_head, softmax_scale)
-        scores = by_head.transpose(0, 1)
+        scores = by_head.transpose(0, 1)  # [rows, heads, keys]
     scores = scores.masked_fill_(~valid[:, None], torch.finfo(scores.dtype).min).softmax(dim=-1)
-    return scores.sum(dim=1).masked_fill_(~valid, 0)
+    return scores.sum(dim=1).masked_fill_(~valid, 0)  # [rows, keys]

@@ -1,7 +1,8 @@
-"""Indexer loss on Ascend NPUs: torch_npu's fused losses, and PyTorch in chunks for what they do not take.
+"""Indexer loss on Ascend NPUs: torch_npu's fused losses, or PyTorch in chunks for calls that they do not
+support.
 
-The fused operators return the sum of the loss over all rows and the gradients of that sum, in one call. The
-factor that makes a mean of it is that of all rows of the batch, not of a sequence.
+In one call the fused operators return the loss summed over all rows, and the gradients of that sum. The
+factor that makes it a mean is the batch's, 1 / (all rows), not a sequence's.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _DENSE = "npu_dense_lightning_indexer_grad_kl_loss"
 
 _LATENT, _NOPE, _ROPE = 512, 128, 64
 _INDEX_DIM = 128
-# The manual lists 32 heads for both; a tiling of CANN's for the sparse form does not have them.
+# The manual lists 32 heads for both forms; one of CANN's tilings of the sparse form lacks them.
 _SPARSE_HEADS, _DENSE_HEADS = (64, 128), (32, 64, 128)
 _DENSE_INDEX_HEADS = (8, 16, 32, 64)
 _MOST_SEQUENCES = 256
 _LONGEST_DENSE_QUERY = 32 * 1024
-# The manual's of the sparse form: longer sequences are cut into calls.
+# Limits of the sparse form in the manual. Sequences with more rows are cut into several calls.
 _LONGEST_QUERY, _LONGEST_KEY = 8 * 1024, 128 * 1024
-# Bytes that the main attention's scores of a chunk of the dense form may take, and what is made of them.
+# Bytes for the main attention's scores of a chunk in the dense form, and for the tensors derived from them.
 _LSE_BYTES = 256 << 20
 
 KIND: Literal["fused"] = "fused"
@@ -55,7 +56,7 @@ KIND: Literal["fused"] = "fused"
 def unsupported(shape: ShapeClass) -> str | None:
     """Return why this backend cannot take calls of this shape, or None; ``topk`` is 0 for the dense form."""
     if shape["topk"] > 0:
-        # What the fused operator does not take, PyTorch computes: see plan_fused.
+        # PyTorch computes calls that the fused operator does not take: see plan_fused.
         return unavailable(shape.device, _SPARSE)
     reason = unavailable(shape.device, _DENSE_LSE, _DENSE)
     if reason is not None:
@@ -70,7 +71,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
-    """Return the layout of a call for the sparse form's operator, or why it cannot take the call."""
+    """Return the layout of a call for the sparse form's operator, or a sentence that declines the call."""
     query, topk_indices = call.attention.query, call.attention.topk_indices
     key_length = call.index.key.shape[1]
     if query.dtype not in DTYPES or call.index.query.dtype != query.dtype:
@@ -96,7 +97,7 @@ def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
     layout = layout_of_selection("indexer_kl_loss", topk_indices, key_length, form)
     if isinstance(layout, str):
         return layout
-    # Packed sequences go in as many calls as it takes.
+    # Packed sequences may be split over several calls, so that their number is not limited.
     batch = layout.batch if layout.sequences is None else 1
     longest = layout.key_length if layout.sequences is None else max(layout.sequences)
     if batch > product().loss_sequences or longest > _LONGEST_KEY:
@@ -105,7 +106,7 @@ def plan_fused(call: SparseCall, form: RowForm | None) -> Layout | str:
 
 
 def plan_dense(call: DenseCall, row_mask: Tensor | None) -> Layout | str:
-    """Return the layout of a call of the dense form whose shape it takes, or why it cannot take the call."""
+    """Return the layout of a call for the dense form's operator, or a sentence that declines the call."""
     if call.index.query.dtype != call.query.dtype:
         return f"{_DENSE} takes bfloat16 and float16, one of them for all inputs"
     if row_mask is not None:
@@ -144,12 +145,12 @@ def _unsupported_heads(
 def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
     """Return the sparse form, differentiable with respect to the indexer's three inputs.
 
-    The target needs all heads: those of the other ranks are gathered, and each rank computes all of it.
+    The target needs all heads: other ranks' heads are gathered, and every rank computes the whole target.
 
     Args:
-        call: with an ``lse``, and the layout that :func:`plan_fused` returned as its attention's plan. The
-            weights of index heads are rounded to the dtype of the query.
-        row_weight: scalar, what every row's divergence is multiplied with.
+        call: arguments with an ``lse``, and with the layout that :func:`plan_fused` returned as the
+            attention's plan. The weights of index heads are rounded to the dtype of the query.
+        row_weight: scalar, factor of every row's divergence.
     """
     assert call.lse is not None
     attention = call.attention
@@ -160,14 +161,15 @@ def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
     else:
         rope = _all_heads(attention.query_rope.detach(), call.tp_group)
         query_latent, query_rope = layout.pack(query), layout.pack(rope)
-    latent = attention.key_value.detach()[:, :, None]
+    latent = attention.key_value.detach()[:, :, None]  # [batch, key_length, 1, dim]
     if attention.key_rope is None:
         latent, key_rope = _split(layout, latent, _LATENT)
     else:
         latent, key_rope = layout.pack(latent), layout.pack(attention.key_rope.detach()[:, :, None])
     maximum = layout.pack_statistics(_all_heads(call.lse.detach(), call.tp_group))
     indices = layout.pack_widened(attention.topk_indices, TOPK_WIDTHS[0])
-    # The rows of packed tensors; statistics have heads before them.
+    # Axis of the rows in packed tensors: [batch, rows, ...] or [rows, ...]. Statistics have one more axis,
+    # the heads, before it.
     axis = 1 if layout.sequences is None else 0
 
     def run_part(part: Part, index_query: Tensor, index_key: Tensor, index_weights: Tensor) -> list[Tensor]:
@@ -204,7 +206,7 @@ def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
         if len(results) == 1:
             return results[0]
         queries, _, weights, losses = zip(*results, strict=True)
-        # A key may be seen from several parts.
+        # A key may be visible in several parts: add their gradients in fp32.
         of_key = torch.zeros_like(index_key, dtype=torch.float32)
         for part, (_, gradient, _, _) in zip(parts, results, strict=True):
             of_key.narrow(axis, part.keys.start, part.keys.stop - part.keys.start).add_(gradient)
@@ -224,8 +226,8 @@ def fused_loss(call: SparseCall, row_weight: Tensor) -> Tensor:
 def dense_loss(call: DenseCall) -> Tensor:
     """Return the dense form, differentiable with respect to the indexer's three inputs.
 
-    The operator wants the main attention's softmax statistics, which no caller has: they are computed in
-    chunks. All rows weigh the same.
+    The operator needs the main attention's softmax statistics, which callers do not have: they are computed
+    in chunks. All rows have the same weight.
     """
     layout: Layout = call.plan
     query, key, tp_group = call.query, call.key, call.tp_group
@@ -267,9 +269,9 @@ def dense_loss(call: DenseCall) -> Tensor:
 
 
 def dense_lse(call: DenseCall) -> Tensor:
-    """Return the logarithm of the sum of exp(scores) over all visible keys, in chunks.
+    """Return the log-sum-exp of the main attention over all visible keys, computed in chunks.
 
-    ``[batch, query_length, heads]`` fp32.
+    Its shape is ``[batch, query_length, heads]``, in fp32.
     """
     query, key, starts, ends = call.query, call.key, call.ranges.starts, call.ranges.ends
     batch, length, heads, _ = query.shape
@@ -278,18 +280,18 @@ def dense_lse(call: DenseCall) -> Tensor:
     lse = torch.empty(batch, length, heads, dtype=dtype, device=query.device)
     rows = max(1, _LSE_BYTES // max(1, 3 * heads * keys * dtype.itemsize))
     for b in range(batch):
-        # [heads, dim, keys]
-        transposed = key[b].permute(1, 2, 0).to(dtype)
+        transposed = key[b].permute(1, 2, 0).to(dtype)  # [heads, dim, keys]
         for first in range(0, length, rows):
-            at = (b, slice(first, first + rows))
-            scores = torch.bmm((query[at].to(dtype) * call.softmax_scale).transpose(0, 1), transposed)
-            hidden = (position < starts[at][:, None]) | (position >= ends[at][:, None])
-            lse[at] = scores.masked_fill_(hidden, -torch.inf).logsumexp(dim=-1).t()
+            place = (b, slice(first, first + rows))
+            # [heads, rows, dim] @ [heads, dim, keys] -> [heads, rows, keys]
+            scores = torch.bmm((query[place].to(dtype) * call.softmax_scale).transpose(0, 1), transposed)
+            hidden = (position < starts[place][:, None]) | (position >= ends[place][:, None])  # [rows, keys]
+            lse[place] = scores.masked_fill_(hidden, -torch.inf).logsumexp(dim=-1).t()  # [rows, heads]
     return lse
 
 
 class _Fused(torch.autograd.Function):
-    """Operator that returns the gradients of the indexer's inputs and the loss, both summed over rows."""
+    """Fused operator, which returns the gradients of the indexer's inputs and the loss, summed over rows."""
 
     @staticmethod
     def forward(
@@ -312,7 +314,8 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         row_weight, *gradients = ctx.saved_tensors
-        # In fp32, and both factors at once: 16-bit gradients of a mean over many rows would vanish.
+        # Both factors are applied at once in fp32, because 16-bit gradients of a mean over many rows would
+        # underflow.
         factor = grad_loss.float() * row_weight
         grad_query, grad_key, grad_weights = (
             ctx.layout.unpack((gradient.float() * factor).to(gradient.dtype)) for gradient in gradients
@@ -321,7 +324,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _split(layout: Layout, tensor: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the first ``width`` dimensions and the rotary rest, packed."""
+    """Return the first ``width`` dimensions and the rotary rest, both packed."""
     first, rope = tensor.split([width, _ROPE], dim=-1)
     return layout.pack(first), layout.pack(rope)
 
@@ -331,36 +334,36 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
 
 
 def _all_heads(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``[batch, length, heads, ...]`` of all ranks of the group, one after the other in ``heads``."""
+    """Gather ``[batch, length, heads, ...]`` of all ranks of the group, concatenated along ``heads``."""
     if _ranks(group) == 1:
         return tensor
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(_ranks(group))]
     dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts, dim=2)
+    return torch.cat(parts, dim=2)  # [batch, length, ranks * heads, ...]
 
 
-# Calls of the sparse operator, none with longer sequences than it takes. The loss is a sum over rows, so that
-# rows may come in any number of calls. A part of a long sequence has the keys up to its end: its last row
-# sees the last of them, as the operator wants it.
+# The sparse operator limits the length of sequences. The loss is a sum over rows, so the rows may be split
+# over any number of calls. Each part of a long sequence has the keys up to its own end: the operator requires
+# that the last row sees the last key.
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows and keys of one call of the sparse operator, as places in packed tensors."""
+    """Rows and keys of one call of the sparse operator, as slices of packed tensors."""
 
     rows: slice
     keys: slice
     ends: list[int] | None = None
-    """Ends of its sequences from its first row on (TND); None where a batch's rows are one each (BSND)."""
+    """Ends of the part's sequences, counted from its first row (TND); None for an unpacked batch (BSND)."""
     alone: bool = False
-    """Whether it is cut out of packed sequences, and is a batch of one."""
+    """Whether the part is cut out of a packed sequence, and is a batch of one."""
 
     def of(self, tensor: Tensor, axis: int, places: slice) -> Tensor:
-        """Cut its rows or keys out of a tensor, contiguous.
+        """Return the part's rows or keys of a packed tensor, contiguous.
 
         Args:
-            tensor: packed.
-            axis: of rows or keys.
+            tensor: packed tensor.
+            axis: axis of the rows or keys.
             places: :attr:`rows` or :attr:`keys`.
         """
         piece = tensor.narrow(axis, places.start, places.stop - places.start)
@@ -368,12 +371,12 @@ class Part:
 
 
 def parts_of(layout: Layout, longest: int, most: int) -> list[Part]:
-    """Return the calls that a layout takes, in the order of its rows.
+    """Return the calls into which a layout is split, in the order of its rows.
 
     Args:
-        layout: of the whole.
-        longest: rows of a sequence in one call.
-        most: sequences in one call.
+        layout: layout of the whole batch.
+        longest: maximum number of rows of a sequence per call.
+        most: maximum number of sequences per call.
     """
     if layout.sequences is None:
         shift = layout.key_length - layout.query_length
@@ -384,7 +387,7 @@ def parts_of(layout: Layout, longest: int, most: int) -> list[Part]:
 
 def _of_sequences(lengths: tuple[int, ...], longest: int, most: int) -> Iterator[Part]:
     together: list[int] = []
-    begin = 0  # of those together
+    begin = 0  # first row of the sequences in `together`
     for length in (*lengths, None):
         if together and (length is None or length > longest or len(together) == most):
             rows = slice(begin, begin + sum(together))

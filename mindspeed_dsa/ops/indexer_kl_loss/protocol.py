@@ -1,4 +1,4 @@
-"""Calls of this operator's two forms, and protocol of its backends."""
+"""Call objects of the indexer loss's sparse and dense form, and the protocol of its backends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mindspeed_dsa.ops.sparse_flash_attention.protocol import AttentionCall
 
 @dataclass(frozen=True)
 class SparseCall(Call):
-    """Arguments of the loss over selected keys, of checked shapes.
+    """Arguments of the loss over selected keys; their shapes have been checked.
 
     Attributes:
-        index: the indexer's query, key and weights.
-        attention: the main attention over the same keys, query and key in one piece or in parts.
-        lse: ``[batch, query_length, heads]`` of that attention, or None.
-        row_mask: ``[batch, query_length]`` bool, True for rows that count, or None.
+        index: query, key and weights of the indexer.
+        attention: main attention over the same keys, with query and key in one piece or in parts.
+        lse: ``[batch, query_length, heads]`` log-sum-exp of that attention, or None.
+        row_mask: ``[batch, query_length]`` bool, True for queries that count, or None.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
     """
 
@@ -37,17 +37,17 @@ class SparseCall(Call):
 
 @dataclass(frozen=True)
 class DenseCall(Call):
-    """Arguments of the loss over all visible keys, of checked shapes.
+    """Arguments of the loss over all visible keys; their shapes have been checked.
 
     Attributes:
-        index: the indexer's query, key and weights.
+        index: query, key and weights of the indexer.
         query: ``[batch, query_length, heads, dim]``, this rank's heads.
         key: ``[batch, key_length, dim]``, or ``[batch, key_length, heads, dim]``.
         softmax_scale: factor of the main attention's scores.
-        ranges: the keys that each row sees.
-        row_weights: ``[batch, query_length]``, what each row's divergence is multiplied with.
+        ranges: ranges of the keys that each query sees.
+        row_weights: ``[batch, query_length]`` factors of the queries' divergences in the loss.
         tp_group: tensor-parallel process group whose ranks hold the other heads.
-        plan: findings of the backend's ``plan_dense``.
+        plan: result of the backend's ``plan_dense``.
     """
 
     index: IndexerCall
@@ -62,10 +62,15 @@ class DenseCall(Call):
 
 class _Loss(Backend, Protocol):
     def attention_sum(self, call: AttentionCall, lse: Tensor | None, /) -> Tensor:
-        """Return main attention over the selected keys, summed over this rank's heads; of a whole query."""
+        """Return the main attention over the selected keys, summed over this rank's heads.
+
+        The call's query and key are in one piece.
+        """
 
     def plan_dense(self, call: DenseCall, row_mask: Tensor | None, /) -> Any:
-        """Return the call's ``plan``, or why it takes none: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return the call's ``plan``, or a sentence that declines it: see
+        :func:`mindspeed_dsa.ops.backend.plan`.
+        """
 
 
 class _AutogradDense(Protocol):
@@ -87,7 +92,7 @@ class _SparseGradient(Protocol):
 
 
 class AutogradLoss(_Loss, _AutogradDense, Protocol):
-    """Both forms are differentiated by autograd."""
+    """Backend whose forms autograd differentiates."""
 
     KIND: Literal["autograd"]
 
@@ -98,7 +103,7 @@ class AutogradLoss(_Loss, _AutogradDense, Protocol):
 
 
 class GradientLoss(_Loss, _SparseGradient, Protocol):
-    """Both forms return their gradients with the loss."""
+    """Backend that returns the gradients together with the loss, in both forms."""
 
     KIND: Literal["gradients"]
 
@@ -109,7 +114,7 @@ class GradientLoss(_Loss, _SparseGradient, Protocol):
 
 
 class FusedLoss(_Loss, _AutogradDense, _SparseGradient, Protocol):
-    """One operator forms target, loss and gradients of the sparse form, for the calls that it takes."""
+    """Backend with one operator for target, loss and gradients of the sparse form, for some calls."""
 
     KIND: Literal["fused"]
 
@@ -134,7 +139,7 @@ def check_inputs(
     key: Tensor,
     may_have_heads: bool,
 ) -> tuple[int, int]:
-    """Check what both forms share; ``key`` has an axis of heads if it may and does.
+    """Check the inputs of both forms; ``key`` may have a head axis if ``may_have_heads``.
 
     Returns:
         ``(batch, query_length)``.
@@ -184,7 +189,7 @@ def check_inputs(
 def check_supplied(
     topk_indices: Tensor, heads: int, per_head: Tensor | None, **per_entry: Tensor | None
 ) -> None:
-    """Check what a caller brings from the attention and the indexer: ``lse``, and one number an entry."""
+    """Check optional inputs from attention and indexer: ``lse``, and tensors with one number per entry."""
     batch, query_length, topk = topk_indices.shape
     shapes = [("lse", per_head, (batch, query_length, heads))]
     shapes += [(name, tensor, (batch, query_length, topk)) for name, tensor in per_entry.items()]
@@ -200,7 +205,7 @@ def check_supplied(
 
 
 def row_weights_of(rows: tuple[int, int], row_mask: Tensor | None, reduction: str, like: Tensor) -> Tensor:
-    """Return ``[batch, query_length]``: what each row's divergence is multiplied with in the loss."""
+    """Return the factor of each query's divergence in the loss, ``[batch, query_length]``."""
     require(reduction in ("mean", "sum"), OPERATOR, f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if row_mask is None:
         weights = like.new_ones(rows)
@@ -211,12 +216,12 @@ def row_weights_of(rows: tuple[int, int], row_mask: Tensor | None, reduction: st
             f"row_mask must be bool {list(rows)}, got {row_mask.dtype} {list(row_mask.shape)}",
         )
         weights = row_mask.to(dtype=like.dtype, device=like.device)
-    # Without a row that counts the loss is zero, not 0/0.
+    # Without queries that count the loss is zero, not 0/0.
     return weights / weights.sum().clamp_min(1) if reduction == "mean" else weights
 
 
 def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 1) -> ShapeClass:
-    """Return what a backend is chosen by; ``topk`` 0 stands for the dense form."""
+    """Return the shape class by which backends are selected; ``topk`` is 0 for the dense form."""
     sizes = (
         ("heads", query.shape[2]),
         ("dim", query.shape[3]),
@@ -229,13 +234,13 @@ def shape_class(index_query: Tensor, query: Tensor, topk: int, key_heads: int = 
 
 
 def shape_of_entries(topk_scores: Tensor) -> ShapeClass:
-    """Return what a backend is chosen by for a call that has nothing but entries: all other sizes are 1."""
+    """Return the shape class of a call that only has entries: all sizes but ``topk`` are 1."""
     names = ("heads", "dim", "key_heads", "index_heads", "index_dim")
     return ShapeClass.of(topk_scores, *((name, 1) for name in names), ("topk", topk_scores.shape[2]))
 
 
 def over_ranks(attention_sum: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum over the heads of all ranks; the caller's tensor stays as it is."""
+    """Return the sum over the heads of all ranks, without modifying the caller's tensor."""
     attention_sum = attention_sum.detach()
     if tp_group is not None:
         attention_sum = attention_sum.clone()

@@ -1,7 +1,7 @@
 """Indexer loss in Triton, for CUDA devices.
 
-The dense form streams rows in slabs: the target, the index scores, their divergence, and the gradients of the
-indexer's inputs, each by a kernel of its own. All of its sums are in a fixed order.
+The dense form streams rows in slabs. Separate kernels compute the target, the index scores, their divergence,
+and the gradients of the indexer's inputs. All of its sums are in a fixed order.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from mindspeed_dsa.ops.triton.launch import (
     shared_memory,
 )
 
-# Programs that keep a GPU busy: two for each multiprocessor of a large one. The gradient of few keys is
-# therefore summed in several shares of the rows.
+# Number of programs that keep a large GPU busy, two per multiprocessor: 2 x 132. For few keys, the keys'
+# gradient is therefore summed in several shares of the rows.
 _BUSY_PROGRAMS = 264
 _MAX_SPLITS = 8
 
@@ -75,7 +75,7 @@ def unsupported(shape: ShapeClass) -> str | None:
 
 
 def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSED_KEYS) -> None:
-    """Run the form of the loss that the shape is of, on tensors without memory."""
+    """Run the form of the loss that the shape belongs to, on tensors without memory."""
     heads, dim, topk, dtype = shape["heads"], shape["dim"], shape["topk"], shape.dtype
     shared = shape["key_heads"] == 1
     query = meta(1, rows, heads, dim, dtype=dtype)
@@ -95,12 +95,12 @@ def rehearse(shape: ShapeClass, rows: int = REHEARSED_ROWS, keys: int = REHEARSE
 
 
 def plan_dense(call: DenseCall, row_mask: Tensor | None) -> str | bool:
-    """Return whether rows are known to see no key behind them, or why it cannot take this indexer."""
+    """Return whether rows are known to be plainly causal, or a sentence that declines the indexer's dtype."""
     return unsupported_dtype(call.index.query.dtype) or call.ranges.plain_causal
 
 
 def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
-    """Return main attention to the selected keys, summed over heads: ``[batch, query_length, topk]`` fp32."""
+    """Return attention over the selected keys, summed over heads: ``[batch, query_length, topk]`` fp32."""
     call = replace(call, value_dim=split_dim(call.query.shape[3])[0])
     return attention.attention_sum(call, attention.log_sum_exp(call) if lse is None else lse)
 
@@ -141,8 +141,8 @@ def dense_loss_and_gradients(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """Return the loss over all visible keys, and its gradients with respect to the indexer's three inputs.
 
-    Gradients of fp16 inputs are in fp32. Where rows are known to see no key behind them, those keys are left
-    alone, and other ranks are sent none of them.
+    Gradients of fp16 inputs are in fp32. If rows are known to be causal, keys after a slab's last row are
+    skipped, and are not part of the target that is reduced over ranks.
     """
     index_query, index_key, index_weights = call.index.query, call.index.key, call.index.weights
     query, key, softmax_scale, tp_group = call.query, call.key, call.softmax_scale, call.tp_group
@@ -153,7 +153,7 @@ def dense_loss_and_gradients(
     starts, ends, row_weights = starts.contiguous(), ends.contiguous(), row_weights.contiguous()
     device = query.device
     losses = torch.zeros(batch, query_length, dtype=torch.float32, device=device)
-    # The kernels write every row, but without a key none of them runs.
+    # The kernels write every row, but without keys no kernel runs.
     new = torch.empty if key_length else torch.zeros
     grad_query, grad_key, grad_weights = (
         new(x.shape, dtype=gradient_dtype(x.dtype), device=device)
@@ -161,33 +161,37 @@ def dense_loss_and_gradients(
     )
     factor = None
     if index_query.dtype == torch.float16 and row_weights.numel() and index_weights.numel():
-        # Kernels round gradient times weight to fp16. The gradient is at most the weight of its row.
+        # Kernels round gradient times weight to fp16. A row's gradient is at most the row's weight.
         factor = raising_factor(row_weights.amax() * index_weights.abs().amax().float(), 14)
         row_weights = row_weights * factor
-    # With tensor parallelism every rank cuts its rows at the same places: the lengths alone say where.
+    # With tensor parallelism every rank must cut its rows at the same places, so slabs depend only on the
+    # lengths.
     rows = slab_rows(query_length, key_length)
+    # Target and scores of a slab
     slabs = torch.empty(2, rows * key_length, dtype=torch.float32, device=device)
     splits = max(1, min(_MAX_SPLITS, _BUSY_PROGRAMS // max(1, triton.cdiv(key_length, 128))))
     for b in range(batch):
         shares = torch.zeros(splits, key_length, index_dim, dtype=torch.float32, device=device)
         for first in range(0, query_length if key_length else 0, rows):
             last = min(first + rows, query_length)
-            at, width = (b, slice(first, last)), last if causal else key_length
+            place, width = (b, slice(first, last)), last if causal else key_length
             target, scores = (slab[: (last - first) * width].view(last - first, width) for slab in slabs)
             everywhere = tp_group is not None
-            _target(query[at], key[b, :width], softmax_scale, starts[at], ends[at], target, everywhere)
+            _target(
+                query[place], key[b, :width], softmax_scale, starts[place], ends[place], target, everywhere
+            )
             if tp_group is not None:
                 dist.all_reduce(target, group=tp_group)
-            inputs = index_query[at], index_key[b, :width], index_weights[at]
-            score_slab(*inputs, starts[at], ends[at], scores, call.index.use_relu)
-            on_grid(divergence_kernel, starts[at].numel())(
+            inputs = index_query[place], index_key[b, :width], index_weights[place]
+            score_slab(*inputs, starts[place], ends[place], scores, call.index.use_relu)
+            on_grid(divergence_kernel, starts[place].numel())(
                 scores,
                 target,
                 target,
-                starts[at],
-                ends[at],
-                row_weights[at],
-                losses[at],
+                starts[place],
+                ends[place],
+                row_weights[place],
+                losses[place],
                 target,
                 width,
                 RANGES=True,
@@ -197,9 +201,9 @@ def dense_loss_and_gradients(
             )
             if with_gradients:
                 seen = shares[:, :width]
-                results = grad_query[at], seen, grad_weights[at]
-                _gradients(target, inputs, starts[at], ends[at], *results, call.index.use_relu)
-        grad_key[b] = shares.sum(0)
+                results = grad_query[place], seen, grad_weights[place]
+                _gradients(target, inputs, starts[place], ends[place], *results, call.index.use_relu)
+        grad_key[b] = shares.sum(0)  # [key_length, index_dim]
     if factor is not None:
         losses /= factor
         for gradient in (grad_query, grad_key, grad_weights) if with_gradients else ():
@@ -226,7 +230,7 @@ def _target(
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
         slab: ``[rows, key_length]``.
-        everywhere: whether to write zeros where a row does not see a key, instead of nothing.
+        everywhere: whether to write zeros where a row does not see a key, instead of leaving them undefined.
     """
     (rows, heads, dim), key_length = query.shape, key.shape[0]
     shared = key.dim() == 2
@@ -261,17 +265,18 @@ def _gradients(
     grad_weights: Tensor,
     use_relu: bool,
 ) -> None:
-    """Write the gradients of some rows of one sequence; that of the keys is added to.
+    """Write the gradients of some rows of one sequence; the keys' gradient is added to.
 
     Args:
-        grad_scores: at least ``[rows, key_length]`` fp32, read where a row sees a key.
-        inputs: the indexer's query ``[rows, heads, dim]``, key ``[key_length, dim]`` and weights
-            ``[rows, heads]``.
+        grad_scores: at least ``[rows, key_length]`` fp32, read only where a row sees a key.
+        inputs: indexer's query ``[rows, heads, dim]``, key ``[key_length, dim]`` and weights ``[rows,
+            heads]``.
         starts: ``[rows]`` int32.
         ends: ``[rows]`` int32.
-        grad_query: as the query, written.
-        grad_key_shares: ``[splits, key_length, dim]`` fp32, part of a larger one; their sum is the gradient.
-        grad_weights: as the weights, written.
+        grad_query: output with the shape of the query.
+        grad_key_shares: ``[splits, key_length, dim]`` fp32, possibly a view; the sum over splits is the
+            gradient.
+        grad_weights: output with the shape of the weights.
         use_relu: whether the product of each head is clamped at zero.
     """
     query, key, weights = inputs
@@ -323,14 +328,14 @@ def _gradients(
 
 
 def _dense_tiles(dtype: torch.dtype) -> dict[str, Any]:
-    """Return tiles, the same for keys of any size, which stream by in pieces of BLOCK_D numbers."""
+    """Return the tiles, the same for any key size, because keys stream in pieces of BLOCK_D numbers."""
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3}
 
 
 def _key_gradient_tiles(query: Tensor) -> dict[str, Any]:
-    """Return tiles: programs hold the gradient of BLOCK_N keys in registers and stream the rows' heads."""
+    """Return the tiles. A program keeps the gradient of BLOCK_N keys in registers and streams the heads."""
     large = block(query.shape[1]) * block(query.shape[2]) > 64 * 128
     if query.dtype == torch.float32:
         return {"BLOCK_N": 16, "num_warps": 8, "num_stages": 1 if large else 2}

@@ -1,6 +1,6 @@
 """Triton kernels of the indexer loss: divergence of rows, and the dense form's target and key gradient.
 
-Shapes beside the code: M block of rows, N block of keys, J all indexer heads, D indexer head size.
+Letters in shape comments: M block of rows, N block of keys, J all indexer heads, D indexer head size.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def divergence_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: weighted divergence and its gradient with respect to the scores.
+    """Compute a row's weighted divergence and its gradient with respect to the scores; one program per row.
 
-    The row's entries are those where ``valid``, or, with ``RANGES``, ``begins[row] .. ends[row]``; nothing
-    outside of the range is read or written. ``gradient`` may be ``attention_sum``.
+    The row's entries are those where ``valid``, or with ``RANGES`` the entries ``begins[row] .. ends[row]``.
+    Nothing outside the range is read or written. ``gradient`` may be the same memory as ``attention_sum``.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = 0
@@ -58,7 +58,7 @@ def divergence_kernel(
         highest = higher
         target_total += tl.sum(tl.load(attention_sum + entry, mask=counted, other=0.0), axis=0)
     log_total = tl.log(tl.where(total > 0, total, 1.0))
-    # The least normal number: what is smaller is no sum of probabilities but an empty row.
+    # Smallest normal number: a smaller total is no sum of probabilities, but an empty row.
     norm = 1.0 / tl.maximum(target_total, 1.1754943508222875e-38)
     terms = tl.zeros([BLOCK], tl.float32)
     for first in range(begin, end, BLOCK):
@@ -67,14 +67,14 @@ def divergence_kernel(
         counted = inside
         if not RANGES:
             counted = tl.load(valid + entry, mask=inside, other=0) != 0
-        # The highest score goes first: beside it the logarithm of the sum may be lost in rounding.
+        # Subtract the highest score first: added to it, the logarithm of the sum might be lost in rounding.
         log_r = tl.where(counted, tl.load(scores + entry, mask=counted, other=0.0) - highest - log_total, 0.0)
         p = tl.load(attention_sum + entry, mask=counted, other=0.0) * norm
         terms += tl.where(p > 0, p * (tl.log(tl.where(p > 0, p, 1.0)) - log_r), 0.0)
         if WITH_GRADIENT:
             difference = tl.where(counted, tl.exp2(log_r * LOG2E) - p, 0.0)
             tl.store(gradient + entry, difference * weight, mask=inside)
-    # A row that does not count must not spread what it holds: 0 * inf is not 0.
+    # A row with weight 0 must not spread infinities or NaN: 0 * inf is not 0.
     tl.store(losses + row, tl.where(weight != 0, tl.sum(terms, axis=0) * weight, 0.0))
 
 
@@ -82,9 +82,9 @@ def divergence_kernel(
 def add_piece(
     scores, query, key, is_row, inside, piece, DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Scores ``[M, N]`` with the products of one piece of the rows' and keys' numbers.
+    """Add the products of one piece of the rows' and keys' columns to scores, ``[M, N]``.
 
-    ``query`` and ``key`` point at the beginnings of the rows, ``[M]``, and of the keys, ``[N]``.
+    ``query`` and ``key`` are pointers to the starts of the rows, ``[M]``, and of the keys, ``[N]``.
     """
     column = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     row_mask, key_mask = is_row[:, None], inside[:, None]
@@ -116,9 +116,9 @@ def dense_lse_kernel(
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per head and block of rows: log2 of the sum of exponentials, ``[rows, heads]``.
+    """Compute log2 of the sum of exponentials, ``[rows, heads]``; one program per head and block of rows.
 
-    Tiles of keys and their pieces are one loop, so that the next piece is on its way at any time.
+    Tiles of keys and pieces of their columns form one loop, so that the next piece is always being loaded.
     """
     head = (tl.program_id(0) % heads).to(tl.int64)
     row = (tl.program_id(0) // heads) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -144,7 +144,7 @@ def dense_lse_kernel(
             total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
             highest = higher
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # Rows that see nothing: any finite number, it is never read.
+    # Rows that see nothing get some finite number, which is never read.
     result = highest + tl.log2(tl.where(total > 0, total, 1.0))
     tl.store(lse + row.to(tl.int64) * heads + head, result, mask=is_row)
 
@@ -172,10 +172,10 @@ def dense_sum_kernel(
     EVERYWHERE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per block of rows and tile of keys: probabilities summed over heads, in head order.
+    """Sum probabilities over heads, in head order; one program per block of rows and tile of keys.
 
-    ``slab`` is ``[rows, key_length]``; tiles that no row of the block sees are skipped, and written, as
-    zeros, with ``EVERYWHERE`` only. Heads and pieces of their keys are one loop.
+    ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped; with ``EVERYWHERE``
+    zeros are written to them. Heads and pieces of their columns form one loop.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
     position = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -212,7 +212,8 @@ def dense_sum_kernel(
             if step % PIECES == PIECES - 1:
                 norm = tl.load(lse + row_offsets * heads + head, mask=is_row, other=0.0)
                 seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-                # Masked before the exponential: an unseen score may be larger than any lse.
+                # Masked before the exponential, which may overflow: an unseen score may be larger than any
+                # lse.
                 summed += tl.exp2(tl.where(seen, scores * scale_log2 - norm[:, None], float("-inf")))
                 scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         tl.store(entry, summed, mask=written)
@@ -247,17 +248,17 @@ def dense_key_gradient_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per tile of keys and share of the rows; no other program adds to its part of ``grad_key``.
+    """Compute a share of the gradient of a tile of keys; one program per tile and share of the rows.
 
-    ``grad_key`` is ``[SPLITS, keys, dim]`` fp32, ``grad_split`` numbers for each of the first;
-    ``grad_scores`` is ``[rows, key_length]``.
+    No other program adds to its part of ``grad_key``, which is ``[SPLITS, keys, dim]`` fp32 with a stride of
+    ``grad_split`` for the first axis. ``grad_scores`` is ``[rows, key_length]``.
     """
     split = tl.program_id(0) % SPLITS
     first_key = (tl.program_id(0) // SPLITS) * BLOCK_N
     position = first_key + tl.arange(0, BLOCK_N)
     inside = position < key_length
     share = tl.cdiv(rows, SPLITS)
-    # Only rows between the first and the last that see one of these keys.
+    # The range of rows that see one of these keys.
     begin = rows
     end = 0
     for first in range(split * share, tl.minimum((split + 1) * share, rows), BLOCK_R):
@@ -283,7 +284,7 @@ def dense_key_gradient_kernel(
             gradient = tl.load(grad_scores + at * key_length + position, mask=seen, other=0.0)
             grad_products = gradient[:, None] * w.to(tl.float32)[None, :]
             if USE_RELU:
-                # [N, J]; the derivative at zero is zero
+                # [N, J]; the derivative of relu at zero is zero.
                 products = product(keys, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_J], tl.float32), WIDEN)
                 grad_products = tl.where(products > 0, grad_products, 0.0)
             acc = product(grad_products.to(keys.dtype), q, acc, WIDEN)
