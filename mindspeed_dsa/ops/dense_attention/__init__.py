@@ -1,6 +1,6 @@
-"""Dense attention in parts: softmax attention to some of the keys, to be merged with that to others.
+"""Dense attention in parts: softmax attention to some of the keys, to be merged with attention to the others.
 
-The mathematics is in README.md beside this file.
+README.md in this folder has the mathematics.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ def dense_attention(
     causal: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend to these keys alone, and return what is needed to merge that with attention to others.
+    """Attend to some of the keys, and return the log-sum-exp for merging with attention to other keys.
 
     ``out[t, h] = sum_s p[t, h, s] * value[s, g]`` with ``p = softmax over s`` of
-    ``softmax_scale * query[t, h] . key[s, g]``, where ``g`` is the key-value head of query head ``h``. Not
-    differentiable: a caller that merges parts differentiates the whole, see :func:`dense_attention_backward`.
+    ``softmax_scale * query[t, h] . key[s, g]``, where ``g`` is the key-value head of query head ``h``. It is
+    not differentiable: a caller that merges parts differentiates the whole, see
+    :func:`dense_attention_backward`.
 
     Args:
         query: ``[batch, query_length, heads, dim]``, any strides with contiguous last axis.
-        key: ``[batch, key_length, kv_heads, dim]``, likewise; ``kv_heads`` divides ``heads``, and heads
-            ``h * heads / kv_heads`` and following read key-value head ``h``.
-        value: ``[batch, key_length, kv_heads, value_dim]``, likewise.
+        key: ``[batch, key_length, kv_heads, dim]``, any strides with contiguous last axis. ``kv_heads``
+            divides ``heads``; key-value head ``g`` serves the ``heads / kv_heads`` query heads from
+            ``g * heads / kv_heads`` on.
+        value: ``[batch, key_length, kv_heads, value_dim]``, any strides with contiguous last axis.
         softmax_scale: factor of the scores.
-        causal: row ``t`` sees keys ``0 .. t``; as many rows as keys. Otherwise each row sees every key.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        causal: whether query ``t`` sees the keys ``0 .. t``, with as many queries as keys. Otherwise each
+            query sees all keys.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``out`` ``[batch, query_length, heads, value_dim]`` in the dtype of the query, and ``lse`` ``[batch,
-        query_length, heads]`` fp32 (fp64 for fp64), natural log of the sum of exp(scores). Without keys zero
-        and -inf.
+        query_length, heads]`` fp32 (fp64 for fp64), natural log of the sum of exp(scores). Without keys they
+        are zero and -inf.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     implementation = _implementation(query, key, value, causal, backend)
     count_call(OPERATOR, implementation)
@@ -70,29 +73,29 @@ def dense_attention_backward(
     causal: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the attention to these keys adds to the gradients of query, key and value.
+    """Return the contributions of these keys to the gradients of query, key and value.
 
-    ``out`` and ``lse`` are those of the attention to all keys that a row sees, merged from all parts. The
-    probabilities of these keys are then the final ones, and the gradients of all parts are added up.
+    ``out`` and ``lse`` belong to the attention to all keys that a query sees, merged from all parts. The
+    probabilities of these keys are then the final ones, and the gradients of all parts can be added.
 
     Args:
-        grad_out: as ``out``.
-        query: as for :func:`dense_attention`, and so are the next two.
-        key: these keys.
-        value: these values.
-        out: ``[batch, query_length, heads, value_dim]`` in the dtype of the query, after the last part.
-        lse: ``[batch, query_length, heads]``, after the last part.
-        softmax_scale: as in forward, and so is the next one.
-        causal: of this part.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        grad_out: gradient of ``out``, in its shape and dtype.
+        query: query of :func:`dense_attention`.
+        key: keys of this part.
+        value: values of this part.
+        out: ``[batch, query_length, heads, value_dim]`` merged output, in the dtype of the query.
+        lse: ``[batch, query_length, heads]`` merged log-sum-exp.
+        softmax_scale: factor of the scores, as in the forward.
+        causal: whether this part is causal, as in the forward.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        Gradients of query, key and value in their shapes and in the dtype that the backend computes them in,
-        that of the query or a wider one. A key-value head's are summed over the heads that read it.
+        Gradients of query, key and value in their shapes. Their dtype is the backend's: the query's or a
+        wider one. The gradient of a key-value head is summed over the query heads that read it.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     implementation = _implementation(query, key, value, causal, backend)
     expected = (*query.shape[:3], value.shape[3])
@@ -105,10 +108,10 @@ def dense_attention_backward(
 
 
 def takes_parts(plain: Tensor, rope: int, value_dim: int) -> bool:
-    """Return whether an operator takes queries and keys whose rotary part is apart, so that nobody joins it.
+    """Return whether an operator takes queries and keys with separate rotary parts, without concatenation.
 
     Args:
-        plain: queries without their rotary part, ``[..., dim]``; keys are as wide.
+        plain: queries without their rotary part, ``[..., dim]``; keys have the same width.
         rope: width of the rotary part.
         value_dim: width of values.
     """
@@ -127,27 +130,27 @@ def attention_of_parts(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally to keys whose rotary part is apart, as the query's; all of them, nothing is merged.
+    """Attend causally to all keys, with separate rotary parts of query and key; nothing is merged.
 
-    Scores are ``softmax_scale * (query . key + query_rope . key_rope)``. The operator that takes parts gets
-    them as they are (:func:`takes_parts`), the others get both put together.
+    Scores are ``softmax_scale * (query . key + query_rope . key_rope)``. An operator that takes parts gets
+    them as they are (:func:`takes_parts`); for other backends they are concatenated.
 
     Args:
         query: ``[batch, rows, heads, dim]``.
         query_rope: ``[batch, rows, heads, rope]``.
         key: ``[batch, rows, heads, dim]``.
-        key_rope: ``[batch, rows, 1, rope]``, one for all heads.
+        key_rope: ``[batch, rows, 1, rope]``, shared by all heads.
         value: ``[batch, rows, heads, value_dim]``.
         softmax_scale: factor of the scores.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        ``out`` ``[batch, rows, heads, value_dim]`` in the dtype of the query, and the statistics that
-        :func:`attention_of_parts_backward` gets, fp32 or wider, in an order that is the backend's.
+        ``out`` ``[batch, rows, heads, value_dim]`` in the dtype of the query, and the softmax statistics for
+        :func:`attention_of_parts_backward`, fp32 or wider, in a layout specific to the backend.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     call = PartsCall(query, query_rope, key, key_rope, value, softmax_scale)
     implementation = _implementation_of_parts(call, backend)
@@ -174,23 +177,23 @@ def attention_of_parts_backward(
 
     Args:
         grad_out: gradient of ``out``, in its shape and dtype.
-        query: argument of :func:`attention_of_parts`; so are the next four.
+        query: query of :func:`attention_of_parts`, without its rotary part.
         query_rope: rotary part of the query.
         key: key without its rotary part.
-        key_rope: rotary part of all heads' key.
+        key_rope: rotary part of the key, shared by all heads.
         value: values of these keys.
-        out: result of :func:`attention_of_parts`, and so is the next one.
-        statistics: second result of it.
-        softmax_scale: factor of the scores, forward's.
-        backend: name that forward got.
+        out: output of :func:`attention_of_parts`.
+        statistics: softmax statistics from :func:`attention_of_parts`.
+        softmax_scale: factor of the scores, as in the forward.
+        backend: name, as in the forward.
 
     Returns:
         Gradients of query, query_rope, key, key_rope and value in their shapes, in the dtype of the query or
-        a wider one; that of ``key_rope`` is a sum over heads.
+        a wider one. The gradient of ``key_rope`` is summed over heads.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     call = PartsCall(query, query_rope, key, key_rope, value, softmax_scale)
     return _implementation_of_parts(call, backend).backward_of_parts(call, grad_out, out, statistics)
@@ -228,5 +231,5 @@ def _implementation(
         f"causal rows come with as many keys, got {rows} rows and {keys} keys; cut them into parts",
     )
     sizes = (("heads", heads), ("kv_heads", kv_heads), ("dim", dim + rope), ("value_dim", value.shape[3]))
-    chosen: DenseAttention = choose(OPERATOR, backend, ShapeClass.of(query, *sizes))
-    return unless_empty(OPERATOR, chosen, query, key, value)
+    selected: DenseAttention = choose(OPERATOR, backend, ShapeClass.of(query, *sizes))
+    return unless_empty(OPERATOR, selected, query, key, value)

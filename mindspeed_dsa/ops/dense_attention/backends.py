@@ -22,29 +22,29 @@ _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_OPERATORS = ("_flash_attention_forward", "_flash_attention_backward")
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_CUDA_HEAD = 256
-# Heads on GPUs are made of so many numbers, or of zeros up to there.
+# The CUDA kernels need head sizes that are multiples of this; shorter heads are padded with zeros.
 _UNIT = 8
 _NPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_NPU_HEAD = 768
 _MOST_HEADS = 256
 _LAYOUT = "BSND"
 _IN_PARTS, _IN_PARTS_GRAD = "npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"
-# Row t sees keys 0 .. t; the mask is a corner of this size that the operator repeats.
+# Row t sees keys 0 .. t. The mask is a square of this size that the operator repeats.
 _LEFT_UP_CAUSAL, _MASK = 2, 2048
-# Maximum and sum of a row come in blocks of 32 bytes.
+# The operator repeats maximum and sum of a row 8 times: blocks of 32 bytes = 8 x fp32.
 _COPIES = 8
 
 
 @dataclass(frozen=True)
 class DenseCall(Call):
-    """Arguments of attention to some of the keys, of checked shapes.
+    """Arguments of attention to some of the keys; their shapes have been checked.
 
     Attributes:
         query: ``[batch, query_length, heads, dim]``, any strides with contiguous last axis.
-        key: ``[batch, key_length, kv_heads, dim]``, likewise; ``kv_heads`` divides ``heads``.
-        value: ``[batch, key_length, kv_heads, value_dim]``, likewise.
+        key: ``[batch, key_length, kv_heads, dim]``, strides alike; ``kv_heads`` divides ``heads``.
+        value: ``[batch, key_length, kv_heads, value_dim]``, strides alike.
         softmax_scale: factor of the scores.
-        causal: whether row ``t`` sees keys ``0 .. t``, or all.
+        causal: whether query ``t`` sees only the keys ``0 .. t``.
     """
 
     query: Tensor
@@ -56,14 +56,14 @@ class DenseCall(Call):
 
 @dataclass(frozen=True)
 class PartsCall(Call):
-    """Arguments of causal attention whose queries and keys have their rotary part apart, of checked shapes.
+    """Arguments of causal attention with separate rotary parts; their shapes have been checked.
 
     Attributes:
         query: ``[batch, rows, heads, dim]``, any strides with contiguous last axis, without its rotary part.
-        query_rope: ``[batch, rows, heads, rope]``, likewise.
-        key: ``[batch, rows, heads, dim]``, likewise.
-        key_rope: ``[batch, rows, 1, rope]``, one for all heads.
-        value: ``[batch, rows, heads, value_dim]``, likewise.
+        query_rope: ``[batch, rows, heads, rope]``, strides alike.
+        key: ``[batch, rows, heads, dim]``, strides alike.
+        key_rope: ``[batch, rows, 1, rope]``, shared by all heads.
+        value: ``[batch, rows, heads, value_dim]``, strides alike.
         softmax_scale: factor of the scores.
     """
 
@@ -75,14 +75,15 @@ class PartsCall(Call):
     softmax_scale: float
 
     def whole(self) -> DenseCall:
-        """Return the same with queries and keys in one piece each."""
-        rope = self.key_rope.expand(-1, -1, self.key.shape[2], -1)
+        """Return the call with the parts of queries and keys concatenated."""
+        rope = self.key_rope.expand(-1, -1, self.key.shape[2], -1)  # [batch, rows, heads, rope]
+        # [batch, rows, heads, dim + rope] each
         query, key = torch.cat([self.query, self.query_rope], dim=-1), torch.cat([self.key, rope], dim=-1)
         return DenseCall(query, key, self.value, self.softmax_scale, causal=True)
 
 
 class DenseAttention(Backend):
-    """Backend of dense attention: two functions of calls that have entries, but in the reference."""
+    """Backend of dense attention; only the reference gets calls with empty tensors."""
 
     @abstractmethod
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
@@ -92,16 +93,16 @@ class DenseAttention(Backend):
     def backward(
         self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what these keys add to the gradients of query, key and value."""
+        """Return the contributions of these keys to the gradients of query, key and value."""
 
     def forward_of_parts(self, call: PartsCall) -> tuple[Tensor, Tensor]:
-        """Return ``out`` and what :meth:`backward_of_parts` wants beside it."""
+        """Return ``out`` and the statistics for :meth:`backward_of_parts`."""
         return self.forward(call.whole())
 
     def backward_of_parts(
         self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of the call's five tensors, in their order."""
+        """Return the gradients of the call's five tensors, in order."""
         of_query, of_key, of_value = self.backward(call.whole(), grad_out, out, statistics)
         sizes = [call.query.shape[3], call.query_rope.shape[3]]
         of_key, of_heads = of_key.split(sizes, dim=-1)
@@ -109,16 +110,16 @@ class DenseAttention(Backend):
 
 
 class Reference(DenseAttention):
-    """Plain PyTorch, which holds ``[batch, heads, query_length, key_length]``."""
+    """Plain PyTorch, which holds scores of shape ``[batch, heads, query_length, key_length]``."""
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         query, key, value = call.query, call.key, call.value
         heads = query.shape[2]
         scores = _scores(query, _repeated(key, heads), call.softmax_scale, call.causal)
-        # [batch, heads, query_length]
-        lse = scores.logsumexp(dim=-1)
-        # Without keys there is nothing to sum.
+        lse = scores.logsumexp(dim=-1)  # [batch, heads, query_length]
+        # Without keys the sums are empty and give zeros.
         probabilities = (scores - lse[..., None]).exp()
+        # [batch, query_length, heads, value_dim]
         out = torch.einsum("bhts,bshd->bthd", probabilities, _repeated(value, heads).to(scores.dtype))
         return out.to(query.dtype), lse.transpose(1, 2)
 
@@ -131,6 +132,7 @@ class Reference(DenseAttention):
         scores = _scores(query, keys, call.softmax_scale, call.causal)
         probabilities = (scores - lse.transpose(1, 2)[..., None].to(scores.dtype)).exp()
         grad, dtype = grad_out.to(scores.dtype), scores.dtype
+        # [batch, heads, query_length, 1]
         delta = (grad * out.to(dtype)).sum(dim=-1).transpose(1, 2)[..., None]
         grad_scores = probabilities * (torch.einsum("bthd,bshd->bhts", grad, values.to(dtype)) - delta)
         grad_query = call.softmax_scale * torch.einsum("bhts,bshd->bthd", grad_scores, keys.to(dtype))
@@ -154,7 +156,7 @@ def _has(operators: Iterable[str]) -> bool:
 
 
 class Cpu(DenseAttention):
-    """PyTorch's flash attention for CPUs, which keeps the log-sum-exp."""
+    """PyTorch's flash attention for CPUs, which also returns the log-sum-exp."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.device != "cpu":
@@ -170,7 +172,7 @@ class Cpu(DenseAttention):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *_cpu_operands(query, key, value), 0.0, call.causal, scale=call.softmax_scale
         )
-        # [batch, heads, query_length, ...], in the strides of the other order
+        # The kernel's [batch, heads, query_length, ...] has the strides of [batch, query_length, heads, ...].
         return out.transpose(1, 2)[..., : value.shape[3]], lse.transpose(1, 2)
 
     def backward(
@@ -183,6 +185,7 @@ class Cpu(DenseAttention):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, *operands, out, lse.transpose(1, 2), 0.0, call.causal, scale=call.softmax_scale
         )
+        # Back to [batch, length, heads, size]
         grad_query, grad_key, grad_value = (gradient.transpose(1, 2) for gradient in gradients)
         return (
             grad_query[..., : query.shape[3]],
@@ -192,14 +195,14 @@ class Cpu(DenseAttention):
 
 
 def _cpu_operands(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return ``[batch, heads, length, size]`` each, heads and size equal."""
+    """Return the operands as ``[batch, heads, length, size]``, with equal heads and sizes."""
     heads, size = query.shape[2], max(query.shape[3], value.shape[3])
     states = _padded(size, query, _repeated(key, heads), _repeated(value, heads))
     return tuple(one.transpose(1, 2) for one in states)
 
 
 class Cuda(DenseAttention):
-    """PyTorch's flash attention, where it is built with it."""
+    """PyTorch's flash attention, if PyTorch was built with it."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.device != "cuda":
@@ -235,7 +238,7 @@ class Cuda(DenseAttention):
         grad_out, query_, key_, value_, out = _padded(
             _cuda_size(query, value), grad_out, query, key, value, out
         )
-        # Without dropout nobody reads the state of the random numbers.
+        # Without dropout the random state is not read.
         state = torch.zeros(2, dtype=torch.int64, device=query.device)
         grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
             grad_out.contiguous(),
@@ -262,13 +265,13 @@ class Cuda(DenseAttention):
 
 
 def _cuda_size(query: Tensor, value: Tensor) -> int:
-    """Return the size of the heads that the kernel gets."""
+    """Return the kernel's head size: the larger of both, rounded up to a multiple of 8."""
     size = max(query.shape[3], value.shape[3])
     return size + -size % _UNIT
 
 
 class Npu(DenseAttention):
-    """torch_npu's fused attention, which keeps maximum and sum of each row."""
+    """torch_npu's fused attention, which returns maximum and sum of each row."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         reason = unavailable(shape.device, "npu_fusion_attention", "npu_fusion_attention_grad")
@@ -293,8 +296,7 @@ class Npu(DenseAttention):
             scale=call.softmax_scale,
             sparse_mode=_LEFT_UP_CAUSAL if call.causal else 0,
         )
-        # [batch, heads, query_length, copies]
-        lse = maximum[..., 0] + total[..., 0].log()
+        lse = maximum[..., 0] + total[..., 0].log()  # [batch, heads, query_length], of 8 copies
         return out, lse.transpose(1, 2)
 
     def backward(
@@ -302,7 +304,8 @@ class Npu(DenseAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = call.query, call.key, call.value
         operands = _npu_operands(query, key, value)
-        # exp(score - maximum) / total with (lse, 1) is the final probability.
+        # The operator takes (maximum, total). With (lse, 1) its exp(score - maximum) / total is the final
+        # probability.
         maximum = lse.transpose(1, 2)[..., None].expand(-1, -1, -1, _COPIES).contiguous()
         gradients = npu_op("npu_fusion_attention_grad")(
             *operands,
@@ -322,7 +325,7 @@ class Npu(DenseAttention):
     def declines_parts(
         self, device: str, dtype: torch.dtype, dim: int, rope: int, value_dim: int
     ) -> str | None:
-        """Return why the operator cannot take a :class:`PartsCall` of these sizes as it is, or None."""
+        """Return why the operator cannot take a :class:`PartsCall` of these sizes, or None."""
         reason = unavailable(device, _IN_PARTS, _IN_PARTS_GRAD)
         if reason is not None:
             return reason
@@ -336,21 +339,22 @@ class Npu(DenseAttention):
         return None
 
     def forward_of_parts(self, call: PartsCall) -> tuple[Tensor, Tensor]:
-        """Do as :class:`DenseAttention` says; the statistics are in the operator's own order."""
+        """Return the output and the statistics, which are in the operator's own layout."""
         if self._declines(call):
             return super().forward_of_parts(call)
         operands, options = _npu_parts(call)
         out, maximum, total, *_ = npu_op(_IN_PARTS)(
             *operands, call.query.shape[2], "TND", scale=call.softmax_scale, **options
         )
-        # In memory by rows or by heads, which releases say differently; backward gets them in the same order.
+        # Releases document different orders, by rows or by heads. Backward gets the statistics in the same
+        # order.
         statistics = maximum[..., 0] + total[..., 0].log()
         return out.view(*call.value.shape), statistics
 
     def backward_of_parts(
         self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Do as :class:`DenseAttention` says."""
+        """Return the gradients of the call's five tensors, in order."""
         if self._declines(call):
             return super().backward_of_parts(call, grad_out, out, statistics)
         operands, options = _npu_parts(call)
@@ -366,9 +370,9 @@ class Npu(DenseAttention):
             scale_value=call.softmax_scale,
             **options,
         )
-        # [tokens, heads, dim] each; the fourth one is that of a bias.
+        # [tokens, heads, dim] each; the fourth one is the gradient of a bias.
         query, key, value, query_rope, key_rope = (
-            gradients[at].unflatten(0, call.query.shape[:2]) for at in (0, 1, 2, 4, 5)
+            gradients[index].unflatten(0, call.query.shape[:2]) for index in (0, 1, 2, 4, 5)
         )
         return query, query_rope, key, _summed(key_rope, 1), value
 
@@ -378,7 +382,7 @@ class Npu(DenseAttention):
 
 
 def _npu_parts(call: PartsCall) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return query, key and value ``[tokens, heads, dim]``, and what both directions get besides."""
+    """Return query, key and value as ``[tokens, heads, dim]``, and the options of both directions."""
     batch, rows, heads = call.query.shape[:3]
     operands = (call.query, call.key, call.value, call.query_rope, call.key_rope.expand(-1, -1, heads, -1))
     query, key, value, query_rope, key_rope = (one.flatten(0, 1).contiguous() for one in operands)
@@ -395,33 +399,33 @@ def _npu_parts(call: PartsCall) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def _npu_operands(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return contiguous operands; heads of keys at least as wide as those of values, as it wants them."""
+    """Return contiguous operands; keys are padded to the width of values, as the operator requires."""
     states = _padded(max(query.shape[3], value.shape[3]), query, key)
     return [one.contiguous() for one in (*states, value)]
 
 
 @cache
 def _mask(device: torch.device) -> Tensor:
-    """Return ``[2048, 2048]`` bool, true above the diagonal, for any length."""
+    """Return the causal mask, ``[2048, 2048]`` bool, True above the diagonal; the operator repeats it."""
     return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
 
 
-# Kernels want as many heads for keys as for queries, and one head size for all three.
+# Kernels require as many heads for keys as for queries, and one head size for all three.
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
-    """Repeat ``[batch, length, kv_heads, dim]`` to ``heads`` heads, each head's copies in a row."""
+    """Repeat ``[batch, length, kv_heads, dim]`` to ``heads`` heads, with each head's copies adjacent."""
     return states if states.shape[2] == heads else states.repeat_interleave(heads // states.shape[2], dim=2)
 
 
 def _summed(gradient: Tensor, kv_heads: int) -> Tensor:
-    """Return the gradient of what :func:`_repeated` was given, added up in fp32 or wider."""
+    """Invert :func:`_repeated` for gradients: sum over each head's copies, in fp32 or wider."""
     if gradient.shape[2] == kv_heads:
         return gradient
     wide = gradient if gradient.element_size() >= 4 else gradient.float()
-    return wide.unflatten(2, (kv_heads, -1)).sum(dim=3)
+    return wide.unflatten(2, (kv_heads, -1)).sum(dim=3)  # [batch, length, kv_heads, dim]
 
 
 def _padded(size: int, *states: Tensor) -> tuple[Tensor, ...]:
-    """Return the same with zeros behind, in heads of ``size``; they change neither a score nor an output."""
+    """Pad heads with zeros to ``size``, which changes neither scores nor outputs."""
     return tuple(one if one.shape[-1] == size else F.pad(one, (0, size - one.shape[-1])) for one in states)

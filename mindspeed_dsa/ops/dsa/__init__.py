@@ -1,8 +1,8 @@
-"""DeepSeek Sparse Attention as a library: the names that stay as they are, with or without Megatron.
+"""DeepSeek Sparse Attention as a library: a stable interface, with or without Megatron.
 
-What this module exports keeps its name, its parameters and its meaning within one major number of
-:data:`INTERFACE`; a parameter that is added has a default and raises the minor number. Everything else below
-``mindspeed_dsa.ops`` may change with any release. The page is docs/hosts/operators.md.
+Exports of this module keep their names, parameters and meaning within one major number of :data:`INTERFACE`.
+A new parameter has a default and raises the minor number. Everything else below ``mindspeed_dsa.ops`` may
+change with any release. docs/hosts/operators.md documents this interface.
 """
 
 from mindspeed_dsa.ops.backend import BackendName, BackendUnavailable

@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention of one layer as a function: selection, attention and the indexer's loss."""
+"""DeepSeek Sparse Attention of one layer as a function: selection, attention, and the indexer's loss."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OPERATOR = "deepseek_sparse_attention"
 Stage = Literal["sparse", "warmup", "warm-up"]
 """Stages of DSA's training, DeepSeek-V3.2-Exp report, section 2.1.1.
 
-``sparse``: rows attend to the keys that the indexer selects, and its loss compares distributions on these.
-``warmup``: rows attend to every key that they see, and so does the loss; nothing is selected. ``warm-up`` is
-the former spelling, which stays.
+``sparse``: queries attend to the keys that the indexer selects, and its loss compares distributions on these.
+``warmup``: queries attend to all visible keys, and the loss covers the same keys; nothing is selected.
+``warm-up`` is the former spelling, which remains valid.
 """
 
 
@@ -34,12 +34,12 @@ class DSAOutput(NamedTuple):
     """Output of the attention of one layer."""
 
     out: Tensor
-    """``[batch, rows, heads, value_dim]`` in the dtype of the query; zero in rows without a key."""
+    """``[batch, rows, heads, value_dim]`` in the dtype of the query; zero for queries without a key."""
     loss: Tensor | None
-    """Scalar, fp32 (fp64 for an indexer in fp64), differentiable with respect to the indexer's operands
-    alone; None unless asked for."""
+    """Scalar, fp32 (fp64 for an indexer in fp64), differentiable only with respect to the indexer's operands.
+    None unless requested."""
     topk_indices: Tensor | None
-    """``[batch, rows, topk]`` int32, -1 at the tail; None where rows attend to every key that they see."""
+    """``[batch, rows, topk]`` int32, -1 at the tail; None if queries attend to all visible keys."""
 
 
 @outside_graphs
@@ -68,47 +68,55 @@ def deepseek_sparse_attention(
     use_relu: bool = True,
     backend: str = "auto",
 ) -> DSAOutput:
-    """Select keys for every row, attend to them, and compare the indexer's distribution with the attention's.
+    """Select keys for every query, attend to them, and compare the indexer's distribution with the
+    attention's.
 
     The output is differentiable with respect to query, key and value, the loss with respect to the indexer's
-    operands: each trains its own part of a model, as DeepSeek does. Where no row can see more than ``topk``
-    keys there is nothing to select: attention is dense, and so is the loss, which is the same then.
+    operands: each trains its own part of a model, as in DeepSeek's training. If no query can see more than
+        ``topk``
+    keys, nothing is selected. Attention and loss are then dense, which gives the same loss.
 
-    By head (``value`` given), every head has keys and values of its own; in absorbed form (``value`` None)
-    all heads share the latent key, of which ``value_dim`` leading dimensions are the value:
-    :func:`mindspeed_dsa.ops.sparse_flash_attention.by_head.is_faster_by_head` says which takes less time.
+    By head (``value`` given), every head has its own keys and values. In absorbed form (``value`` None) all
+    heads share the latent key, whose leading ``value_dim`` dimensions are the value.
+    :func:`mindspeed_dsa.ops.sparse_flash_attention.by_head.is_faster_by_head` tells which form is faster.
 
     Args:
-        query: ``[batch, rows, heads, dim]``; fp32, bf16, fp16 or fp64.
+        query: ``[batch, rows, heads, dim]``; fp32, bf16, fp16 or fp64. ``rows`` is the number of query
+            tokens.
         key: ``[batch, keys, heads, dim]``, or absorbed ``[batch, keys, dim]``.
-        value: ``[batch, keys, heads, value_dim]``, no wider than keys; None in absorbed form.
-        index_query: ``[batch, rows, index_heads, index_dim]``; None where neither a selection nor a loss is
-            wanted of it, and so are the next two.
-        index_key: ``[batch, keys, index_dim]``.
-        index_weights: ``[batch, rows, index_heads]``, every scale included; may be fp32 beside bf16.
-        topk: keys per row, at least 1.
+        value: ``[batch, keys, heads, value_dim]``, with ``value_dim`` at most ``dim``; None in absorbed form.
+        index_query: ``[batch, rows, index_heads, index_dim]`` query of the indexer. It and the next two may
+            be None if neither a selection nor a loss is needed.
+        index_key: ``[batch, keys, index_dim]`` key of the indexer.
+        index_weights: ``[batch, rows, index_heads]`` head weights of the indexer, already multiplied with
+            every scale; may be fp32 with bf16 queries.
+        topk: number of keys to select per query, at least 1.
         softmax_scale: factor of the attention's scores.
-        value_dim: leading part of an absorbed key that is its value; not for keys by head.
-        stage: see :data:`Stage`.
+        value_dim: size of the leading part of an absorbed key that is its value; None for keys by head.
+        stage: training stage, see :data:`Stage`.
         with_loss: whether to compute the indexer's loss. Without it the indexer gets no gradient.
-        selected: keys that were selected before, and with a loss their scores: what the indexer returned for
+        selected: previous selection to reuse, with its scores if there is a loss: the indexer's output for
             these operands, or another layer's keys.
-        starts: ``[rows]`` or ``[batch, rows]`` int, first visible key of each row; default 0.
-        ends: same shape, one past the last; default: causal rows, of as many keys.
-        form: instead of both: ``RowForm(lengths)`` for the packed documents of the whole batch, one after the
-            other, none of them in two rows of the batch; ``RowForm()`` for rows that are causal up to the
-            last of more keys, as behind a cache.
-        cu_seqlens: ``[sequences + 1]`` int32, the bounds of the packed sequences of the whole batch, each of
-            them causal, instead of all three; see :meth:`.RowForm.of_cu_seqlens`.
-        row_mask: ``[batch, rows]`` bool, True for rows that count in the loss (all by default).
-        reduction: of the loss: ``"mean"`` over the rows that count, or their ``"sum"``.
+        starts: ``[rows]`` or ``[batch, rows]`` int, first visible key of each query; default 0.
+        ends: one past the last visible key, with the shape of ``starts``; default: causal, with as many keys
+            as queries.
+        form: replacement for ``starts`` and ``ends``. ``RowForm(lengths)`` for the packed documents of the
+            whole batch, one after the other, none of them in two rows of the batch. ``RowForm()`` for queries
+            that are causal up to the last of more keys, as after a KV cache.
+        cu_seqlens: ``[sequences + 1]`` int32, bounds of the whole batch's packed causal sequences, instead of
+            ``starts``, ``ends`` and ``form``; see :meth:`.RowForm.of_cu_seqlens`.
+        row_mask: ``[batch, rows]`` bool, True for queries that count in the loss (all by default).
+        reduction: ``"mean"`` or ``"sum"`` of the loss over the queries that count.
         tp_group: process group whose ranks hold the other heads, for the loss.
         use_relu: whether the indexer clamps the product of each head at zero.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        :class:`DSAOutput`.
 
     Raises:
         ValueError: a shape, dtype or option does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
 
     Source: DeepSeek-V3.2-Exp report, section 2.1.
     """
@@ -129,7 +137,7 @@ def deepseek_sparse_attention(
         "value_dim goes with an absorbed key, whose leading part is the value; pass it there alone",
     )
     keys = key.shape[1]
-    # Dense attention would broadcast what does not fit, and cut a value that is wider than its key.
+    # Dense attention would broadcast mismatched shapes, and truncate a value that is wider than its key.
     if value is None:
         check_shape(OPERATOR, "key", key, (batch, None, dim), f"[{batch}, keys, {dim}]")
         check_float(OPERATOR, query=query, key=key)
@@ -210,7 +218,7 @@ def deepseek_sparse_attention(
         index[1],
         index[2],
         query.detach(),
-        # With a given sum it is not read, and heads with separate keys have no single one.
+        # The key is not read if the sum is given; by head there is no single key.
         key.detach() if absorbed else key.detach()[:, :, 0],
         selected.topk_indices,
         softmax_scale,
@@ -224,7 +232,7 @@ def deepseek_sparse_attention(
 
 
 def is_dense(stage: Stage) -> bool:
-    """Return whether rows attend to every key that they see in a stage."""
+    """Return whether queries attend to all visible keys in a stage."""
     return stage != "sparse"
 
 
@@ -240,11 +248,11 @@ def attend_to_selected(
     with_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attend to given keys, by head or in absorbed form; arguments as of :func:`deepseek_sparse_attention`.
+    """Attend to given keys, by head or in absorbed form; arguments as for :func:`deepseek_sparse_attention`.
 
     Returns:
-        The output, the probabilities summed over heads if asked for, and in absorbed form the logarithm of
-        the sum of exponentials: see :class:`mindspeed_dsa.ops.sparse_flash_attention.SparseAttentionOutput`.
+        Output; probabilities summed over heads if requested, else None; log-sum-exp in absorbed form, else
+        None. See :class:`mindspeed_dsa.ops.sparse_flash_attention.SparseAttentionOutput`.
     """
     if value is None:
         assert value_dim is not None, "checked by the caller"
@@ -274,26 +282,27 @@ def attend_to_visible(
     value_dim: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend to every key that a row sees; arguments as of :func:`deepseek_sparse_attention`.
+    """Attend to all visible keys; arguments as for :func:`deepseek_sparse_attention`.
 
-    By PyTorch's attention for causal rows and, once ranges are read from their device, for documents one
-    after the other, padding between them. The sparse operator gets a list of all visible keys for other
-    ranges, such as windows, and for absorbed heads on accelerators, whose kernels take none so wide.
+    Causal rows use PyTorch's attention. So do packed documents with padding between them, one call per
+    document, after the ranges have been read from their device. The sparse operator gets a list of all
+    visible keys for other ranges, such as windows. It also does for absorbed heads on accelerators, whose
+    dense kernels do not support this width.
 
     Returns:
-        ``[batch, rows, heads, value_dim]``.
+        Output, ``[batch, rows, heads, value_dim]``.
     """
     if value is None:
         assert value_dim is not None, "checked by the caller"
         if query.device.type != "cpu":
             return _attend_to_listed(query, key, None, softmax_scale, ranges, value_dim, backend)
-        # The whole key as value: a narrower one would be copied, for every head, to be as wide as the key.
-        heads = key[:, :, None].expand(-1, -1, query.shape[2], -1)
+        # The whole key serves as value: a narrower value would be padded, per head, to the width of the key.
+        heads = key[:, :, None].expand(-1, -1, query.shape[2], -1)  # [batch, keys, heads, dim], a view
         out = attend_to_visible(query, heads, heads, softmax_scale, ranges, backend=backend)
         return out[..., :value_dim]
     if ranges.plain_causal:
-        # The kernels require values as wide as keys.
-        padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        # scaled_dot_product_attention's fused kernels require values as wide as keys.
+        padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))  # [batch, keys, heads, dim]
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -301,25 +310,26 @@ def attend_to_visible(
             is_causal=True,
             scale=softmax_scale,
         )
-        return out.transpose(1, 2)[..., : value.shape[-1]]
+        return out.transpose(1, 2)[..., : value.shape[-1]]  # [batch, rows, heads, value_dim]
     if not query.numel() or not _are_documents(ranges.starts.cpu(), ranges.ends.cpu()):
         return _attend_to_listed(query, key, value, softmax_scale, ranges, None, backend)
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [rows or keys, batch, heads, dim]
     outputs = [
         attend_by_documents(
-            query[:, at : at + 1], key[:, at : at + 1], value[:, at : at + 1], *bounds, softmax_scale
+            query[:, b : b + 1], key[:, b : b + 1], value[:, b : b + 1], *bounds, softmax_scale
         )
-        for at, bounds in enumerate(zip(ranges.starts, ranges.ends, strict=True))
+        for b, bounds in enumerate(zip(ranges.starts, ranges.ends, strict=True))
     ]
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    return torch.cat(outputs, dim=1).transpose(0, 1)  # [batch, rows, heads, value_dim]
 
 
 def _are_documents(starts: Tensor, ends: Tensor) -> bool:
-    """Return whether the ranges of every sequence are those of documents, each behind the one before it.
+    """Return whether the ranges of every sequence form documents, each after the previous one.
 
-    Rows that see nothing may lie between documents, but not inside of one.
+    Rows that see nothing may be between documents, but not inside one.
     """
     for first, end in zip(starts, ends, strict=True):
+        # Runs of rows with the same start; -1 for rows that see nothing.
         begins, counts = torch.unique_consecutive(first.where(first < end, -1), return_counts=True)
         reach = torch.stack([rows.max() for rows in end.split(counts.tolist())])
         begins, reach = begins[begins >= 0], reach[begins >= 0]
@@ -337,10 +347,10 @@ def _attend_to_listed(
     value_dim: int | None,
     backend: str,
 ) -> Tensor:
-    """Attend to a list of every visible key, as wide as the longest range."""
-    starts, ends = (bound[..., None] for bound in ranges[:2])
+    """Attend to a list of all visible keys, as wide as the longest range."""
+    starts, ends = (bound[..., None] for bound in ranges[:2])  # [batch, rows, 1]
     longest = key.shape[1] if ranges.plain_causal or not ends.numel() else max(int((ends - starts).max()), 1)
-    # Ascending from each row's start on, -1 at the tail.
+    # Positions ascend from each row's start, with -1 at the tail: [batch, rows, longest]
     position = torch.arange(longest, dtype=torch.int32, device=key.device) + starts
     visible = position.where(position < ends, -1)
     return attend_to_selected(

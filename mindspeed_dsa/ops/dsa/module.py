@@ -1,4 +1,4 @@
-"""Modules of DeepSeek Sparse Attention for models of any framework: the indexer, and what it is part of."""
+"""Modules of DeepSeek Sparse Attention for any framework: the indexer, and the attention around it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from mindspeed_dsa.ops.rotary import Layout, rotate, rotation
 
 
 class IndexerOperands(NamedTuple):
-    """Operands of the indexer, as the operators take them."""
+    """Operands of the indexer, in the operators' shapes."""
 
     query: Tensor
     """``[batch, rows, index_heads, index_dim]``."""
     key: Tensor
     """``[batch, rows, index_dim]``."""
     weights: Tensor
-    """``[batch, rows, index_heads]`` fp32, every scale included."""
+    """``[batch, rows, index_heads]`` fp32, already multiplied with every scale."""
 
 
 class Indexer(nn.Module):
     """Indexer of a layer: projections, key norm and rotary embedding.
 
-    Parameters have the names and shapes of DeepSeek-V3.2's published ones, so that its ``indexer.*`` tensors
-    load as they are. The Hadamard rotation that its inference code applies to query and key is orthogonal and
-    changes no score; it matters for FP8 alone and is not here.
+    Parameters have the names and shapes of DeepSeek-V3.2's published checkpoint, so its ``indexer.*`` tensors
+    load unchanged. The Hadamard rotation that its inference code applies to query and key is orthogonal and
+    changes no score. It only matters for FP8, and is omitted here.
 
     Args:
         hidden_size: width of the hidden states.
-        query_size: width of what queries are projected from, ``q_lora_rank``; default ``hidden_size``.
-        heads: ``index_n_heads``.
-        head_dim: ``index_head_dim``.
-        rope_dim: how many leading dimensions of a head are rotated, an even number.
-        rope_layout: which of them are a pair: ``"halves"`` for DeepSeek-V3.2, ``"pairs"`` for GLM-5.
-        backend: of the rotation, see :data:`mindspeed_dsa.ops.backend.BackendName`.
-        device: of the parameters, and so is the next one.
-        dtype: of the parameters but the weights' projection, which DeepSeek keeps in fp32.
+        query_size: width of the input that queries are projected from, ``q_lora_rank``; default
+            ``hidden_size``.
+        heads: number of heads, ``index_n_heads``.
+        head_dim: size of a head, ``index_head_dim``.
+        rope_dim: number of leading dimensions of a head that are rotated, an even number.
+        rope_layout: pairing of these dimensions: ``"halves"`` for DeepSeek-V3.2, ``"pairs"`` for GLM-5.
+        backend: backend of the rotation, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        device: device of the parameters.
+        dtype: dtype of the parameters except the weights' projection, which DeepSeek keeps in fp32.
     """
 
     def __init__(
@@ -77,15 +78,15 @@ class Indexer(nn.Module):
         """Project hidden states to the operands of the indexer.
 
         Args:
-            hidden: ``[batch, rows, hidden_size]``.
-            query_input: ``[batch, rows, query_size]``, the normalised latent query; default ``hidden``.
+            hidden: ``[batch, rows, hidden_size]`` hidden states.
+            query_input: ``[batch, rows, query_size]``, the normalized latent query; default ``hidden``.
             angles: ``[rows, rope_dim / 2]`` or ``[batch, rows, rope_dim / 2]``, position times inverse
-                frequency; None rotates nothing.
+                frequency; None disables the rotation.
         """
         query = self.wq_b(hidden if query_input is None else query_input)
-        query = query.unflatten(-1, (self.heads, self.head_dim))
-        # Norms have results in fp32 under autocast on accelerators.
-        key = self.k_norm(self.wk(hidden)).to(query.dtype).unsqueeze(2)
+        query = query.unflatten(-1, (self.heads, self.head_dim))  # [batch, rows, heads, head_dim]
+        # Under autocast, norms return fp32 on accelerators.
+        key = self.k_norm(self.wk(hidden)).to(query.dtype).unsqueeze(2)  # [batch, rows, 1, head_dim]
         if angles is not None and self.rope_dim:
             query, key = (self._rotated(x, angles) for x in (query, key))
         with without_autocast(hidden.device.type):
@@ -94,7 +95,7 @@ class Indexer(nn.Module):
 
     @outside_graphs
     def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate the leading dimensions of the heads of ``[batch, rows, heads, dim]``."""
+        """Rotate the leading dimensions of each head of ``[batch, rows, heads, dim]``."""
         require(
             angles.shape[-1] * 2 == self.rope_dim and angles.dim() in (2, 3),
             type(self).__name__,
@@ -107,23 +108,24 @@ class Indexer(nn.Module):
             twice = torch.cat([angles, angles], dim=-1)
         # The operator has rows first: [rows, batch or 1, 1, rope_dim].
         twice = twice[:, None, None] if twice.dim() == 2 else twice.transpose(0, 1).unsqueeze(2)
-        x = x.transpose(0, 1)
+        x = x.transpose(0, 1)  # [rows, batch, heads, dim]
         return rotate(x, rotation(twice, 1.0, self.rope_layout, x, self.backend)).transpose(0, 1)
 
 
 class DeepSeekSparseAttention(nn.Module):
-    """Attention of a layer between a model's projections of query, key and value and that of the output.
+    """Attention of a layer, between a model's query, key and value projections and its output projection.
 
-    It holds the indexer's parameters and nothing else. What the indexer reads is detached, as DeepSeek trains
-    it: the model learns from its own loss, the indexer from :attr:`DSAOutput.loss`.
+    Its only parameters are the indexer's. The indexer's inputs are detached, as in DeepSeek's training: the
+    model learns from its own loss, the indexer from :attr:`DSAOutput.loss`.
 
     Args:
-        indexer: any module that is called like :class:`Indexer`.
-        topk: keys per row.
+        indexer: module with the call signature of :class:`Indexer`.
+        topk: number of keys to select per query.
         softmax_scale: factor of the attention's scores.
-        value_dim: for absorbed keys: their leading part that is the value.
-        stage: of the training, see :data:`mindspeed_dsa.ops.dsa.attention.Stage`; an attribute to change.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        value_dim: size of the leading part of absorbed keys that is the value; None for keys by head.
+        stage: training stage, see :data:`mindspeed_dsa.ops.dsa.attention.Stage`; an attribute that may be
+            changed.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
     """
 
     def __init__(
@@ -152,19 +154,22 @@ class DeepSeekSparseAttention(nn.Module):
         with_loss: bool | None = None,
         **rows: Any,
     ) -> DSAOutput:
-        """Attend as :func:`deepseek_sparse_attention`.
+        """Attend as :func:`deepseek_sparse_attention` does.
 
         Args:
-            hidden: ``[batch, rows, hidden_size]``, what the layer projects.
-            query: as there, and so are the next two.
-            key: by head or absorbed, after its rotary embedding.
-            value: by head, or None.
-            query_input: what the indexer projects queries from, see :meth:`Indexer.forward`.
-            angles: of the indexer's rotary embedding, see there.
-            with_loss: whether to compute the loss; default: in training, where a parameter of the indexer
+            hidden: ``[batch, rows, hidden_size]``, input of the layer's projections.
+            query: query of that function.
+            key: key by head or absorbed, after its rotary embedding.
+            value: value by head, or None for absorbed keys.
+            query_input: input of the indexer's query projection, see :meth:`Indexer.forward`.
+            angles: angles of the indexer's rotary embedding, see :meth:`Indexer.forward`.
+            with_loss: whether to compute the loss; by default in training, if a parameter of the indexer
                 requires a gradient.
-            **rows: ``starts``, ``ends``, ``form``, ``cu_seqlens``, ``row_mask``, ``reduction`` and
-                ``tp_group`` as there.
+            **rows: further arguments of that function: ``starts``, ``ends``, ``form``, ``cu_seqlens``,
+                ``row_mask``, ``reduction`` and ``tp_group``.
+
+        Returns:
+            :class:`DSAOutput`.
         """
         if with_loss is None:
             trains = any(parameter.requires_grad for parameter in self.indexer.parameters())

@@ -17,9 +17,9 @@ from mindspeed_dsa.platforms.npu_operators import BY_NAME, PRODUCTS, UNKNOWN, Pr
 
 _log = log.get("ops")
 DTYPES = (torch.bfloat16, torch.float16)
-# Widths that the manual of npu_sparse_flash_attention_grad and of the sparse loss lists.
+# topk widths that the manual lists for npu_sparse_flash_attention_grad and for the sparse loss.
 TOPK_WIDTHS = tuple(range(1024, 8193, 1024))
-# CANN's own libraries of operators; newer releases have them by field.
+# CANN's own operator libraries; newer releases split them by field.
 _LIBRARIES = (
     *(f"libopapi_{field}.so" for field in ("math", "nn", "cv", "transformer", "legacy")),
     "libopapi.so",
@@ -32,11 +32,11 @@ def takes_device(device: str) -> bool:
 
 
 def unavailable(device: str, *names: str) -> str | None:
-    """Why the operators cannot be called for tensors on ``device``, or None.
+    """Return why the operators cannot be called for tensors on ``device``, or None.
 
     Args:
-        device: what ``torch.device(...).type`` says of the tensors.
-        names: operators, such as ``"npu_lightning_indexer"``.
+        device: type of the tensors' ``torch.device``.
+        names: names of operators, such as ``"npu_lightning_indexer"``.
     """
     if not takes_device(device):
         return "it runs on NPU tensors only"
@@ -59,32 +59,33 @@ def unavailable(device: str, *names: str) -> str | None:
 
 @cache
 def absent_symbols(name: str) -> tuple[str, ...]:
-    """Functions of CANN of which an operator wants one and none is there; empty where nothing says so.
+    """Return an operator's CANN functions if none of them exists; empty if one does, or if nothing is known.
 
-    torch_npu looks them up when it calls them, and raises then: a torch_npu that is newer than CANN has
+    torch_npu resolves them when it calls them, and raises then. A torch_npu that is newer than CANN has
     operators that cannot run.
     """
     wanted = BY_NAME[name].symbols if name in BY_NAME else ()
-    found = operator_libraries()
-    if any(hasattr(library, f"{symbol}GetWorkspaceSize") for library in found for symbol in wanted):
+    # An operator needs only one of its symbols.
+    libraries = operator_libraries()
+    if any(hasattr(library, f"{symbol}GetWorkspaceSize") for library in libraries for symbol in wanted):
         return ()
-    return wanted if found else ()
+    return wanted if libraries else ()
 
 
 @cache
 def operator_libraries() -> tuple[ctypes.CDLL, ...]:
-    """The libraries in which torch_npu looks up CANN's operators, those of users first.
+    """Return the libraries in which torch_npu looks up CANN's operators, user libraries first.
 
-    Empty where CANN's own cannot be loaded, as in an environment without CANN: then nothing is known.
+    Empty if CANN's own libraries cannot be loaded, as in an environment without CANN: then nothing is known.
     """
-    own = [library for name in _LIBRARIES if (library := _loaded(name)) is not None]
-    if not own:
+    cann = [library for name in _LIBRARIES if (library := _loaded(name)) is not None]
+    if not cann:
         return ()
     folders = [*filter(None, os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":"))]
     if base := os.environ.get("ASCEND_OPP_PATH"):
         folders += [str(vendor) for vendor in Path(base, "vendors").glob("*")]
     of_users = (_loaded(f"{folder}/op_api/lib/libcust_opapi.so") for folder in folders)
-    return (*filter(None, of_users), *own)
+    return (*filter(None, of_users), *cann)
 
 
 def _loaded(library: str) -> ctypes.CDLL | None:
@@ -96,26 +97,27 @@ def _loaded(library: str) -> ctypes.CDLL | None:
 
 @cache
 def product() -> Product:
-    """The product that this process runs on; one that is unknown has the narrowest limits, said once."""
+    """Return this process's product; an unknown one gets the narrowest limits, with one warning."""
     try:
         name = str(import_module("torch_npu").npu.get_device_name())
     except Exception as error:  # torch_npu without a device raises a TypeError, among others
         name = f"({error!r})"
-    found = product_of(name)
-    if found is UNKNOWN:
+    detected = product_of(name)
+    if detected is UNKNOWN:
         _log.warning(
             "npu: the device's name %s is none of %s; operators take the narrowest limits of these",
             name,
             ", ".join(each.name for each in PRODUCTS),
             once=True,
         )
-    return found
+    return detected
 
 
 def unsupported_width(operator: str, topk: int, key_length: int) -> str | None:
-    """Why an operator whose widths are :data:`TOPK_WIDTHS` cannot take ``topk`` entries per row, or None.
+    """Return why an operator with the widths :data:`TOPK_WIDTHS` cannot take ``topk`` entries per row, or
+    None.
 
-    Rows that list every key may have another width: it is filled up (``Layout.pack_widened``).
+    Rows that list all keys may have another width: they are padded (``Layout.pack_widened``).
     """
     if topk in TOPK_WIDTHS or topk == key_length < TOPK_WIDTHS[-1]:
         return None
@@ -123,11 +125,11 @@ def unsupported_width(operator: str, topk: int, key_length: int) -> str | None:
 
 
 def npu_op(name: str) -> Any:
-    """The operator ``name`` of torch_npu."""
+    """Return torch_npu's operator ``name``."""
     return getattr(torch.ops.npu, name)
 
 
 def listed(sizes: tuple[int, ...]) -> str:
-    """``8, 16 or 32``, for messages."""
+    """Format sizes for messages, such as ``8, 16 or 32``."""
     *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}" if most else last

@@ -13,24 +13,24 @@ OPERATOR = "rms_norm"
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
-    """Normalise the last axis, in fp32 where tensors have 16 bits.
+    """Normalize the last axis, in fp32 for 16-bit tensors.
 
-    Backward keeps the input and one number for each row, and computes the normalised rows again.
+    The input and one number per row are saved for backward, which recomputes the normalized rows.
 
     Args:
         hidden: ``[..., n]``; fp32, bf16, fp16 or fp64.
-        weight: ``[n]`` of any floating dtype.
-        eps: added to the mean of squares.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        weight: ``[n]`` in any floating dtype.
+        eps: number added to the mean of squares.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``[..., n]`` in the dtype of ``hidden``.
 
     Raises:
         ValueError: shapes do not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
-    if torch.compiler.is_compiling():  # which fuses the operations by itself
+    if torch.compiler.is_compiling():  # the compiler fuses the reference's operations
         return Reference().rms_norm(hidden, weight, eps)
     require(
         weight.dim() == 1 and hidden.shape[-1:] == weight.shape,
@@ -39,8 +39,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, backend: str = "auto
             f"weight must have the last size of hidden, got {list(weight.shape)} and {list(hidden.shape)}"
         ),
     )
-    chosen: Norm = choose(OPERATOR, backend, ShapeClass.of(hidden, ("hidden", weight.shape[0])))
-    chosen = unless_empty(OPERATOR, chosen, hidden)
-    implementation, _ = plan(OPERATOR, backend, chosen, chosen.plan(hidden, weight))
+    selected: Norm = choose(OPERATOR, backend, ShapeClass.of(hidden, ("hidden", weight.shape[0])))
+    selected = unless_empty(OPERATOR, selected, hidden)
+    implementation, _ = plan(OPERATOR, backend, selected, selected.plan(hidden, weight))
     count_call(OPERATOR, implementation)
     return implementation.rms_norm(hidden, weight, eps)

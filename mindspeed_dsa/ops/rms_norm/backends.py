@@ -1,4 +1,4 @@
-"""Backends of RMSNorm: PyTorch's own, few operations on CPUs, Liger-Kernel's on GPUs, torch_npu's."""
+"""Backends of RMSNorm: PyTorch's own, a form with few operations for CPUs, Liger-Kernel, and torch_npu."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _NORM = "npu_rms_norm"
 
 
 class Norm(Backend):
-    """Backend of RMSNorm; this one's limits are none."""
+    """Backend of RMSNorm; the defaults here declare no limits."""
 
     def plan(self, hidden: Tensor, weight: Tensor) -> str | None:
-        """Return why it cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return why the backend cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
         return None
 
     @abstractmethod
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return ``[..., n]``, differentiable."""
+        """Return the normalized ``[..., n]``, differentiable."""
 
 
 class Reference(Norm):
-    """PyTorch's function, by autograd."""
+    """PyTorch's function with autograd."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         return normalize(F.rms_norm, hidden, weight, eps)
 
 
 class GradientNorm(Norm):
-    """Backend with a function for its gradients beside the one for its output."""
+    """Backend with its own backward."""
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         output: Tensor = _RMSNorm.apply(self, hidden, weight, eps)
@@ -48,7 +48,7 @@ class GradientNorm(Norm):
 
     @abstractmethod
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return ``[..., n]``, and ``[..., 1]`` what each row was multiplied by, in fp32 or fp64."""
+        """Return the output ``[..., n]``, and the factor of each row, ``[..., 1]``, in fp32 or fp64."""
 
     @abstractmethod
     def backward(self, grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,11 +56,11 @@ class GradientNorm(Norm):
 
 
 class Cpu(GradientNorm):
-    """PyTorch's operations: the norm of a row in one pass over it, and a backward of few operations."""
+    """PyTorch operations: the norm of a row in one pass over it, and a backward with few operations."""
 
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        length = torch.linalg.vector_norm(hidden, 2, -1, True, dtype=wide)
+        length = torch.linalg.vector_norm(hidden, 2, -1, True, dtype=wide)  # [..., 1]
         rstd = torch.addcmul(_constant(eps, wide), length, length, value=1 / hidden.shape[-1]).rsqrt_()
         return (hidden * rstd).mul_(weight).to(hidden.dtype), rstd
 
@@ -69,34 +69,35 @@ class Cpu(GradientNorm):
         normal = hidden * rstd
         product = grad * normal
         rows = tuple(range(hidden.dim() - 1))
-        grad_weight = product.sum(rows) if rows else product
-        mean = (product * weight).mean(-1, keepdim=True)
+        grad_weight = product.sum(rows) if rows else product  # [n]
+        mean = (product * weight).mean(-1, keepdim=True)  # [..., 1]
         grad_hidden = (grad * weight).addcmul_(normal, mean, value=-1).mul_(rstd)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
 
 
 @cache
 def _constant(eps: float, dtype: torch.dtype) -> Tensor:
-    """Return a scalar, made once: a model has few of them."""
+    """Return ``eps`` as a tensor, cached because a model has few distinct values."""
     with torch.inference_mode(False):
         return torch.tensor(eps, dtype=dtype, device="cpu")
 
 
 class Cuda(Norm):
-    """Liger-Kernel's function, which has a gradient of its own."""
+    """Liger-Kernel's autograd function."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         return liger.unavailable(shape, shape["hidden"])
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         function = liger.kernels("rms_norm").LigerRMSNormFunction
-        # "gemma" computes all of it in fp32, as PyTorch does. False: others may read the arriving gradient.
+        # "gemma" computes everything in fp32, as PyTorch does. False: not in place, others may read the
+        # gradient.
         output: Tensor = function.apply(hidden, weight, eps, 0.0, "gemma", False)
         return output
 
 
 class Npu(GradientNorm):
-    """torch_npu's operators."""
+    """torch_npu's operators for output and gradients."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -109,7 +110,7 @@ class Npu(GradientNorm):
                 f"{_NORM} takes a weight of its input's dtype or in fp32, not {weight.dtype} "
                 f"with {hidden.dtype}"
             )
-        # Wider weights: --init-norm-weight-in-fp32 of MindSpeed-LLM.
+        # fp32 weights occur with MindSpeed-LLM's --init-norm-weight-in-fp32.
         if weight.dtype != hidden.dtype and not product().norm_weight_in_fp32:
             where = " and ".join(known.name for known in PRODUCTS if known.norm_weight_in_fp32)
             return (
@@ -122,7 +123,7 @@ class Npu(GradientNorm):
 
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         output, rstd = npu_op(_NORM)(hidden, weight, epsilon=eps)
-        return output.to(hidden.dtype), rstd  # the manual does not say which type a wider weight gives
+        return output.to(hidden.dtype), rstd  # the manual does not specify the dtype for a wider weight
 
     def backward(self, grad: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         grad_hidden, grad_weight = npu_op(f"{_NORM}_backward")(grad, hidden, weight, rstd)

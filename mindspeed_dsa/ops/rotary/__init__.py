@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of dimensions of every head, rotated by the angles of their row."""
+"""Rotary position embedding: pairs of dimensions of every head, rotated by the angles of their token."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OPERATOR = "rotary"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of every row, to be applied to tensors of one dtype.
+    """Rotation of every row, for tensors of one dtype.
 
     Attributes:
-        implementation: what applies it.
-        width: how many of a head's first dimensions it rotates.
-        layout: which of them are the two coordinates of a pair.
-        cos, sin: as :meth:`Rotator.tables` made them, broadcast against the rotated dimensions.
-        backward_sin: the same for the inverse.
+        implementation: backend that applies it.
+        width: number of leading dimensions of a head that are rotated.
+        layout: positions of the two coordinates of a pair.
+        cos, sin: tables from :meth:`Rotator.tables`, broadcast against the rotated dimensions.
+        backward_sin: table of sines for the inverse rotation.
     """
 
     implementation: Rotator
@@ -39,19 +39,19 @@ class Rotation:
 
 
 def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend: str = "auto") -> Rotation:
-    """Return tables for rotating tensors like ``like``, to be used for all of them.
+    """Build the tables for rotating tensors like ``like``, to be shared by all of them.
 
     Args:
-        angles: ``[rows, ..., width]``, broadcast against the first dimensions of the heads of ``like``; each
-            stands twice, once for either dimension of its pair.
-        scale: what lengths are multiplied by, YaRN's ``mscale``.
-        layout: see :data:`mindspeed_dsa.ops.rotary.backends.Layout`.
-        like: ``[rows, batch, heads, dim]``.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        angles: ``[rows, ..., width]``, broadcast against the leading dimensions of the heads of ``like``.
+            Each angle occurs twice, once for each dimension of its pair.
+        scale: factor of the lengths, YaRN's ``mscale``.
+        layout: positions of a pair's coordinates, see :data:`mindspeed_dsa.ops.rotary.backends.Layout`.
+        like: ``[rows, batch, heads, dim]``, tensor with the shape and dtype of the tensors to rotate.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Raises:
         ValueError: a shape does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     width = angles.shape[-1]
     require(
@@ -59,10 +59,10 @@ def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend
         OPERATOR,
         f"an even number of dimensions is rotated, of {like.shape[-1]} at most; got {width}",
     )
-    chosen: Rotator = choose(OPERATOR, backend, ShapeClass.of(like, ("dim", width)))
-    chosen = unless_empty(OPERATOR, chosen, like)
-    implementation, _ = plan(OPERATOR, backend, chosen, chosen.plan(like, angles, scale, layout))
-    # As Megatron rounds them.
+    selected: Rotator = choose(OPERATOR, backend, ShapeClass.of(like, ("dim", width)))
+    selected = unless_empty(OPERATOR, selected, like)
+    implementation, _ = plan(OPERATOR, backend, selected, selected.plan(like, angles, scale, layout))
+    # Rounded to the dtype of the tensors, as in Megatron.
     cos, sin = (
         (part * scale if scale != 1 else part).to(like.dtype) for part in (angles.cos(), angles.sin())
     )
@@ -70,22 +70,22 @@ def rotation(angles: Tensor, scale: float, layout: Layout, like: Tensor, backend
 
 
 def rotate(tensor: Tensor, by: Rotation) -> Tensor:
-    """Rotate the first dimensions of every head; the others are passed on.
+    """Rotate the leading dimensions of every head; the other dimensions are unchanged.
 
-    Backward keeps the tables alone.
+    Only the tables are saved for backward.
 
     Args:
         tensor: ``[rows, batch, heads, dim]`` in the dtype of the tables.
-        by: what :func:`rotation` made for such a tensor.
+        by: rotation from :func:`rotation` for such tensors.
 
     Returns:
-        The same shape and dtype.
+        Rotated tensor of the same shape and dtype.
     """
     count_call(OPERATOR, by.implementation)
     if tensor.shape[-1] == by.width:
         return _Rotate.apply(tensor, by)
     turned, passed = tensor.split((by.width, tensor.shape[-1] - by.width), -1)
-    return torch.cat((_Rotate.apply(turned, by), passed), -1)
+    return torch.cat((_Rotate.apply(turned, by), passed), -1)  # [rows, batch, heads, dim]
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Backends of the rotation: the formula, few operations on CPUs and GPUs, torch_npu's operator."""
+"""Backends of the rotation: the formula, a form with few operations for CPUs and GPUs, and torch_npu."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from mindspeed_dsa.ops.backend import Backend, ShapeClass
 from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 
 Layout = Literal["halves", "pairs", "pairs to halves"]
-"""Where the two coordinates of a pair are.
+"""Positions of the two coordinates of a pair.
 
-``halves``: dimension ``i`` and ``i + width / 2``. ``pairs``: neighbours, ``2 i`` and ``2 i + 1``. ``pairs to
-halves``: neighbours before the rotation and opposite after it, as DeepSeek's latent attention has it.
+``halves``: dimensions ``i`` and ``i + width / 2``. ``pairs``: neighbors, ``2 i`` and ``2 i + 1``. ``pairs to
+halves``: neighbors before the rotation and opposite after it, as in DeepSeek's latent attention.
 """
 
 _ROTATE = "npu_rotary_mul"
-# Sizes that its manual excludes.
+# Sizes at and above these are excluded by the operator's manual.
 _DIM, _BATCH_OR_HEADS = 896, 1000
 
 
 class Rotator(Backend):
-    """Backend of the rotation: functions of tensors whose last axis is what is rotated."""
+    """Backend of the rotation; its functions take tensors whose last axis has only the rotated dimensions."""
 
     def plan(self, like: Tensor, angles: Tensor, scale: float, layout: Layout) -> str | None:
-        """Return why it cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return why the backend cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
         return None
 
     @abstractmethod
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cosines, and what forward and backward take for sines."""
+        """Return the cosines, and the sines as forward and backward take them."""
 
     @abstractmethod
     def forward(self, tensor: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        """Return the rotated tensor, which shares no memory with the given one."""
+        """Return the rotated tensor, which shares no memory with ``tensor``."""
 
     @abstractmethod
     def backward(self, grad: Tensor, cos: Tensor, backward_sin: Tensor, layout: Layout) -> Tensor:
@@ -55,7 +55,7 @@ class Reference(Rotator):
         return tensor * cos + _turned(tensor, layout) * sin
 
     def backward(self, grad: Tensor, cos: Tensor, backward_sin: Tensor, layout: Layout) -> Tensor:
-        # A quarter turn's transpose is the turn the other way.
+        # The transpose of a quarter turn is the turn in the other direction.
         gradient = grad * cos - _turned(grad * backward_sin, layout)
         return _to_pairs(gradient) if layout == "pairs to halves" else gradient
 
@@ -79,23 +79,23 @@ def _to_pairs(halves: Tensor) -> Tensor:
 
 
 class Cpu(Rotator):
-    """Few operations: signs are part of the table of sines, so coordinates only change places."""
+    """Few operations: the table of sines includes the signs, so coordinates are only swapped."""
 
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        # For both directions the sines are negative for the first coordinate of a pair.
+        # In both directions the sine is negative for the first coordinate of a pair.
         if layout == "pairs":
             signed = torch.stack((-sin[..., 0::2], sin[..., 1::2]), -1).flatten(-2)
         else:
             first, second = sin.chunk(2, -1)
             signed = torch.cat((-first, second), -1)
-        if layout == "pairs to halves":  # [..., 2, width / 2]: first coordinates, second ones
+        if layout == "pairs to halves":  # [..., 2, width / 2]: first coordinates, then second coordinates
             cos, signed = cos.unflatten(-1, (2, -1)), signed.unflatten(-1, (2, -1))
         return cos, signed, signed
 
     def forward(self, tensor: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        # Bit for bit the sum of the two products that the formula has.
+        # Bit for bit the formula's sum of two products.
         if layout == "pairs to halves":
-            halves = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2)
+            halves = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2)  # [..., 2, width / 2]
             output = tensor.new_empty(halves.shape)
             torch.mul(halves, cos, out=output)
             return output.add_(halves.flip(-2).mul_(sin)).flatten(-2)
@@ -103,9 +103,10 @@ class Cpu(Rotator):
 
     def backward(self, grad: Tensor, cos: Tensor, backward_sin: Tensor, layout: Layout) -> Tensor:
         if layout == "pairs to halves":
-            halves = grad.unflatten(-1, (2, -1))
-            pairs = grad.new_empty((*halves.shape[:-2], halves.shape[-1], 2))  # which autograd gets
-            output = pairs.transpose(-1, -2)
+            halves = grad.unflatten(-1, (2, -1))  # [..., 2, width / 2]
+            # [..., width / 2, 2], the result
+            pairs = grad.new_empty((*halves.shape[:-2], halves.shape[-1], 2))
+            output = pairs.transpose(-1, -2)  # [..., 2, width / 2], a view
             torch.mul(halves, cos, out=output)
             output.add_((halves * backward_sin).flip(-2))
             return pairs.flatten(-2)
@@ -113,21 +114,22 @@ class Cpu(Rotator):
 
 
 def _swapped(tensor: Tensor, layout: Layout) -> Tensor:
-    """Put the coordinates of every pair each in the other's place."""
+    """Swap the two coordinates of every pair."""
     if layout == "pairs":
-        return tensor.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return tensor.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # [..., width / 2, 2] -> [..., width]
     return tensor.roll(tensor.shape[-1] // 2, -1)
 
 
 class Cuda(Cpu):
     """The same operations on NVIDIA GPUs.
 
-    Liger-Kernel's rotates a query and its key together, in place; Megatron hands over one tensor at a time.
+    Liger-Kernel's kernel rotates a query and its key together, in place, but Megatron passes one tensor at a
+    time.
     """
 
 
 class Npu(Rotator):
-    """torch_npu's operator, forward by an angle and backward by its negative."""
+    """torch_npu's operator: forward with the angle, backward with its negative."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -154,7 +156,8 @@ class Npu(Rotator):
         return None
 
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        # Sines, and the sines of the negative angles: both dimensions of a pair have the same.
+        # sin(-a) = -sin(a): the inverse rotation needs only the negative sines, for both dimensions of a
+        # pair.
         return cos, sin, -sin
 
     def forward(self, tensor: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:

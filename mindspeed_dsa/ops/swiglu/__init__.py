@@ -1,4 +1,4 @@
-"""SwiGLU: ``silu(gate) * up`` of rows that hold both halves, with a bias and a factor for each row."""
+"""SwiGLU: ``silu(gate) * up`` for rows that hold both halves, with an optional bias and factor per row."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def swiglu(
 ) -> Tensor:
     """Return ``silu(gate) * up * scale``, where ``[gate, up] = gate_up + bias``.
 
-    Backward keeps the arguments and nothing else.
+    Only the arguments are saved for backward.
 
     Args:
         gate_up: ``[..., 2 * ffn]``; fp32, bf16, fp16 or fp64.
         bias: ``[2 * ffn]``, or None.
-        scale: ``[..., 1]`` of any floating dtype, such as a router's probabilities, or None.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        scale: ``[..., 1]`` in any floating dtype, such as a router's probabilities, or None.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``[..., ffn]`` in the dtype of ``gate_up``.
 
     Raises:
         ValueError: a shape does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
-    if torch.compiler.is_compiling():  # which fuses the operations by itself
+    if torch.compiler.is_compiling():  # the compiler fuses the reference's operations
         return Reference().swiglu(gate_up, bias, scale)
     width = gate_up.shape[-1]
     require(
@@ -52,7 +52,7 @@ def swiglu(
             f"scale must be {[*gate_up.shape[:-1], 1]}, got {None if scale is None else list(scale.shape)}"
         ),
     )
-    chosen: SwiGLU = choose(OPERATOR, backend, ShapeClass.of(gate_up, ("ffn", width // 2)))
-    implementation = unless_empty(OPERATOR, chosen, gate_up)
+    selected: SwiGLU = choose(OPERATOR, backend, ShapeClass.of(gate_up, ("ffn", width // 2)))
+    implementation = unless_empty(OPERATOR, selected, gate_up)
     count_call(OPERATOR, implementation)
     return implementation.swiglu(gate_up, bias, scale)

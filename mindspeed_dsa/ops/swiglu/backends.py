@@ -1,4 +1,4 @@
-"""Backends of SwiGLU: autograd's, few operations on CPUs, Liger-Kernel's on GPUs, torch_npu's."""
+"""Backends of SwiGLU: autograd, a form with few operations for CPUs, Liger-Kernel on GPUs, and torch_npu."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class SwiGLU(Backend):
 
     @abstractmethod
     def swiglu(self, gate_up: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Return ``[..., ffn]``, differentiable."""
+        """Return the result ``[..., ffn]``, differentiable."""
 
 
 class Reference(SwiGLU):
-    """The formula in PyTorch, by autograd."""
+    """The formula in PyTorch with autograd."""
 
     def swiglu(self, gate_up: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        gate, up = (gate_up if bias is None else gate_up + bias).chunk(2, -1)
+        gate, up = (gate_up if bias is None else gate_up + bias).chunk(2, -1)  # [..., ffn] each
         output = F.silu(gate) * up
         return output if scale is None else (output * scale).to(output.dtype)
 
 
 class GradientSwiGLU(SwiGLU):
-    """Backend with a function for its gradient; bias and scale are added around both."""
+    """Backend with its own backward; bias and scale are handled outside of it."""
 
     def swiglu(self, gate_up: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         output: Tensor = _SwiGLU.apply(self, gate_up, bias, scale)
@@ -43,24 +43,24 @@ class GradientSwiGLU(SwiGLU):
 
     @abstractmethod
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Return ``[..., ffn]``."""
+        """Return ``silu(gate) * up``, ``[..., ffn]``."""
 
     @abstractmethod
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        """Return the gradient of ``gate_up``, in its dtype; the one that arrives may have more bits."""
+        """Return the gradient of ``gate_up``, in its dtype; ``grad`` may have a wider dtype."""
 
     def backward_of_scaled(
         self, grad: Tensor, gate_up: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the gradients of ``gate_up`` and of ``scale``, all of fp32 or of fp64.
+        """Return the gradients of ``gate_up`` and ``scale`` in one pass; all tensors are fp32, or all fp64.
 
-        None where the two are computed one after the other.
+        None if the backend computes them one after the other.
         """
         return None
 
 
 class Cpu(GradientSwiGLU):
-    """PyTorch's operations, and what they share in backward computed once."""
+    """PyTorch operations; intermediate results that both gradients share are computed once."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -69,12 +69,12 @@ class Cpu(GradientSwiGLU):
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.cat((grad_gate, F.silu(gate) * grad), -1).to(gate_up.dtype)
+        return torch.cat((grad_gate, F.silu(gate) * grad), -1).to(gate_up.dtype)  # [..., 2 * ffn]
 
     def backward_of_scaled(self, grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = gate_up.chunk(2, -1)
         grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
+        grad_gate, grad_up = grad_gate_up.chunk(2, -1)  # views, [..., ffn] each
         activated, grad_activated = F.silu(gate), grad * up
         torch.ops.aten.silu_backward.grad_input(grad_activated, gate, grad_input=grad_gate)
         torch.mul(activated, grad, out=grad_up)
@@ -82,7 +82,7 @@ class Cpu(GradientSwiGLU):
 
 
 class Cuda(GradientSwiGLU):
-    """Liger-Kernel's kernels for rows that hold both halves."""
+    """Liger-Kernel's kernels for rows that hold gate and up."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         return liger.unavailable(shape, shape["ffn"])
@@ -98,7 +98,7 @@ class Cuda(GradientSwiGLU):
 
 
 class Npu(GradientSwiGLU):
-    """torch_npu's operators."""
+    """torch_npu's operators for output and gradient."""
 
     def unsupported(self, shape: ShapeClass) -> str | None:
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -110,7 +110,7 @@ class Npu(GradientSwiGLU):
         return output
 
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        # The operator wants the dtype of gate_up of the arriving gradient too.
+        # The operator requires the incoming gradient in the dtype of gate_up.
         gradient: Tensor = npu_op(f"{_SWIGLU}_backward")(grad.to(gate_up.dtype), gate_up, dim=-1)
         return gradient
 
@@ -137,7 +137,7 @@ class _SwiGLU(torch.autograd.Function):
         biased = gate_up if bias is None else gate_up + bias
         grad_bias = grad_scale = None
         if scale is not None and ctx.needs_input_grad[3]:
-            # The factors are kept in more bits than the rows, and their gradient is formed in these.
+            # Factors may have a wider dtype than the rows; their gradient is computed in it.
             products = ctx.implementation.forward(biased) * grad.to(scale.dtype)
             grad_scale = products.sum(-1, keepdim=True).to(scale.dtype)
         grad_biased = ctx.implementation.backward(grad if scale is None else grad * scale, biased)
@@ -147,5 +147,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _is_wide(*tensors: Tensor) -> bool:
-    """Return whether all are of one dtype whose products need not be formed in another one."""
+    """Return whether all tensors are fp32, or all fp64, so that products need no conversion."""
     return {tensor.dtype for tensor in tensors} in ({torch.float32}, {torch.float64})
