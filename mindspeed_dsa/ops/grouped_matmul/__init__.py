@@ -1,6 +1,6 @@
-"""Grouped matmul: rows sorted by group, each group multiplied by a matrix of its own.
+"""Grouped matmul: rows sorted by group, each group multiplied with its own matrix.
 
-The mathematics is in README.md beside this file.
+README.md in this folder has the mathematics.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:  # mypy checks the module against the protocol
     MODULE: GroupedMatmul = triton
 
 Layout = Literal["kn", "nk"]
-"""How each group's matrix lies in memory: ``[in, out]``, or ``[out, in]`` as a linear layer's weight does."""
+"""Memory layout of each group's matrix: ``[in, out]``, or ``[out, in]`` as in a linear layer's weight."""
 
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Weight's gradient of one call, not computed yet: it can be put off, and added to what is there.
+    """Deferred weight gradient of one call, which may be computed later and added to an existing gradient.
 
-    Until it is computed it holds ``rows`` and ``grad_output``.
+    It holds ``rows`` and ``grad_output`` until it is computed.
     """
 
     rows: Tensor
@@ -55,15 +55,15 @@ class WeightGradient:
     implementation: GroupedMatmul
 
     def add_to(self, main_grad: Tensor) -> None:
-        """Add it to ``main_grad``, without a copy in between where the backend can do so.
+        """Add the gradient to ``main_grad``, without an intermediate copy if the backend supports this.
 
         Args:
-            main_grad: as large as the weight and in its layout; in the weight's dtype or in fp32.
+            main_grad: tensor with the weight's shape and layout, in the weight's dtype or in fp32.
         """
         self._write(main_grad, accumulate=True)
 
     def new(self) -> Tensor:
-        """Return it as large as the weight, in its layout and dtype; zero for groups without rows."""
+        """Return the gradient in the weight's shape, layout and dtype; zero for groups without rows."""
         groups, shape = len(self.groups), (self.rows.shape[1], self.grad_output.shape[1])
         result = self.rows.new_empty(groups, *(shape if self.layout == "kn" else reversed(shape)))
         self._write(result, accumulate=False)
@@ -87,31 +87,33 @@ def grouped_matmul(
     edge: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Multiply ``out[r] = rows[r] @ weight[g]`` for rows ``r`` of group ``g``; groups lie one after another.
+    """Compute ``out[r] = rows[r] @ weight[g]`` for the rows ``r`` of each group ``g``; groups are
+    consecutive.
 
-    Products are accumulated in fp32 (fp64 for fp64). Groups may be empty, all of them too: the gradient of
-    their matrices is zero, not undefined. Deterministic on every backend.
+    Products are accumulated in fp32 (fp64 for fp64). Some or all groups may be empty: the gradient of their
+    matrices is zero, not undefined. Every backend is deterministic.
 
     Args:
         rows: ``[rows, in]``, fp32, bf16, fp16 or fp64.
-        weight: ``[groups, in, out]``, or ``[groups, out, in]`` with ``layout="nk"``; dtype of ``rows``.
-        tokens_per_expert: ``[groups]`` integers whose sum is the number of rows, on the host or on the
-            device of ``rows``; or made of them by :class:`Groups`, which several calls can share. No backend
-            for CUDA or NPUs waits for the device to read them.
-        layout: see :data:`Layout`. No backend copies the weight to turn it.
-        take_gradient: called in backward, when the gradient of ``rows`` is computed, with that of ``weight``,
-            which it adds to a buffer, computes or keeps for later; returns what autograd gets for ``weight``.
-            By default autograd gets the gradient.
-        edge: stands for ``weight`` in the graph, which then does not reach ``weight`` itself: autograd gets
-            what ``take_gradient`` returns for this one.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        weight: ``[groups, in, out]``, or ``[groups, out, in]`` with ``layout="nk"``, in the dtype of
+            ``rows``.
+        tokens_per_expert: ``[groups]`` integers whose sum is the number of rows, on the host or on the device
+            of ``rows``; or a :class:`Groups` made of them, which several calls can share. Backends for CUDA
+            and NPUs read them without a device synchronization.
+        layout: memory layout of the weight, see :data:`Layout`. No backend copies the weight to transpose it.
+        take_gradient: callback for the weight gradient, called when backward computes the gradient of
+            ``rows``. It may add the gradient to a buffer, compute it or keep it for later. Autograd gets its
+            return value for ``weight``. By default autograd gets the gradient.
+        edge: tensor that replaces ``weight`` in the autograd graph. Autograd then gets the return value of
+            ``take_gradient`` for this tensor, and does not reach ``weight``.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``[rows, out]`` in the dtype of ``rows``.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or numbers of tokens on the host have another sum.
-        BackendUnavailable: the backend asked for cannot take the call.
+        ValueError: a shape or dtype does not fit, or token counts on the host have another sum.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_shape(OPERATOR, "rows", rows, (None, None), "[rows, in]")
     require(layout in ("kn", "nk"), OPERATOR, f"layout must be 'kn' or 'nk', got {layout!r}")
@@ -124,10 +126,10 @@ def grouped_matmul(
     check_float(OPERATOR, rows=rows, weight=weight)
     groups = tokens_per_expert if isinstance(tokens_per_expert, Groups) else Groups(tokens_per_expert)
     groups.check(OPERATOR, len(weight), len(rows))
-    chosen: GroupedMatmul = choose(OPERATOR, backend, _shape_class(rows, weight, layout))
-    implementation = unless_empty(OPERATOR, chosen, rows)
+    selected: GroupedMatmul = choose(OPERATOR, backend, _shape_class(rows, weight, layout))
+    implementation = unless_empty(OPERATOR, selected, rows)
     if not len(rows):
-        groups = Groups([0] * len(weight))  # the reference reads them
+        groups = Groups([0] * len(weight))  # on the host, because the reference reads the sizes
     if edge is not None:
         weight = weight.detach()
     result: Tensor = _Multiply.apply(implementation, rows, weight, edge, groups, layout, take_gradient)
@@ -135,14 +137,14 @@ def grouped_matmul(
 
 
 def reads_sizes(weight: Tensor, layout: Layout) -> bool:
-    """Return whether the host reads numbers of rows in products with a weight, by the backend of ``auto``.
+    """Return whether the backend that `auto` selects for a weight reads group sizes on the host.
 
     Args:
         weight: weight of :func:`grouped_matmul`, for rows of the same dtype.
         layout: layout of the weight.
     """
-    chosen: GroupedMatmul = choose(OPERATOR, "auto", _shape_class(weight, weight, layout))
-    return chosen.READS_SIZES
+    selected: GroupedMatmul = choose(OPERATOR, "auto", _shape_class(weight, weight, layout))
+    return selected.READS_SIZES
 
 
 def _shape_class(rows: Tensor, weight: Tensor, layout: Layout) -> ShapeClass:
@@ -151,7 +153,7 @@ def _shape_class(rows: Tensor, weight: Tensor, layout: Layout) -> ShapeClass:
 
 
 def _canonical(weight: Tensor, layout: Layout) -> Tensor:
-    """Return ``[groups, in, out]``, a view."""
+    """Return a ``[groups, in, out]`` view."""
     return weight if layout == "kn" else weight.transpose(1, 2)
 
 
@@ -176,10 +178,10 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
-        grad_output = grad_output.contiguous()  # the gradient of a sum is one number, expanded
+        grad_output = grad_output.contiguous()  # a sum's gradient is one number, expanded with strides 0
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[1]:
-            turned = _canonical(weight, ctx.layout).transpose(1, 2)
+            turned = _canonical(weight, ctx.layout).transpose(1, 2)  # [groups, out, in], a view
             with without_autocast(rows.device.type):
                 grad_rows = ctx.implementation.multiply(grad_output, turned, ctx.groups)
         if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
@@ -189,16 +191,16 @@ class _Multiply(torch.autograd.Function):
         return None, grad_rows, of_weight, of_edge, None, None, None
 
 
-# Groups whose weights are parameters of their own, as one node of autograd.
+# Groups whose weights are separate parameters, as one autograd node.
 
 
 def multiply_apart(rows: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Multiply each group's rows with a weight of its own, transposed: the bits of one linear layer for each.
+    """Multiply each group's rows with a separate weight, transposed; bit-equal to one linear layer per group.
 
     Args:
         rows: ``[rows, in]``, sorted by group.
-        weights: ``[out, in]`` of each group, in the rows' dtype.
-        sizes: rows of each group.
+        weights: ``[out, in]`` weight of each group, in the rows' dtype.
+        sizes: number of rows of each group.
 
     Returns:
         ``[rows, out]``.
@@ -212,7 +214,7 @@ class _Apart(torch.autograd.Function):
     def forward(ctx: Any, sizes: tuple[int, ...], rows: Tensor, *weights: Tensor) -> Tensor:
         ctx.sizes = sizes
         ctx.save_for_backward(rows, *weights)
-        output = rows.new_empty(rows.shape[0], weights[0].shape[0])
+        output = rows.new_empty(rows.shape[0], weights[0].shape[0])  # [rows, out]
         for part, weight, product in zip(rows.split(sizes), weights, output.split(sizes), strict=True):
             torch.mm(part, weight.t(), out=product)
         return output

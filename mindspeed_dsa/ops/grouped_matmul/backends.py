@@ -1,6 +1,6 @@
-"""Backends of the grouped matmul: plain PyTorch, one product for each group on CPUs, torch_npu's operators.
+"""Backends of the grouped matmul: plain PyTorch, one product per group on CPUs, torch_npu's operators.
 
-``triton.py`` beside this file has the one for NVIDIA GPUs.
+The backend for NVIDIA GPUs is ``triton.py``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.platforms.host_pool import upload
 
 _ADD = "npu_grouped_matmul_add_"
-# What the operator cuts by groups: rows of the product's left side, or what both sides are summed over.
+# Dimension that groups partition: the rows of the left operand, or the dimension that is summed over.
 _ROWS, _SUMMED = 0, 2
-# One tensor goes in and one comes out; group lists hold prefix sums.
+# split_item: one input and one output tensor. group_list_type: group lists hold prefix sums.
 _ONE_TENSOR, _PREFIX_SUMS = 3, 0
-# The manual's limits of a group list and of the last axis of a matrix, or of its transpose.
+# Limits in the manual: entries of a group list, and the last axis of a matrix or of its transpose.
 _MOST_GROUPS = 1024
 _INNER_LIMIT = 65536
 
 
 class Groups:
-    """Numbers of rows of consecutive groups, on the host and on the device, where they end found once each.
+    """Row counts of consecutive groups; their host copy and their ends on a device are each computed once.
 
     Args:
-        tokens_per_expert: ``[groups]`` integers, on the host or on a device; not to be changed afterwards.
+        tokens_per_expert: ``[groups]`` integers, on the host or on a device; must not be modified afterwards.
     """
 
     def __init__(self, tokens_per_expert: Tensor | Sequence[int]) -> None:
@@ -46,26 +46,27 @@ class Groups:
 
     @property
     def on_host(self) -> bool:
-        """Return whether :attr:`sizes` is known without waiting for a device."""
+        """Return whether :attr:`sizes` is available without a device synchronization."""
         return not isinstance(self._numbers, Tensor) or self._numbers.device.type == "cpu"
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return the rows of each group; waits for the device that they are on."""
+        """Return the number of rows of each group; synchronizes if the counts are on a device."""
         return self._numbers.tolist() if isinstance(self._numbers, Tensor) else list(self._numbers)
 
     def ends(self, device: torch.device) -> Tensor:
-        """Return one past the last row of each group, ``[groups]`` int32; nothing waits for it."""
+        """Return one past the last row of each group, ``[groups]`` int32, without a synchronization."""
         if device not in self._ends:
-            # Ascend's devices leave sums of int64 to their few processor cores.
+            # int32, because Ascend devices run int64 sums on their few processor cores.
             numbers = torch.as_tensor(self._numbers).to(torch.int32)
             self._ends[device] = upload(numbers.cumsum(0, dtype=torch.int32), device)
         return self._ends[device]
 
     def check(self, operator: str, groups: int, rows: int) -> None:
-        """Raise ``ValueError`` unless they are ``groups`` numbers that fit ``rows`` rows.
+        """Raise ``ValueError`` unless there are ``groups`` counts that fit ``rows`` rows.
 
-        The sum of numbers on a device is looked at with debug checks on only, as that waits for it.
+        The sum of counts on a device is checked only with debug checks on, because that takes a
+        synchronization.
         """
         shape = list(self._numbers.shape) if isinstance(self._numbers, Tensor) else [len(self._numbers)]
         require(shape == [groups], operator, f"tokens_per_expert must be [{groups}], got {shape}")
@@ -86,14 +87,15 @@ class Groups:
 
 
 class GroupedMatmul(Backend, Protocol):
-    """Backend of three products, of which two are one function: dX is the product with the transposed weight.
+    """Backend of the grouped products; the gradient of the rows is :meth:`multiply` with the transposed
+    weight.
 
-    Matrices come as views in which one of the two last axes is contiguous, whichever it is. There is at
-    least one row, but in the reference.
+    Matrices are views in which either of the last two axes is contiguous. Only the reference gets calls
+    without rows.
     """
 
     READS_SIZES: bool
-    """Whether the host reads the rows of each group; it waits for them where they are on a device."""
+    """Whether the host reads the group sizes, which takes a synchronization if they are on a device."""
 
     @abstractmethod
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups, /) -> Tensor:
@@ -103,14 +105,14 @@ class GroupedMatmul(Backend, Protocol):
     def weight_gradient(
         self, rows: Tensor, grad_output: Tensor, groups: Groups, into: Tensor, accumulate: bool, /
     ) -> None:
-        """Add ``rows.T @ grad_output`` of each group to ``into``, or write it there.
+        """Add ``rows.T @ grad_output`` of each group to ``into``, or overwrite it.
 
         Args:
             rows: ``[rows, in]``.
             grad_output: ``[rows, out]``, contiguous.
-            groups: of which rows belong together.
+            groups: groups of the rows.
             into: ``[groups, in, out]``, in the dtype of ``rows`` or a wider one.
-            accumulate: add; otherwise groups without rows get zeros.
+            accumulate: whether to add. Otherwise groups without rows get zeros.
         """
 
 
@@ -136,11 +138,11 @@ class Reference(GroupedMatmul):
 
 
 class Cpu(GroupedMatmul):
-    """One product per group, written where it belongs.
+    """One product per group, written directly to its place.
 
-    Torch's own ``grouped_mm`` is a loop too, needs widths of certain multiples, has no fp64, and cannot add
-    to a gradient that is there already; adding the gradient inside of the product is what makes this loop
-    faster than one linear layer for each group.
+    Torch's own ``grouped_mm`` is a loop too. It needs widths of certain multiples, has no fp64, and cannot
+    add to an existing gradient. Adding the gradient inside the product makes this loop faster than one linear
+    layer per group.
     """
 
     READS_SIZES = True
@@ -160,7 +162,7 @@ class Cpu(GroupedMatmul):
         self, rows: Tensor, grad_output: Tensor, groups: Groups, into: Tensor, accumulate: bool
     ) -> None:
         if into.stride(2) != 1:
-            # (rows.T @ grad).T = grad.T @ rows: products come in the order in which they lie in memory.
+            # (rows.T @ grad).T = grad.T @ rows: swap the operands, so that products are in memory order.
             rows, grad_output, into = grad_output, rows, into.transpose(1, 2)
         parts = rows.split(groups.sizes), grad_output.split(groups.sizes)
         for size, matrix, part, grad in zip(groups.sizes, into.unbind(), *parts, strict=True):
@@ -177,7 +179,7 @@ class Cpu(GroupedMatmul):
 
 
 class Npu(GroupedMatmul):
-    """torch_npu's operators."""
+    """torch_npu's grouped matmul operators."""
 
     READS_SIZES = False
 
@@ -199,13 +201,13 @@ class Npu(GroupedMatmul):
     def weight_gradient(
         self, rows: Tensor, grad_output: Tensor, groups: Groups, into: Tensor, accumulate: bool
     ) -> None:
-        # An operator that adds in fp32 exists since CANN 8.2; it takes contiguous fp32 only.
+        # Since CANN 8.2 an operator adds in fp32; it takes contiguous fp32 only.
         if into.stride(2) != 1:
-            # (rows.T @ grad).T = grad.T @ rows: products come in the order in which they lie in memory.
+            # (rows.T @ grad).T = grad.T @ rows: swap the operands, so that products are in memory order.
             rows, grad_output, into = grad_output, rows, into.transpose(1, 2)
         if accumulate and _adds_in_place(into):
             ends = groups.ends(rows.device).long()
-            # Prefix sums are what it takes by default; older releases have no parameter that says so.
+            # Prefix sums are its default; older releases have no parameter for the kind of list.
             npu_op(_ADD)(into, rows, grad_output, ends)
             return
         product = _call(rows.T, grad_output, groups, _SUMMED)
@@ -213,7 +215,7 @@ class Npu(GroupedMatmul):
 
 
 def add_product(left: Tensor, right: Tensor, into: Tensor) -> bool:
-    """Add ``left.T @ right`` to ``into`` by the operator, which sums in fp32: one group of all rows.
+    """Add ``left.T @ right`` to ``into`` with the operator, which sums in fp32, as one group of all rows.
 
     Args:
         left: ``[rows, out]``.
@@ -221,12 +223,12 @@ def add_product(left: Tensor, right: Tensor, into: Tensor) -> bool:
         into: ``[out, in]``.
 
     Returns:
-        False where the operator does not take them; nothing was done then.
+        True if the operator took them; False if nothing was done.
     """
     fits = left.dtype == right.dtype and left.dtype in DTYPES and max(into.shape) < _INNER_LIMIT
     if not fits or not _adds_in_place(into):
         return False
-    # Filled on the device: a copy of a number from the host would wait for it.
+    # Filled on the device, because a copy from the host would synchronize.
     end = torch.full((1,), left.size(0), dtype=torch.int64, device=left.device)
     npu_op(_ADD)(into[None], left, right, end)
     return True

@@ -1,6 +1,6 @@
-"""Grouped matmul on NVIDIA GPUs: torch's own kernels where they can serve, Triton kernels elsewhere.
+"""Grouped matmul on NVIDIA GPUs: torch's own kernels where they apply, and Triton kernels elsewhere.
 
-The gradient of the weight is added to what is there inside of the kernel, which torch's cannot do.
+The Triton kernel accumulates the weight gradient in place, which torch's kernels cannot do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindspeed_dsa.ops.triton.common import aligned, block, dense_rows, unsuppor
 from mindspeed_dsa.ops.triton.launch import on_grid
 
 READS_SIZES = False
-# Every program holds the ends of all groups.
+# Limit because every program holds the ends of all groups.
 _MOST_GROUPS = 1024
 
 
@@ -40,7 +40,7 @@ def multiply(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     (count, width_in), (_, _, width_out) = rows.shape, weight.shape
     out = rows.new_empty(count, width_out)
     tiles = _tiles(rows.dtype, width_in, width_out)
-    # A group's last tile may be short: at most one tile more for each group.
+    # Each group may end with a partial tile, so there is at most one more tile per group.
     most = triton.cdiv(count, tiles["BLOCK_M"]) + len(groups)
     on_grid(multiply_kernel, most, triton.cdiv(width_out, tiles["BLOCK_N"]))(
         rows,
@@ -62,11 +62,11 @@ def multiply(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 def weight_gradient(
     rows: Tensor, grad_output: Tensor, groups: Groups, into: Tensor, accumulate: bool
 ) -> None:
-    """Add ``rows.T @ grad_output`` of each group to ``into``, or write it there."""
+    """Add ``rows.T @ grad_output`` of each group to ``into``, or overwrite it."""
     rows, grad_output = dense_rows(rows), dense_rows(grad_output)
     width_in, width_out = rows.shape[1], grad_output.shape[1]
     tiles = _tiles(rows.dtype, width_in, width_out)
-    # BLOCK_K is a width of the result here and BLOCK_M is summed over.
+    # Here BLOCK_K is a width of the result, and BLOCK_M is the dimension that is summed over.
     tiles["BLOCK_K"], tiles["BLOCK_M"] = min(tiles["BLOCK_M"], block(width_in)), tiles["BLOCK_K"]
     grid = (len(groups), triton.cdiv(width_in, tiles["BLOCK_K"]), triton.cdiv(width_out, tiles["BLOCK_N"]))
     on_grid(weight_gradient_kernel, *grid)(
@@ -86,7 +86,8 @@ def weight_gradient(
 
 
 def _tiles(dtype: torch.dtype, width_in: int, width_out: int) -> dict[str, Any]:
-    # Experts have few rows each. Tiles of fp32 take twice the memory, and their products no tensor cores.
+    # 64 rows, because experts have few rows. fp32 tiles take twice the memory, and their products no tensor
+    # cores.
     m, n, k, stages = (64, 64, 32, 2) if dtype == torch.float32 else (64, 128, 64, 3)
     return {
         "BLOCK_M": m,
@@ -98,12 +99,12 @@ def _tiles(dtype: torch.dtype, width_in: int, width_out: int) -> dict[str, Any]:
 
 
 def _torch_takes(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch has kernels for these that do not wait for the device: bf16, rows of 16 bytes."""
+    """Return whether torch has kernels that do not synchronize: for bf16 and 16-byte aligned rows."""
     return (
         rows.is_cuda
         and rows.dtype == torch.bfloat16
         and hasattr(F, "grouped_mm")
         and aligned(rows)
-        and rows.stride(0) > 0  # that of a single row says nothing, and torch asks for one
+        and rows.stride(0) > 0  # dense_rows sets a single row's stride to 0, which torch does not accept
         and aligned(weight if weight.stride(2) == 1 else weight.transpose(1, 2))
     )

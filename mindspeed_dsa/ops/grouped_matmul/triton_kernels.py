@@ -1,7 +1,8 @@
 """Triton kernels of the grouped matmul.
 
-Tiles of rows never span groups. How many tiles there are is known on the device alone, so as many programs
-start as there can be at most, and each finds its group in the prefix sums; what is left over ends at once.
+Tiles of rows never span groups. The number of tiles is known only on the device, so the maximum number of
+programs is launched. Each program finds its group in the prefix sums, and programs without a tile return at
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mindspeed_dsa.ops.triton.common import product
 
 @triton.jit
 def find_tile(ends, tile, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Group, first row, and end of that group, of a tile; group ``GROUPS`` if there is no such tile."""
+    """Return a tile's group, first row, and the group's end; group ``GROUPS`` if there is no such tile."""
     group = tl.arange(0, BLOCK_G)
     inside = group < GROUPS
     end = tl.load(ends + group, mask=inside, other=0)
@@ -48,7 +49,7 @@ def multiply_kernel(
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per tile of ``out``, ``[rows, width_out]`` contiguous."""
+    """Compute one tile of ``out``, ``[rows, width_out]`` contiguous; one program per tile."""
     group, first, last = find_tile(ends, tl.program_id(0), GROUPS, BLOCK_G, BLOCK_M)
     if group < GROUPS:
         tl.assume(width_in > 0)
@@ -88,7 +89,7 @@ def weight_gradient_kernel(
     ACCUMULATE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per tile of one group's ``[width_in, width_out]``; the sum over rows is in their order."""
+    """Compute one tile of a group's ``[width_in, width_out]`` gradient, summed over rows in order."""
     group = tl.program_id(0)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)

@@ -1,6 +1,6 @@
-"""Linear cross entropy: the loss of a vocabulary's projection, without its logits.
+"""Linear cross entropy: the loss of a vocabulary projection, without materializing the logits.
 
-The mathematics is in README.md beside this file.
+README.md in this folder has the mathematics.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mindspeed_dsa.platforms.host_pool import download
 OPERATOR = "linear_cross_entropy"
 
 GradientTime = Literal["forward", "backward"]
-"""When the gradient of the weight is formed."""
+"""Pass in which the gradient of the weight is computed."""
 
 
 class TokenLosses(NamedTuple):
-    """Results for each token."""
+    """Results per token."""
 
     loss: Tensor
     """``[tokens]`` fp32 (fp64 for fp64), differentiable."""
     top: Tensor
-    """``[tokens]``, the largest of this rank's logits, in the dtype of the loss."""
+    """``[tokens]``, largest of this rank's logits, in the dtype of the loss."""
     top_index: Tensor
-    """``[tokens]`` int64, its row of the weight; of no meaning unless it was wanted."""
+    """``[tokens]`` int64, row of the weight for ``top``; meaningless unless ``wants_top``."""
 
 
 @outside_autocast
@@ -64,26 +64,26 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[tokens, hidden]``; fp32, bf16, fp16 or fp64.
-        weight: ``[vocabulary, hidden]`` in the same dtype: this rank's entries of the vocabulary.
-        labels: ``[tokens]`` int64, entries of the whole vocabulary. A label outside of it adds no logit, as
-            in Megatron.
-        token_weights: ``[tokens]``, what the gradients of the losses are expected to be, up to one factor:
-            Megatron's loss mask. Ones by default. It decides how much is computed twice, never the result.
+        weight: ``[vocabulary, hidden]`` in the same dtype, this rank's entries of the vocabulary.
+        labels: ``[tokens]`` int64, entries of the whole vocabulary. A label outside it counts as the largest
+            logit, as in Megatron.
+        token_weights: ``[tokens]``, expected per-token loss gradient, up to a common factor: Megatron's loss
+            mask. Ones by default. A wrong guess costs time, not accuracy.
         logit_scale: factor of the logits.
-        group: tensor parallel ranks that hold the vocabulary, as many entries each, in their order.
-        gradient: ``"forward"`` forms the weight's gradient in forward and keeps it in fp32 until backward;
-            ``"backward"`` keeps nothing of the kind and computes the logits twice.
-        accumulator: takes the weight's gradient in place of autograd.
-        wants_top: whether the place of each token's largest logit is wanted.
-        rows: tokens of a chunk; by default as many as the device is efficient with.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        group: tensor parallel group of the ranks that hold the vocabulary in equal parts, in their order.
+        gradient: pass that computes the weight gradient. ``"forward"`` keeps it in fp32 until backward;
+            ``"backward"`` keeps no such tensor and computes the logits twice.
+        accumulator: receiver of the weight gradient in place of autograd, or None.
+        wants_top: whether the index of each token's largest logit is needed.
+        rows: tokens per chunk; 0 selects a number that is efficient on the device.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         The losses, and the largest logit of each token.
 
     Raises:
         ValueError: a shape, dtype or option does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_shape(OPERATOR, "hidden", hidden, (None, None), "[tokens, hidden]")
     tokens, width = hidden.shape
@@ -141,7 +141,7 @@ class _Loss(torch.autograd.Function):
             losses = implementation.losses_and_gradients(call, grad_hidden, grad_weight)
         if learns:
             call.keep(ctx, grad_hidden, losses.largest, losses.log_sum)
-        # Neither an input nor an output, and too large to be scaled out of place.
+        # Not saved as a tensor: it is neither an input nor an output, and too large to scale out of place.
         ctx.grad_weight = grad_weight
         ctx.mark_non_differentiable(losses.top, losses.top_index)
         return losses.loss, losses.top, losses.top_index
@@ -166,7 +166,7 @@ class _Loss(torch.autograd.Function):
                 _finish(implementation, call, sums, factors, formed)
                 grad_weight = _deliver(formed, call.weight, ctx.accumulator)
                 return None, grad_hidden, grad_weight, None, None, None, None
-            # Formed here: gradients of both, or a second time by those who differentiate twice.
+            # The gradients are computed here: by choice, or again in a second backward of the same graph.
             again = torch.empty_like(call.hidden) if wants_hidden else None
             target, sink = None, ctx.accumulator
             if wants_weight:
@@ -184,14 +184,15 @@ class _Loss(torch.autograd.Function):
 def _finish(
     implementation: Chunked, call: LossCall, sums: Sequence[Tensor], factors: Tensor, formed: Tensor
 ) -> None:
-    """Turn the gradient of the weighted sum of losses into that of the sum by ``factors``, in place.
+    """Rescale the weight gradient of the expected losses to the actual ``factors``, in place.
 
-    All factors are in one proportion to the tokens' weights, but those of tokens that the caller weighted
-    otherwise than expected: for these the difference is added. Whether there are any the host has to know;
-    the device scales the gradient meanwhile.
+    Expected and actual factors differ by one common factor, except for tokens that the caller weighted
+    differently. For these the difference is added. The host has to know whether there are any; the device
+    scales the gradient meanwhile.
     """
     weights = call.token_weights
-    proportions = (factors / weights).masked_fill(weights == 0, torch.nan)
+    # nanmedian ignores tokens with weight 0, and is the common factor if most other tokens agree.
+    proportions = (factors / weights).masked_fill(weights == 0, torch.nan)  # [tokens]
     common = torch.nan_to_num(proportions.nanmedian(), nan=0.0)
     expected = common * weights
     agrees = (factors - expected).abs() <= 4 * torch.finfo(factors.dtype).eps * expected.abs()
@@ -201,11 +202,11 @@ def _finish(
         others = (~agrees).nonzero()[:, 0]
         some = replace(call, hidden=call.hidden[others], labels=call.labels[others])
         difference = (factors - expected)[others]
-        implementation.add_gradients(some, [each[others] for each in sums], difference, None, formed)
+        implementation.add_gradients(some, [total[others] for total in sums], difference, None, formed)
 
 
 def _deliver(gradient: Tensor, weight: Tensor, accumulator: Accumulator | None) -> Tensor | None:
-    """Return what autograd gives to the weight."""
+    """Return the gradient that autograd gets for the weight."""
     if accumulator is None:
         return gradient.to(weight.dtype)
     accumulator.target().add_(gradient)

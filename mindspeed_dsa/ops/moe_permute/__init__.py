@@ -1,6 +1,6 @@
-"""Tokens grouped by the experts they are routed to, and back: the permutations of a mixture of experts.
+"""MoE token permutations: tokens are grouped by the experts to which they are routed, and ungrouped.
 
-Which rows, in which order, is in README.md beside this file.
+README.md in this folder defines the rows and their order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # mypy checks the module against the protocol
 
 
 class Permuted(NamedTuple):
-    """Rows for the experts, and the way back."""
+    """Rows for the experts, and the map for undoing the permutation."""
 
     tokens: Tensor
-    """``[rows, hidden]``: expert by expert, in the order of the tokens within each."""
+    """``[rows, hidden]``: grouped by expert, in the order of the tokens within each expert."""
     probs: Tensor | None
     """``[rows]``, in the dtype of the probabilities, or None without them."""
     row_map: Tensor
-    """``[n]`` int32, what :func:`unpermute` takes; its layout is :class:`row_map.RowMap`'s."""
+    """``[n]`` int32, argument of :func:`unpermute`; its layout is :class:`row_map.RowMap`'s."""
 
 
 @outside_autocast
@@ -46,26 +46,29 @@ def permute(
     topk: int | None = None,
     backend: str = "auto",
 ) -> Permuted:
-    """Copy every token once for each expert it is routed to, expert by expert.
+    """Copy every token once for each expert to which it is routed, grouped by expert.
 
-    The result depends on the inputs alone, bit for bit, and so do the gradients: the one of a token is the
-    sum over its rows in ascending order of experts, added up in fp32 where tokens have 16 bits.
+    Result and gradients depend only on the inputs, bit for bit. A token's gradient is the sum over its rows
+    in ascending order of experts, in fp32 for 16-bit tokens.
 
     Args:
         tokens: ``[tokens, hidden]``; fp32, bf16, fp16 or fp64.
         routing_map: ``[tokens, experts]`` bool. A token may go to any number of experts, or to none.
-        probs: ``[tokens, experts]`` of any floating dtype, or None.
-        rows: entries of the map, where the caller knows them; otherwise they are counted, for which an
-            accelerator has to be waited for. Where the map is read on the host anyway a wrong number is an
-            error; elsewhere rows that the map does not fill are zero, or those of any token where plain
-            PyTorch permutes, and those beyond are lost.
-        topk: the caller's word that every token goes to exactly so many experts; what needs it runs only
-            with it.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        probs: ``[tokens, experts]`` in any floating dtype, or None.
+        rows: number of True entries of the map, if the caller knows it. Otherwise they are counted, which
+            takes a synchronization on accelerators. Where the map is read on the host anyway, a wrong number
+            is an error. Elsewhere, rows beyond a number that is too small are lost. Excess rows of a number
+            that is too large are zero, or copies of arbitrary tokens where plain PyTorch permutes.
+        topk: number of experts of every token, if the caller guarantees that it is the same for all; backends
+            that rely on it run only if it is given.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
+
+    Returns:
+        :class:`Permuted`.
 
     Raises:
         ValueError: a shape, dtype or count does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_shape(OPERATOR, "tokens", tokens, (None, None), "[tokens, hidden]")
     check_float(OPERATOR, tokens=tokens)
@@ -84,11 +87,11 @@ def permute(
     if probs is not None:
         _check_probs(probs, tokens, tuple(routing_map.shape))
     if rows is not None and checks.enabled():
-        found = int(routing_map.sum())
+        entries = int(routing_map.sum())
         require(
-            rows == found,
+            rows == entries,
             OPERATOR,
-            f"the routing map sends its {count} tokens to {found} rows in all, and the caller says {rows}; "
+            f"the routing map sends its {count} tokens to {entries} rows in all, and the caller says {rows}; "
             "num_out_tokens must count the entries of the map",
         )
     if topk is not None and checks.enabled():
@@ -97,9 +100,9 @@ def permute(
             OPERATOR,
             f"the caller says that every token goes to {topk} experts, and the map says otherwise",
         )
-    chosen: Permuter = choose(OPERATOR, backend, _shape_class(tokens))
-    chosen = unless_empty(OPERATOR, chosen, tokens, routing_map)
-    implementation, _ = plan(OPERATOR, backend, chosen, chosen.plan_permute(tokens, probs, topk))
+    selected: Permuter = choose(OPERATOR, backend, _shape_class(tokens))
+    selected = unless_empty(OPERATOR, selected, tokens, routing_map)
+    implementation, _ = plan(OPERATOR, backend, selected, selected.plan_permute(tokens, probs, topk))
     if implementation.KIND == "autograd":
         return Permuted(*implementation.permute(tokens, routing_map, probs, rows, topk))
     return Permuted(*_Permute.apply(implementation, tokens, probs, routing_map, rows, topk))
@@ -115,25 +118,25 @@ def unpermute(
     addend: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Add up the rows of every token, weighted or not, and to them what else there is for the token.
+    """Sum the rows of every token, optionally weighted, and an optional addend per token.
 
-    ``out[t] = sum_e probs[t, e] * permuted[row(t, e)] + addend[t]``, in ascending order of experts, added up
-    in fp32 where rows have 16 bits. A token without rows gets zeros, or its addend.
+    ``out[t] = sum_e probs[t, e] * permuted[row(t, e)] + addend[t]``, in ascending order of experts, summed in
+    fp32 for 16-bit rows. A token without rows gets zeros, or its addend.
 
     Args:
         permuted: ``[rows, hidden]``, in the order of :func:`permute`'s result.
-        row_map: what :func:`permute` returned.
-        tokens: how many there were.
-        probs: ``[tokens, experts]`` of any floating dtype, or None.
-        addend: ``[tokens, hidden]`` in the dtype of ``permuted``, or None: the output of a shared expert.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        row_map: map from :func:`permute`.
+        tokens: number of tokens before the permutation.
+        probs: ``[tokens, experts]`` in any floating dtype, or None.
+        addend: ``[tokens, hidden]`` in the dtype of ``permuted``, such as a shared expert's output, or None.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
         ``[tokens, hidden]`` in the dtype of ``permuted``.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the map is that of another permutation.
-        BackendUnavailable: the backend asked for cannot take the call.
+        ValueError: a shape or dtype does not fit, or the map belongs to another permutation.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_shape(OPERATOR, "permuted", permuted, (None, None), "[rows, hidden]")
     check_float(OPERATOR, permuted=permuted)
@@ -149,9 +152,9 @@ def unpermute(
     if addend is not None:
         check_shape(OPERATOR, "addend", addend, (tokens, hidden), f"[{tokens}, {hidden}]")
         check_float(OPERATOR, permuted=permuted, addend=addend)
-    chosen: Permuter = choose(OPERATOR, backend, _shape_class(permuted))
-    chosen = unless_empty(OPERATOR, chosen, permuted)
-    implementation, _ = plan(OPERATOR, backend, chosen, chosen.plan_unpermute(row_map, rows, probs))
+    selected: Permuter = choose(OPERATOR, backend, _shape_class(permuted))
+    selected = unless_empty(OPERATOR, selected, permuted)
+    implementation, _ = plan(OPERATOR, backend, selected, selected.plan_unpermute(row_map, rows, probs))
     if implementation.KIND == "autograd":
         return implementation.unpermute(permuted, row_map, tokens, probs, addend)
     return _Unpermute.apply(implementation, permuted, row_map, tokens, probs, addend)
@@ -161,23 +164,23 @@ def unpermute(
 def sort_chunks(
     input: Tensor, split_sizes: Tensor, order: Tensor, probs: Tensor | None = None, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Cut rows into chunks and put these in another order.
+    """Split rows into chunks and reorder the chunks.
 
-    On CPUs the input itself is returned where the order is the one that chunks are in already.
+    On CPUs the input itself is returned if the chunks are already in order.
 
     Args:
         input: ``[rows, hidden]``.
         split_sizes: ``[chunks]`` int, rows of each chunk; their sum is ``rows``.
-        order: ``[chunks]`` int: which chunk comes first, second and so on; each occurs once.
-        probs: ``[rows]`` of any floating dtype, put in the same order, or None.
-        backend: see :data:`mindspeed_dsa.ops.backend.BackendName`.
+        order: ``[chunks]`` int, permutation: ``order[i]`` is the chunk that becomes chunk ``i``.
+        probs: ``[rows]`` in any floating dtype, reordered alike, or None.
+        backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.
 
     Returns:
-        Both in the new order, the second None without probabilities.
+        Input and probabilities in the new order; the latter None if not given.
 
     Raises:
         ValueError: a shape or dtype does not fit.
-        BackendUnavailable: the backend asked for cannot take the call.
+        BackendUnavailable: the requested backend cannot take the call.
     """
     check_shape(OPERATOR, "input", input, (None, None), "[rows, hidden]")
     check_float(OPERATOR, input=input)
@@ -187,8 +190,8 @@ def sort_chunks(
         _check_probs(probs, input, (len(input),))
     if order.device.type == "cpu" and order.equal(torch.arange(len(order), dtype=order.dtype)):
         return input, probs
-    chosen: Permuter = choose(OPERATOR, backend, _shape_class(input))
-    implementation = unless_empty(OPERATOR, chosen, input)
+    selected: Permuter = choose(OPERATOR, backend, _shape_class(input))
+    implementation = unless_empty(OPERATOR, selected, input)
     tensors = [input] if probs is None else [input, probs]
     if implementation.KIND == "autograd":
         moved = implementation.sort_chunks(tensors, split_sizes, order)
@@ -237,10 +240,10 @@ class _Permute(torch.autograd.Function):
             grad if need else None
             for grad, need in zip((grad_permuted, grad_probs), ctx.needs_input_grad[1:3], strict=True)
         ]
-        given = next((grad for grad in wanted if grad is not None), None)
-        if given is None:
+        first = next((grad for grad in wanted if grad is not None), None)
+        if first is None:
             return (None,) * 6
-        with without_autocast(given.device.type):
+        with without_autocast(first.device.type):
             grads = ctx.implementation.permute_gradients(*wanted, *ctx.saved_tensors)
         return (None, *grads, None, None, None)
 
@@ -257,7 +260,7 @@ class _Unpermute(torch.autograd.Function):
         addend: Tensor | None,
     ) -> Tensor:
         ctx.implementation, ctx.rows, ctx.adds = implementation, len(permuted), addend is not None
-        # Without weights the gradient needs none of the rows.
+        # Without weights the rows are not needed for the gradient.
         ctx.save_for_backward(row_map, None if probs is None else permuted, probs)
         return implementation.unpermute(permuted, row_map, tokens, probs, addend)
 
@@ -288,12 +291,12 @@ class _SortChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         split_sizes, order = ctx.saved_tensors
-        given = [grad for grad in grads if grad is not None]
-        if not given:
+        present = [grad for grad in grads if grad is not None]
+        if not present:
             return (None,) * (3 + len(grads))
-        # Which chunk came where, without a sort of integers.
+        # Inverse permutation by a scatter, without a sort of integers.
         place = torch.arange(len(order), dtype=order.dtype, device=order.device)
-        back = torch.empty_like(order).index_copy_(0, order.long(), place)
+        back = torch.empty_like(order).index_copy_(0, order.long(), place)  # [chunks]
         sizes = split_sizes.index_select(0, order.to(split_sizes.device))
-        moved = iter(ctx.implementation.sort_chunks(given, sizes, back))
+        moved = iter(ctx.implementation.sort_chunks(present, sizes, back))
         return (None, None, None, *(None if grad is None else next(moved) for grad in grads))

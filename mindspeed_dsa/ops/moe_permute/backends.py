@@ -1,6 +1,6 @@
 """Backends of the permutation of tokens by expert: plain PyTorch, few passes on CPUs, torch_npu's operators.
 
-``triton.py`` beside this file has the one for NVIDIA GPUs. ``row_map.py`` has the integers of all.
+The backend for NVIDIA GPUs is ``triton.py``. ``row_map.py`` has the row maps of all backends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mindspeed_dsa.ops.npu.device import npu_op, unavailable
 from mindspeed_dsa.ops.precision import wide
 from mindspeed_dsa.platforms.host_pool import upload
 
-# Sums of a block of tokens on a CPU stay in the cache until the addend meets them.
+# Bytes of a block of sums on a CPU, so that it is still in the cache when the addend is added.
 _BLOCK_BYTES = 256 << 10
-# Wide copies of a block of rows bound the memory of a device, and its launches.
+# Bytes of a block on an NPU: bounds the memory of its widened copy, and the number of launches.
 _NPU_BLOCK_BYTES = 256 << 20
 _NPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_EXPERTS_OF_A_TOKEN = 512
-# Indices pass through fp32 on the device.
+# The device passes indices through fp32, which is exact up to 2^24.
 _MOST = 16_777_215
 _PERMUTE = "npu_moe_token_permute_with_routing_map"
 _PERMUTE_GRAD = "npu_moe_token_permute_with_routing_map_grad"
@@ -41,11 +41,11 @@ _FINALIZE = "npu_moe_finalize_routing"
 
 class _Permuter(Backend, Protocol):
     def plan_permute(self, tokens: Tensor, probs: Tensor | None, topk: int | None, /) -> Any:
-        """Return why it cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return why the backend cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
         return None
 
     def plan_unpermute(self, row_map: Tensor, rows: int, probs: Tensor | None, /) -> Any:
-        """Return why it cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
+        """Return why the backend cannot take a call, or None: see :func:`mindspeed_dsa.ops.backend.plan`."""
         return None
 
     @abstractmethod
@@ -58,7 +58,7 @@ class _Permuter(Backend, Protocol):
         topk: int | None,
         /,
     ) -> Permutation:
-        """Return the rows expert by expert."""
+        """Return the rows grouped by expert."""
 
     @abstractmethod
     def unpermute(
@@ -70,23 +70,23 @@ class _Permuter(Backend, Protocol):
         addend: Tensor | None,
         /,
     ) -> Tensor:
-        """Return each token's rows, weighted and added up: ``[tokens, hidden]``."""
+        """Return the weighted sum of each token's rows: ``[tokens, hidden]``."""
 
     @abstractmethod
     def sort_chunks(
         self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor, /
     ) -> tuple[Tensor, ...]:
-        """Put chunks of rows in another order, the same for each tensor."""
+        """Reorder chunks of rows, in the same way for each tensor."""
 
 
 class AutogradPermuter(_Permuter, Protocol):
-    """Functions that autograd differentiates."""
+    """Backend whose functions autograd differentiates."""
 
     KIND: Literal["autograd"]
 
 
 class GradientPermuter(_Permuter, Protocol):
-    """Functions beside which there are those for their gradients; chunks go back by the inverse order."""
+    """Backend with its own backward; the gradient of reordered chunks uses the inverse order."""
 
     KIND: Literal["gradients"]
 
@@ -94,32 +94,32 @@ class GradientPermuter(_Permuter, Protocol):
     def permute_gradients(
         self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor, /
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of ``[tokens, hidden]`` and of the probabilities ``[tokens, experts]``.
+        """Return the gradients of the tokens, ``[tokens, hidden]``, and probabilities, ``[tokens, experts]``.
 
-        A gradient that is None is one of zeros, and so is its result; at least one is there.
+        A gradient that is None stands for zeros, and so does its result; at least one is given.
         """
 
     @abstractmethod
     def unpermute_gradients(
         self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None, /
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the permuted rows, and of the probabilities where there are some."""
+        """Return the gradients of the permuted rows, and of the probabilities if they are given."""
 
 
 Permuter = AutogradPermuter | GradientPermuter
 
 
 class _Plain(_Permuter, Protocol):
-    """Permutations by PyTorch's own gathers."""
+    """Permutations with PyTorch's own gathers."""
 
     def permute(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
     ) -> Permutation:
-        found = of_routing(routing_map, rows)
+        mapping = of_routing(routing_map, rows)
         permuted_probs = None
         if probs is not None:
-            permuted_probs = probs.reshape(-1).index_select(0, found.slots(routing_map.shape[1]))
-        return tokens.index_select(0, found.tokens), permuted_probs, found.pack()
+            permuted_probs = probs.reshape(-1).index_select(0, mapping.slots(routing_map.shape[1]))  # [rows]
+        return tokens.index_select(0, mapping.tokens), permuted_probs, mapping.pack()
 
     def sort_chunks(
         self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor
@@ -133,26 +133,27 @@ def _in_order(chunks: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 class Reference(_Plain, AutogradPermuter):
-    """Gather and indexed sum, by autograd."""
+    """Gather and indexed sum, with autograd."""
 
     KIND: Literal["autograd"] = "autograd"
 
     def unpermute(
         self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
     ) -> Tensor:
-        found = unpack(row_map, tokens, len(permuted))
+        mapping = unpack(row_map, tokens, len(permuted))
         total = permuted.to(wide(permuted.dtype))
         if probs is not None:
-            weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]))
+            weights = probs.reshape(-1).index_select(0, mapping.slots(probs.shape[1]))  # [rows]
             total = total * weights.to(total.dtype)[:, None]
-        total = total.new_zeros(tokens, total.shape[1]).index_add(0, found.tokens, total)
+        # [tokens, hidden]
+        total = total.new_zeros(tokens, total.shape[1]).index_add(0, mapping.tokens, total)
         if addend is not None:
             total = total + addend
         return total.to(permuted.dtype)
 
 
 class Cpu(_Plain, GradientPermuter):
-    """Every row is read once and written once."""
+    """Gathers and sums that read every row once and write it once."""
 
     KIND: Literal["gradients"] = "gradients"
 
@@ -163,9 +164,9 @@ class Cpu(_Plain, GradientPermuter):
         self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         tokens, experts = routing_map.shape
-        found = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
-        grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, found, tokens, None, None)
-        return grad_tokens, None if grad_probs is None else _dense(grad_probs, found, tokens, experts)
+        mapping = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
+        grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, mapping, tokens, None, None)
+        return grad_tokens, None if grad_probs is None else _dense(grad_probs, mapping, tokens, experts)
 
     def unpermute(
         self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
@@ -181,7 +182,7 @@ class Cpu(_Plain, GradientPermuter):
 def _unpermute_gradients(
     grad: Tensor, found: RowMap, permuted: Tensor | None, probs: Tensor | None, block_bytes: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what ``unpermute_gradients`` does, in blocks of rows of so many bytes."""
+    """Compute ``unpermute_gradients`` in blocks of rows of ``block_bytes``."""
     if probs is None or permuted is None:
         return grad.index_select(0, found.tokens), None
     (tokens, experts), (rows, hidden) = probs.shape, permuted.shape
@@ -190,14 +191,14 @@ def _unpermute_gradients(
     grad_permuted = torch.empty_like(permuted, memory_format=torch.contiguous_format)
     grad_weights = torch.empty(rows, dtype=dtype, device=grad.device)
     for first, last in _blocks(rows, hidden, dtype, block_bytes):
-        part = grad.index_select(0, found.tokens[first:last]).to(dtype)
+        part = grad.index_select(0, found.tokens[first:last]).to(dtype)  # [block rows, hidden]
         torch.linalg.vecdot(part, permuted[first:last].to(dtype), out=grad_weights[first:last])
         torch.mul(part, weights[first:last, None], out=grad_permuted[first:last])
     return grad_permuted, _dense(grad_weights.to(probs.dtype), found, tokens, experts)
 
 
 def _dense(by_row: Tensor, found: RowMap, tokens: int, experts: int) -> Tensor:
-    """Return ``[tokens, experts]`` with the values of rows ``[rows]``, and zeros."""
+    """Scatter ``[rows]`` values to zeros ``[tokens, experts]``."""
     dense = by_row.new_zeros(tokens * experts)
     return dense.index_copy_(0, found.slots(experts).long(), by_row).view(tokens, experts)
 
@@ -205,12 +206,12 @@ def _dense(by_row: Tensor, found: RowMap, tokens: int, experts: int) -> Tensor:
 def _add_up(
     source: Tensor, found: RowMap, tokens: int, probs: Tensor | None, addend: Tensor | None
 ) -> Tensor:
-    """Return the sums of each token's rows, in ascending order of rows, in fp32 where rows have 16 bits.
+    """Return the sums of each token's rows, in ascending order of rows, in fp32 for 16-bit rows.
 
     Args:
         source: ``[rows, hidden]``.
-        found: the row map.
-        tokens: rows of the result.
+        found: row map of the permutation.
+        tokens: number of tokens, rows of the result.
         probs: ``[tokens, experts]``, weights of the rows, or None.
         addend: ``[tokens, hidden]``, added to the sum, or None.
 
@@ -221,6 +222,7 @@ def _add_up(
     weights = None
     if probs is not None:
         weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]).index_select(0, found.rows))
+    # embedding_bag takes weights only in the dtype of the rows.
     mixed = weights is not None and weights.dtype != source.dtype
     if addend is None and not mixed:
         return _sums(source, found.rows, offsets, weights)
@@ -231,7 +233,7 @@ def _add_up(
         if weights is None or not mixed:
             part = _sums(source, rows, bounds, None if weights is None else weights[begin:end])
         else:
-            weighted = source.index_select(0, rows) * weights[begin:end, None]
+            weighted = source.index_select(0, rows) * weights[begin:end, None]  # [block rows, hidden]
             part = _sums(weighted, torch.arange(len(rows), dtype=torch.int32), bounds, None)
         if addend is None:
             total[first:last] = part
@@ -241,21 +243,21 @@ def _add_up(
 
 
 def _sums(source: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sums of listed rows without a copy of them, ``[len(offsets) - 1, hidden]``."""
+    """Return the sums of listed rows, ``[len(offsets) - 1, hidden]``, without a copy of the rows."""
     return torch.embedding_bag(source, rows, offsets, False, 0, False, weights, True)[0]
 
 
 def _blocks(
     rows: int, hidden: int, dtype: torch.dtype, block_bytes: int = _BLOCK_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Yield first and last row, one past it, of blocks of so many bytes; default: a core's cache has them."""
+    """Yield the bounds of blocks of rows of ``block_bytes``; by default they fit a core's cache."""
     step = max(block_bytes // max(hidden * dtype.itemsize, 1), 1)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
 
 class Npu(GradientPermuter):
-    """torch_npu's operators, which want every token to go to equally many experts.
+    """torch_npu's operators, which require the same number of experts for every token.
 
     Each token then owns ``topk`` rows, and the operators' ``sorted_indices [tokens * topk]`` is
     :attr:`RowMap.rows`.
@@ -288,7 +290,8 @@ class Npu(GradientPermuter):
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
     ) -> Permutation:
         assert topk is not None
-        # The operator wants probabilities in the dtype of the tokens, which rounds those of a router in fp32.
+        # The operator takes probabilities in the tokens' dtype, which would round a router's fp32
+        # probabilities.
         alike = probs is not None and probs.dtype == tokens.dtype
         permuted, permuted_probs, listed = npu_op(_PERMUTE)(
             tokens,
@@ -297,47 +300,55 @@ class Npu(GradientPermuter):
             num_out_tokens=len(tokens) * topk,
             drop_and_pad=False,
         )
-        found = _row_map(listed, routing_map, topk)
+        mapping = _row_map(listed, routing_map, topk)
         if probs is not None and not alike:
-            permuted_probs = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]))
-        return permuted, permuted_probs if probs is not None else None, found.pack()
+            permuted_probs = probs.reshape(-1).index_select(0, mapping.slots(probs.shape[1]))  # [rows]
+        return permuted, permuted_probs if probs is not None else None, mapping.pack()
 
     def permute_gradients(
         self, grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         tokens, experts = routing_map.shape
-        found = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
+        mapping = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
         alike = (
             grad_permuted is not None and grad_probs is not None and grad_probs.dtype == grad_permuted.dtype
         )
         grad_tokens = dense = None
         if grad_permuted is not None:
             grad_tokens, dense = npu_op(_PERMUTE_GRAD)(
-                grad_permuted, grad_probs if alike else None, found.rows, routing_map, experts, tokens, False
+                grad_permuted,
+                grad_probs if alike else None,
+                mapping.rows,
+                routing_map,
+                experts,
+                tokens,
+                False,
             )
         if grad_probs is None:
             return grad_tokens, None
         if not alike:
             dense = grad_probs.new_zeros(tokens * experts)
-            dense = dense.index_copy_(0, found.slots(experts).long(), grad_probs).view(tokens, experts)
+            # [tokens * experts] -> [tokens, experts]
+            dense = dense.index_copy_(0, mapping.slots(experts).long(), grad_probs).view(tokens, experts)
         return grad_tokens, dense
 
     def unpermute(
         self, permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
     ) -> Tensor:
         topk = len(permuted) // tokens
-        found = unpack(row_map, tokens, len(permuted))
-        # The operator wants the first row of every token, then the second of every token, and so on.
-        by_choice = found.rows.view(tokens, topk).t().reshape(-1)
-        # How many rows a token has it takes from the scales. A parameter for this is in some releases only,
-        # and wants a CANN newer than most that they run with.
+        mapping = unpack(row_map, tokens, len(permuted))
+        # The operator takes the first row of every token, then the second row of every token, and so on.
+        by_choice = mapping.rows.view(tokens, topk).t().reshape(-1)  # [topk * tokens]
+        # The operator infers the number of rows per token from the scales. Only some releases have a
+        # parameter for it, which requires a CANN newer than most that they run with.
         dtype = permuted.dtype
         if probs is None:
             scales = permuted.new_ones(tokens, topk)
         else:
-            # It wants one dtype, and would round the weights of a router in fp32 to that of the rows.
+            # The operator takes one dtype, and would round a router's fp32 weights to the rows' dtype.
             dtype = torch.promote_types(dtype, probs.dtype)
-            slots = found.slots(probs.shape[1]).index_select(0, found.rows)
+            slots = mapping.slots(probs.shape[1]).index_select(0, mapping.rows)
+            # [tokens, topk]
             scales = probs.reshape(-1).index_select(0, slots).view(tokens, topk).to(dtype)
         addend = None if addend is None else addend.to(dtype)
         total: Tensor = npu_op(_FINALIZE)(permuted.to(dtype), addend, None, None, scales, by_choice, None)
@@ -346,8 +357,8 @@ class Npu(GradientPermuter):
     def unpermute_gradients(
         self, grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        found = unpack(row_map, len(grad), rows)
-        return _unpermute_gradients(grad, found, permuted, probs, _NPU_BLOCK_BYTES)
+        mapping = unpack(row_map, len(grad), rows)
+        return _unpermute_gradients(grad, mapping, permuted, probs, _NPU_BLOCK_BYTES)
 
     def sort_chunks(
         self, tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor
@@ -358,10 +369,10 @@ class Npu(GradientPermuter):
 
 
 def _row_map(listed: Tensor, routing_map: Tensor, topk: int) -> RowMap:
-    """Return the map of the operator's ``sorted_indices``; waits for nothing."""
+    """Return the row map for the operator's ``sorted_indices``, without a device synchronization."""
     rows = len(listed)
     token = torch.arange(rows // topk, dtype=torch.int32, device=listed.device)
-    by_place = token[:, None].expand(-1, topk).reshape(-1)
-    tokens = torch.empty_like(listed).index_copy_(0, listed.long(), by_place)
+    by_place = token[:, None].expand(-1, topk).reshape(-1)  # [tokens * topk]
+    tokens = torch.empty_like(listed).index_copy_(0, listed.long(), by_place)  # [rows]
     counts = routing_map.sum(0, dtype=torch.int32)
     return RowMap(None, listed, tokens, group_of_rows(counts, rows))

@@ -23,49 +23,49 @@ from mindspeed_dsa.ops.triton.launch import on_grid
 from mindspeed_dsa.platforms.host_pool import upload
 
 KIND: Literal["gradients"] = "gradients"
-# Columns that a program works on at a time.
+# Columns that a program processes at a time.
 _MAX_BLOCK = 2048
 
 
 def unsupported(shape: ShapeClass) -> str | None:
-    """Why this backend cannot take calls of this shape, or None."""
+    """Return why this backend cannot take calls of this shape, or None."""
     return unsupported_here(shape)
 
 
 def plan_permute(tokens: Tensor, probs: Tensor | None, topk: int | None) -> Any:
-    """None: it takes every call."""
+    """Return None, because the backend takes every call."""
 
 
 def plan_unpermute(row_map: Tensor, rows: int, probs: Tensor | None) -> Any:
-    """None: it takes every call."""
+    """Return None, because the backend takes every call."""
 
 
 def permute(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, rows: int | None, topk: int | None
 ) -> Permutation:
-    """Rows expert by expert."""
+    """Return the rows grouped by expert."""
     if rows is None:
         rows = int(routing_map.sum())
-    found = _list_rows(routing_map, rows)
+    row_map = _list_rows(routing_map, rows)
     permuted = tokens.new_empty(rows, tokens.shape[1])
     permuted_probs = None if probs is None else probs.new_empty(rows)
-    _gather(tokens, found, permuted, probs, permuted_probs)
-    return permuted, permuted_probs, found.pack()
+    _gather(tokens, row_map, permuted, probs, permuted_probs)
+    return permuted, permuted_probs, row_map.pack()
 
 
 def permute_gradients(
     grad_permuted: Tensor | None, grad_probs: Tensor | None, row_map: Tensor, routing_map: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``[tokens, hidden]`` and of the probabilities ``[tokens, experts]``."""
+    """Return the gradients of ``[tokens, hidden]`` tokens and ``[tokens, experts]`` probabilities."""
     tokens, experts = routing_map.shape
-    found = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
-    grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, found, tokens, None, None)
+    mapping = unpack_for(row_map, routing_map, grad_permuted, grad_probs)
+    grad_tokens = None if grad_permuted is None else _add_up(grad_permuted, mapping, tokens, None, None)
     if grad_probs is None:
         return grad_tokens, None
     dense, rows = grad_probs.new_zeros(tokens, experts), len(grad_probs)
     if rows:
         on_grid(scatter_probs_kernel, triton.cdiv(rows, 1024))(
-            grad_probs.contiguous(), found.tokens, found.experts, dense, rows, experts, BLOCK=1024
+            grad_probs.contiguous(), mapping.tokens, mapping.experts, dense, rows, experts, BLOCK=1024
         )
     return grad_tokens, dense
 
@@ -73,26 +73,26 @@ def permute_gradients(
 def unpermute(
     permuted: Tensor, row_map: Tensor, tokens: int, probs: Tensor | None, addend: Tensor | None
 ) -> Tensor:
-    """Each token's rows, weighted and added up: ``[tokens, hidden]``."""
+    """Return the weighted sum of each token's rows: ``[tokens, hidden]``."""
     return _add_up(permuted, unpack(row_map, tokens, len(permuted)), tokens, probs, addend)
 
 
 def unpermute_gradients(
     grad: Tensor, row_map: Tensor, rows: int, permuted: Tensor | None, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the permuted rows, and of the probabilities where there are some."""
+    """Return the gradients of the permuted rows, and of the probabilities if they are given."""
     tokens, hidden = grad.shape
-    found = unpack(row_map, tokens, rows)
+    mapping = unpack(row_map, tokens, rows)
     out = grad.new_empty(rows, hidden)
     if probs is None or permuted is None:
-        _gather(grad, found, out, None, None)
+        _gather(grad, mapping, out, None, None)
         return out, None
     grad_probs = torch.zeros_like(probs, memory_format=torch.contiguous_format)
     on_grid(weighted_gather_kernel, rows)(
         grad.contiguous(),
         permuted.contiguous(),
-        found.tokens,
-        found.experts,
+        mapping.tokens,
+        mapping.experts,
         probs.contiguous(),
         out,
         grad_probs,
@@ -104,12 +104,13 @@ def unpermute_gradients(
 
 
 def sort_chunks(tensors: Sequence[Tensor], split_sizes: Tensor, order: Tensor) -> tuple[Tensor, ...]:
-    """Chunks of rows in another order, the same for each tensor."""
+    """Reorder chunks of rows, in the same way for each tensor."""
     device, rows = tensors[0].device, len(tensors[0])
     before = chunk_rows(upload(split_sizes, device), upload(order, device), rows).int()
     moved = []
     for tensor in tensors:
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # [rows, ...] -> [rows, hidden]
         wide = tensor.view(rows, -1) if tensor.is_contiguous() else tensor.reshape(rows, -1)
         _gather(wide, RowMap(None, before, before, before), out.view(rows, -1), None, None)
         moved.append(out)
@@ -121,14 +122,14 @@ def _block(hidden: int) -> int:
 
 
 def _list_rows(routing_map: Tensor, rows: int) -> RowMap:
-    """The row map; waits for nothing."""
+    """Return the row map, without a device synchronization."""
     tokens, experts = routing_map.shape
     device = routing_map.device
     # Rows are numbered by expert, then by token: [experts * tokens].
     rank = routing_map.t().reshape(-1).cumsum(0, dtype=torch.int32)
     offsets = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
     torch.cumsum(routing_map.sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=offsets[1:])
-    # No token has the rows that the map does not fill, and no list reaches beyond the rows.
+    # If `rows` is wrong, rows beyond the map's entries have no token (-1), and offsets are clamped to `rows`.
     parts = torch.full((3, rows), -1, dtype=torch.int32, device=device)
     on_grid(list_rows_kernel, tokens)(
         routing_map.contiguous().view(torch.int8),
@@ -146,7 +147,7 @@ def _list_rows(routing_map: Tensor, rows: int) -> RowMap:
 def _gather(
     source: Tensor, found: RowMap, out: Tensor, probs: Tensor | None, out_probs: Tensor | None
 ) -> None:
-    """Fill ``out [rows, hidden]`` and ``out_probs [rows]`` with those of the rows' tokens and experts."""
+    """Fill ``out [rows, hidden]`` and ``out_probs [rows]`` from the rows' tokens and experts."""
     rows, hidden = out.shape
     if rows == 0:
         return
@@ -167,7 +168,7 @@ def _gather(
 def _add_up(
     source: Tensor, found: RowMap, tokens: int, probs: Tensor | None, addend: Tensor | None
 ) -> Tensor:
-    """``[tokens, hidden]``: sums of each token's rows and of the addend."""
+    """Return the sum of each token's rows and the addend, ``[tokens, hidden]``."""
     hidden = source.shape[1]
     total = source.new_empty(tokens, hidden)
     block = _block(hidden)

@@ -1,4 +1,4 @@
-"""Kernels of the permutation of tokens by expert: rows are gathered, and sums have one fixed order."""
+"""Kernels of the permutation of tokens by expert: rows are gathered, and sums have a fixed order."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def list_rows_kernel(
     row_count,
     BLOCK: tl.constexpr,
 ):
-    """One program per token: lists its rows, and writes to each of them which token and expert it is of.
+    """List the rows of a token, and write its token and expert for each of them; one program per token.
 
-    ``rank [experts, tokens]`` counts the map's entries in the order of rows, each with itself.
+    ``rank [experts, tokens]`` is the inclusive count of the map's entries in the order of rows.
     """
     token = tl.program_id(0).to(tl.int64)
     at = tl.load(offsets + token)
@@ -31,7 +31,7 @@ def list_rows_kernel(
         chosen = tl.load(routing_map + token * expert_count + expert, mask=inside, other=0).to(tl.int32)
         row = tl.load(rank + expert.to(tl.int64) * token_count + token, mask=inside, other=0) - 1
         place = at + tl.cumsum(chosen, axis=0) - 1
-        # A caller's wrong number of rows must not write beyond them.
+        # A wrong number of rows from the caller must not cause writes beyond them.
         kept = (chosen != 0) & (row < row_count)
         tl.store(rows + place, row, mask=kept & (place < row_count))
         tl.store(tokens + row, tl.full([BLOCK], 0, tl.int32) + token.to(tl.int32), mask=kept)
@@ -52,10 +52,10 @@ def gather_kernel(
     HAS_PROBS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: its token and its probability, or zeros where it has no token."""
+    """Copy a row's token and probability, or zeros if it has no token; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int64)
-    # Of a row without a token nothing is read.
+    # For a row without a token nothing is read.
     readable = tl.where(token >= 0, hidden, 0)
     for first in range(0, hidden, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def add_up_kernel(
     HAS_ADDEND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and block of columns: the sum of the token's rows, in their order, in fp32."""
+    """Sum a token's rows in order, in fp32; one program per token and block of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -113,7 +113,7 @@ def weighted_gather_kernel(
     expert_count,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: its gradient, and that of its weight, into ``grad_probs [tokens, experts]``."""
+    """Compute a row's gradient, and its weight's in ``grad_probs [tokens, experts]``; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int64)
     readable = tl.where(token >= 0, hidden, 0)
@@ -132,7 +132,7 @@ def weighted_gather_kernel(
 
 @triton.jit
 def scatter_probs_kernel(by_row, tokens, experts, dense, row_count, expert_count, BLOCK: tl.constexpr):
-    """``dense[tokens[r], experts[r]] = by_row[r]``; no two rows share a place."""
+    """Write ``dense[tokens[r], experts[r]] = by_row[r]``; each place has at most one row."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < row_count
     token = tl.load(tokens + row, mask=inside, other=-1).to(tl.int64)

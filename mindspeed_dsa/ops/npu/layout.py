@@ -1,18 +1,18 @@
-"""How torch_npu's operators are given the keys that a row sees.
+"""Layouts in which torch_npu's operators take the rows of a call.
 
-They know two forms of rows, both causal from the lower right (``sparse_mode=3``):
+The operators support two forms of rows, both causal from the lower right (``sparse_mode=3``):
 
 * BSND, ``[batch, length, heads, dim]``: row ``t`` of ``S1`` sees keys ``0 .. t + S2 - S1`` of ``S2``.
-* TND, ``[tokens, heads, dim]`` with prefix sums of the lengths of sequences: the same in each sequence, and
-  key indices count from the start of the sequence.
+* TND, ``[tokens, heads, dim]`` with prefix sums of the sequence lengths: the same within each sequence, with
+  key indices counted from the start of the sequence.
 
-An operator takes ``min(topk, visible keys)`` entries of a row of indices and does not look whether they are
--1. A row that lists fewer keys than that would be computed from whatever lies in memory, so it is refused.
+An operator reads ``min(topk, visible keys)`` entries of a row of indices, without checking them for -1. A row
+that lists fewer keys would be computed from arbitrary memory, so it is refused.
 
-Which keys rows see the host mostly knows (:class:`mindspeed_dsa.ops.row_ranges.RowForm`): a layout made of
-that costs nothing. Otherwise it is read from the device, which the host then waits for. What a tensor holds
-is not remembered with the tensor: collectives, ``.data`` and ``.numpy()`` change it without a trace. A call
-finds its layout once and hands it on, to its own backward too.
+The host usually knows the keys that rows see (:class:`mindspeed_dsa.ops.row_ranges.RowForm`): a layout from
+it costs nothing. Otherwise it is read from the device, which takes a synchronization. Results of reading are
+not cached per tensor, because collectives, ``.data`` and ``.numpy()`` change contents without a trace. A call
+determines its layout once and passes it on, also to its own backward.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from mindspeed_dsa.ops.checks import names_key, require
 from mindspeed_dsa.ops.row_ranges import Ranges, RowForm
 from mindspeed_dsa.platforms.host_pool import upload
 
+# Larger than every key position.
 _BEHIND_ALL = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The form in which a call's tensors, ``[batch, length, ...]`` here, go to an operator."""
+    """Form in which a call's tensors, here ``[batch, length, ...]``, are passed to an operator."""
 
     batch: int
     query_length: int
@@ -51,12 +52,12 @@ class Layout:
 
     @property
     def shortest(self) -> int:
-        """Keys of the sequence that has fewest."""
+        """Return the number of keys of the shortest sequence."""
         return self.key_length if self.sequences is None else min(self.sequences)
 
     @cached_property
     def prefix_sums(self) -> list[int] | None:
-        """Ends of the sequences, as the loss operators want them: no leading zero; None for BSND."""
+        """Return the ends of the sequences for the loss operators: no leading zero; None for BSND."""
         if self.sequences is None:
             return None
         return torch.tensor(self.sequences).cumsum(0).tolist()
@@ -68,15 +69,15 @@ class Layout:
 
     @cached_property
     def key_lengths(self) -> Tensor:
-        """The same for keys."""
+        """Return the lengths of keys, in the same form."""
         return self._lengths(self.key_length)
 
     @cached_property
     def _offsets(self) -> Tensor:
-        """``[tokens, 1]`` int32: where the sequence of each token begins in its row of the batch."""
+        """Return ``[tokens, 1]`` int32: start of each token's sequence within its row of the batch."""
         assert self.sequences is not None
         lengths = torch.tensor(self.sequences)
-        begins = (lengths.cumsum(0) - lengths) % self.query_length
+        begins = (lengths.cumsum(0) - lengths) % self.query_length  # [sequences]
         return upload(begins.repeat_interleave(lengths).to(torch.int32), self.device)[:, None]
 
     def _lengths(self, length: int) -> Tensor:
@@ -85,45 +86,45 @@ class Layout:
         return upload(torch.tensor(self.prefix_sums, dtype=torch.int32), self.device)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """``[batch, length, ...]`` as the operators want it, contiguous."""
+        """Return ``[batch, length, ...]`` in the operators' layout, contiguous."""
         return (tensor if self.sequences is None else tensor.flatten(0, 1)).contiguous()
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`pack`."""
+        """Invert :meth:`pack`."""
         return tensor if self.sequences is None else tensor.unflatten(0, (self.batch, -1))
 
     def pack_heads_first(self, tensor: Tensor) -> Tensor:
-        """``[batch, length, heads]`` to ``[batch, heads, length, 1]`` or ``[heads, tokens, 1]``."""
+        """Return ``[batch, length, heads]`` as ``[batch, heads, length, 1]`` or ``[heads, tokens, 1]``."""
         packed = tensor if self.sequences is None else tensor.flatten(0, 1)
         return packed.transpose(-1, -2)[..., None].contiguous()
 
     def pack_statistics(self, tensor: Tensor) -> Tensor:
-        """``[batch, length, heads]`` to ``[batch, 1, length, heads]`` or ``[1, tokens, heads]``."""
+        """Return ``[batch, length, heads]`` as ``[batch, 1, length, heads]`` or ``[1, tokens, heads]``."""
         packed = tensor if self.sequences is None else tensor.flatten(0, 1)
         return packed.unsqueeze(-3).contiguous()
 
     def unpack_statistics(self, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`pack_statistics`."""
+        """Invert :meth:`pack_statistics`."""
         return self.unpack(tensor.squeeze(-3))
 
     def pack_indices(self, topk_indices: Tensor) -> Tensor:
-        """``[batch, length, topk]`` to what the operators count from: int32, still without a head axis."""
+        """Return ``[batch, length, topk]`` indices in the operators' layout: int32, no head axis yet."""
         outside = ~names_key(topk_indices, self.key_length)
         packed = self.pack(topk_indices.masked_fill(outside, -1).to(torch.int32))
         return packed if self.sequences is None else torch.where(packed < 0, packed, packed - self._offsets)
 
     def pack_widened(self, topk_indices: Tensor, step: int) -> Tensor:
-        """The same with a head axis, as wide as the next multiple of ``step``.
+        """Return the packed indices with a head axis, padded to a multiple of ``step`` entries.
 
-        Entries may be added only where every visible key is listed: an operator takes as many entries as
-        there are visible keys, so that it does not reach the added ones.
+        Padding is only valid if every visible key is listed: an operator reads as many entries as there are
+        visible keys, so it does not reach the padding.
         """
         packed = self.pack_indices(topk_indices)
         missing = -packed.shape[-1] % step
-        return F.pad(packed, (0, missing), value=-1).unsqueeze(-2).contiguous()
+        return F.pad(packed, (0, missing), value=-1).unsqueeze(-2).contiguous()  # [..., 1, topk + missing]
 
     def unpack_indices(self, packed: Tensor) -> Tensor:
-        """The inverse of :meth:`pack_indices`."""
+        """Invert :meth:`pack_indices`."""
         if self.sequences is not None:
             packed = torch.where(packed < 0, packed, packed + self._offsets)
         return self.unpack(packed)
@@ -133,7 +134,7 @@ class Layout:
 def layout_of_form(
     batch: int, query_length: int, key_length: int, form: RowForm, device: torch.device
 ) -> Layout:
-    """The layout of rows of this form, one for all layers: what it brings to the device it brings once."""
+    """Return the layout of rows of this form, cached for all layers, so that its uploads happen once."""
     sequences = form.sequences
     if sequences == (query_length,) * batch:
         sequences = None
@@ -143,17 +144,17 @@ def layout_of_form(
 def layout_of_selection(
     operator: str, topk_indices: Tensor, key_length: int, form: RowForm | None
 ) -> Layout | str:
-    """The layout of rows that list their keys in ``topk_indices``, or why there is none.
+    """Return the layout of rows that list their keys in ``topk_indices``, or why there is none.
 
     Args:
-        operator: who to name in an error.
+        operator: operator's name in an error.
         topk_indices: ``[batch, query_length, topk]``, valid entries first.
         key_length: number of keys.
-        form: of rows that list as many keys as they see, at most ``topk``; with debug checks on the indices
-            are read and held against it. None: they are read, see :func:`layout_of_indices`.
+        form: form of rows that list all keys that they see, up to ``topk``. With debug checks on, the indices
+            are read and compared with it. None: the indices are read, see :func:`layout_of_indices`.
 
     Raises:
-        ValueError: the form is not that of these rows.
+        ValueError: the form does not match the rows.
     """
     if form is None:
         return layout_of_indices(topk_indices, key_length)
@@ -161,9 +162,9 @@ def layout_of_selection(
     form.check(operator, batch, length, key_length)
     layout = layout_of_form(batch, length, key_length, form, topk_indices.device)
     if checks.enabled():
-        found = layout_of_indices(topk_indices, key_length)
+        actual = layout_of_indices(topk_indices, key_length)
         require(
-            found == layout,
+            actual == layout,
             operator,
             f"topk_indices do not list what rows of the form that came with them see, {form}",
         )
@@ -171,12 +172,12 @@ def layout_of_selection(
 
 
 def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
-    """The layout of rows that see these ranges, or a sentence that says why there is none.
+    """Return the layout of rows that see these ranges, or a sentence that says why there is none.
 
-    Reads them from the device unless the host knows their form.
+    Reads the ranges from the device unless the host knows their form.
 
     Args:
-        ranges: ``[batch, query_length]`` each.
+        ranges: ranges with ``[batch, query_length]`` bounds.
         key_length: number of keys.
     """
     starts, ends, _, form = ranges
@@ -184,7 +185,7 @@ def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
     if form is not None:
         return layout_of_form(batch, length, key_length, form, ends.device)
     layout: Layout | None = None
-    begin, end = torch.stack([starts, ends]).cpu()
+    begin, end = torch.stack([starts, ends]).cpu()  # [batch, query_length] each
     position = torch.arange(length, dtype=torch.int32)
     if (begin == 0).all() and _ends_at_last_key(end, position, key_length):
         layout = Layout(batch, length, key_length, None, ends.device)
@@ -199,9 +200,9 @@ def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
 
 
 def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
-    """The layout under which each row of ``topk_indices`` lists as many keys as an operator takes.
+    """Return the layout under which each row of ``topk_indices`` lists as many keys as an operator reads.
 
-    A few passes over the indices on the device, then one wait for four numbers per row.
+    Takes a few passes over the indices on the device, then one synchronization to read four numbers per row.
 
     Args:
         topk_indices: ``[batch, query_length, topk]``, valid entries first.
@@ -211,7 +212,8 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
         The layout, or a sentence that says why there is none.
     """
     batch, length, topk = topk_indices.shape
-    valid = names_key(topk_indices, key_length)
+    valid = names_key(topk_indices, key_length)  # [batch, query_length, topk]
+    # [batch, query_length] each
     counts = valid.sum(dim=-1)
     slot = torch.arange(topk, device=topk_indices.device)
     first_come = (valid == (slot < counts[..., None])).all(dim=-1)
@@ -228,6 +230,7 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
         if (counts == seen.clamp_max(topk)).all() and (highest < seen).all():
             layout = Layout(batch, length, key_length, None, device)
         elif shift == 0 and (highest <= position).all():
+            # A row with one key starts a sequence; each row belongs to the last sequence that started.
             begins = counts == 1
             begin = torch.where(begins, position, 0).cummax(dim=-1).values
             if (counts == (position - begin + 1).clamp_max(topk)).all() and (lowest >= begin).all():
@@ -247,12 +250,12 @@ def _ends_at_last_key(ends: Tensor, position: Tensor, key_length: int) -> bool:
 
 
 def _packed(begins: Tensor, begin: Tensor, device: torch.device) -> Layout | None:
-    """Sequences that begin in the marked rows, if every row belongs to the last one that began.
+    """Return the layout of sequences that start in the marked rows, or None if ``begin`` contradicts them.
 
     Args:
-        begins: ``[batch, length]`` bool.
-        begin: ``[batch, length]``, where the sequence of a row is said to begin.
-        device: where the tensors of the call are.
+        begins: ``[batch, length]`` bool, whether a sequence starts in a row.
+        begin: ``[batch, length]``, expected start of the row's sequence.
+        device: device of the call's tensors.
     """
     batch, length = begins.shape
     position = torch.arange(length)
