@@ -122,6 +122,7 @@ def _call(call: Call | None, record: Record) -> str:
 
 
 def _verdict(records: Sequence[Record], found: Findings) -> str:
+    # Longest wait of any rank, at the time of the last record.
     longest = max(
         (
             max(record.time for record in records) - call.started

@@ -189,6 +189,7 @@ def ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     ``within_noise`` is true if the ranges of both sides overlap, so that the ratio is not significant; None
     if a side has only one run.
     """
+    # Consecutive runs of A and B: a slow drift of the machine cancels in their ratio.
     pairs = [y / x for x, y in zip(a["runs"], b["runs"], strict=False) if x]
     several = len(a["runs"]) > 1 and len(b["runs"]) > 1
     overlap = a["min"] <= b["max"] and b["min"] <= a["max"]
@@ -242,6 +243,7 @@ def _pairs(a: Sequence[Record], b: Sequence[Record], name: str) -> list[tuple[in
 
 
 def _same(x: Any, y: Any) -> bool:
+    # NaN counts as equal to NaN: both sides diverged at this step.
     return x == y or (is_number(x) and is_number(y) and math.isnan(x) and math.isnan(y))
 
 
@@ -308,6 +310,7 @@ def compare_weights(
     if len(names) < 2:
         return {"same": None, "how": "not verified: there are not two runs"}
     first, reference = names[0], runs[names[0]]
+    # Without digests of every run, nothing is known about the weights.
     silent = [name for name in names if not runs[name]]
     if silent:
         return {

@@ -59,6 +59,7 @@ def judge(feature: Feature, release: str, records: Records, others: Iterable[Fea
     patches = [patch for patch in feature.patches if patch.module.partition(".")[0] == ROOT]
     inside = [patch for patch in patches if not versions.outside(patch, lambda package: version)]
     if patches and not inside and len(patches) == len(feature.patches):
+        # The release is above the range of some patch, so it has the change itself.
         if not all(_is_below(version, patch.versions) for patch in patches):
             return Verdict("not needed")
         for other in others:

@@ -118,6 +118,7 @@ def _of_collectives(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
         if differs is not None:
             yield Wait(group, *differs)
         elif most > least:
+            # The next call, least + 1, is the first that some ranks have not started.
             missing = tuple(rank for rank, count in counts.items() if count == least)
             arrived = {
                 rank: _collective(known_groups[rank], least + 1)
@@ -126,6 +127,7 @@ def _of_collectives(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
             }
             yield Wait(group, _first(arrived), least + 1, arrived, tuple(sorted((*missing, *absent))))
         elif most and (stuck := {rank: _collective(entry, most) for rank, entry in known_groups.items()}):
+            # All ranks started the last call: it is a wait if it has not ended on some rank.
             inside = [call for call in stuck.values() if call and call.waits and not _ended(call)]
             if inside:
                 yield Wait(group, inside[0], most, stuck, absent)
@@ -179,6 +181,7 @@ def _of_messages(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
     for group, known_groups in _groups(by_rank):
         keys = sorted({key for each in known_groups.values() for key in each.messages})
         for key in keys:
+            # A key is "source>destination#tag".
             source, destination = (int(part) for part in key.partition("#")[0].split(">"))
             if source not in group.ranks or destination not in group.ranks:
                 continue

@@ -190,10 +190,12 @@ def _edit(text: str, place: _Place, lines: Sequence[str]) -> tuple[int, int, str
     behind = _END.match(text, place.end)
     alone = behind is not None and not indent.strip() and begin > place.area.start
     if not alone or behind is None:
+        # If the flag is removed, remove the blanks before it, too.
         begin = place.start if lines else len(text[: place.start].rstrip(" \t"))
         return begin, place.end, " ".join(lines)
     continued = bool(behind[1])
     if not lines and (continued or place.area.name) and behind.end() <= place.area.end:
+        # Alone on its line: remove the line with its line break.
         return begin, behind.end(), ""
     between = f" \\\n{indent}" if continued or not place.area.name else f"\n{indent}"
     return place.start, place.end, between.join(lines)

@@ -77,6 +77,7 @@ def _nested(text: str) -> list[list[int]]:
 def _dense_first(job: Job, total: int, noop: Sequence[int]) -> None:
     """Write ``--moe-layer-freq`` as a pattern; MindSpeed-LLM's numbers count no-op layers, too."""
     dense, step = int(job.text(_DENSE)), int(job.text(_PATTERN, "1"))
+    # 61 layers with 3 dense ones: ([0]*3+[1]*58).
     pattern = [int(layer >= dense and layer % step == 0) for layer in range(total) if layer not in noop]
     text = "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(pattern))
     job.overrides(_DENSE, Given(_PATTERN, (f"({text})",), (f"({text})",)), "1 for layers with experts.")
@@ -86,6 +87,7 @@ def _without_noop(job: Job, total: int, noop: Sequence[int]) -> None:
     """Remove no-op layers: reduce the number of layers, and use uneven stages."""
     stages, per = job.number(_STAGES, 1) or 1, job.number(_PER_STAGE)
     in_v = job.text(_SCHEDULE) == "dualpipev"  # also in MindSpeed both chunks of a stage are equal
+    # Layers per chunk, counted with no-op layers: 64 layers on 8 stages are chunks of 8, or of 4 in a V.
     size = per or max(1, total // (2 * stages if in_v else stages))
     chunks = [sum(layer not in noop for layer in range(at, at + size)) for at in range(0, total, size)]
     left = total - len(set(noop))

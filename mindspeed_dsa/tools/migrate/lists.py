@@ -177,6 +177,7 @@ def _flag(name: str, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(value, bool):
+        # Megatron's negative flags begin with --no- or --disable-, as --disable-bias-linear.
         negative = next(
             (f"--{no}-{name}" for no in ("no", "disable") if megatron_flags.known(f"--{no}-{name}")), ""
         )

@@ -120,6 +120,7 @@ def add_recorded(parser: _Parser, release: Version | None) -> _Parser:
     """
     for position in map(releases().index, around(release)):
         for flag, variants in _kept()[1].items():
+            # bits has one digit per recorded release: "0011" is a variant of the two newest of four.
             for bits, kind, *rest in variants:
                 if bits[position] == "1" and flag not in parser._option_string_actions:
                     _add(parser, flag, kind, dict(*rest))

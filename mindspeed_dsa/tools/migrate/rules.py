@@ -29,6 +29,7 @@ def _shared_experts(job: Job) -> None:
     if flag not in job:
         return
     count = job.number(flag)
+    # MindSpeed-LLM's name of an expert's width comes second; without either, it is the dense MLP's.
     width = job.number(
         "--moe-ffn-hidden-size", job.number("--moe-intermediate-size", job.number("--ffn-hidden-size"))
     )
@@ -269,6 +270,7 @@ def _vocabulary(job: Job) -> None:
     flag = "--padded-vocab-size"
     if flag in job and job.before("0.14"):
         size, part = job.number("--vocab-size"), job.number("--make-vocab-size-divisible-by", 128) or 1
+        # Megatron pads to a multiple of 128 x TP: 129280 = 1010 x 128 needs no padding on TP 1 or 2.
         part *= job.number("--tensor-model-parallel-size", 1) or 1
         if size and str(-(-size // part) * part) == job.text(flag):
             job.is_dropped(flag, "--vocab-size and --make-vocab-size-divisible-by come to it.")
@@ -285,6 +287,7 @@ def _muon(job: Job) -> None:
         job.overrides("--optimizer", made("--muon-momentum", "0.95"), why)
 
 
+# _documents precedes _flash_attention, which reads its outcome for --reset-attention-mask.
 RULES: tuple[Callable[[Job], None], ...] = (
     _layers_of_its_own,
     arrange,

@@ -241,6 +241,7 @@ class _Script:
 
     def _look(self, written: list[Field], start: int, end: int) -> None:
         """Store a command, at bytes ``start`` to ``end``, if it starts a training."""
+        # In `values` all variables are expanded; `written` keeps those without flags.
         values = [field for word in written for field in words.fields(words.computed(word))]
         place = _script([words.shown(word) for word in values])
         if place is None or not any(words.shown(word).startswith("--") for word in values[place + 1 :]):

@@ -123,6 +123,7 @@ def translate(flags: Sequence[Given], release: Version | None = None) -> Transla
                 old.flag, "unknown", f"Neither MindSpeed's nor Megatron's; it stays as it is{near or '.'}"
             )
     command = job.command()
+    # A rule may write flags that only exist in other releases.
     problems = [*job.problems, *_missing(command, release, ours)]
     ordered = tuple(job.outcomes[flag] for flag in job.given)
     return Translation(ordered, tuple(problems), tuple(command), job.places())

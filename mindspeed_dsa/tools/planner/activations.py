@@ -127,6 +127,7 @@ class Layer:
         model, n, t, tag = self.model, self.n, self.t, "attention"
         heads, core = model.heads / t, ("attention", "core_attn")
         up = (*core[:1], "mla_up_proj")
+        # In absorbed form all heads share one key of 512 + 64 numbers.
         key = model.kv_lora + model.rope
         # Keys of the other CP ranks are gathered again for backward, unless --cp-keep-gathered keeps them.
         keys = n * (self.job.layout.cp if self.job.features.keep_gathered else 1)
@@ -150,7 +151,8 @@ class Layer:
     def _index(self, keys: float) -> Iterator[Kept]:
         """Yield the tensors kept by the indexer's operators and, if it is trained, by its projections."""
         model, n, core = self.model, self.n, ("attention", "core_attn")
-        if not self.job.is_short:  # layers that share the selection keep the same storage
+        # int32 topk_indices: 4096 tokens x 2048 x 4 bytes = 32 MiB a layer.
+        if not self.job.is_short:  # layers that share a selection share its storage, too
             yield self._item("indexer", n * model.topk, *core, size=INDEX)
         if not model.index_loss:
             return
@@ -173,6 +175,7 @@ class Layer:
     def _stock_sparse(self) -> Iterator[Kept]:
         """Yield the tensors of Megatron's own DSA: sequence x sequence matrices of indexer and each head."""
         model, n, tag = self.model, self.n, "attention"
+        # 4096 x 4096 x 16 heads x 4 bytes = 1 GiB of scores a layer, on TP 8.
         heads, core, square = model.heads / self.t, ("attention", "core_attn"), n * self.length
         yield self._item("attention", model.kv_lora * self.r, tag)
         yield self._item("attention", 2 * n * heads * model.query_dim, *core, size=FLOAT, storages=2)
@@ -204,6 +207,7 @@ class Layer:
 
     def _grouped_attention(self) -> Iterator[Kept]:
         model, n, core = self.model, self.n, ("attention", "core_attn")
+        # With fewer key heads than TP ranks, every rank still holds one.
         heads, groups = model.heads / self.t, max(1.0, model.kv_heads / self.t)
         yield self._item("attention", n * (heads + 2 * groups) * model.head_dim, "attention", storages=3)
         if self.training.flash:
@@ -253,6 +257,7 @@ def norm_items(job: Job, width: float, rows: float, *tags: str) -> Iterator[Kept
     one_kernel = job.training.kernels or job.model.layer_norm
     numbers = width * job.training.number if one_kernel else 2 * width * FLOAT
     yield Kept("norms", numbers * rows, frozenset(tags))
+    # rstd of every token, and the mean in LayerNorm
     yield Kept("norms", FLOAT * rows * (1 + job.model.layer_norm), frozenset(tags))
 
 
@@ -272,6 +277,7 @@ def freed(items: Iterable[Kept], job: Job, norm: bool, act: bool, swap: float) -
     swapped = {modules.get(name, name) for name in job.features.swap_modules} if swap else set()
     left = []
     for item in items:
+        # A swap leaves storages below --swap-attention-min-bytes (1 MiB) on the device.
         small = item.nbytes / item.storages < job.features.swap_least
         if item.tags & gone:
             continue

@@ -96,12 +96,14 @@ class _Rank:
     def _tp(self, collective: Collective, what: str, width: float, when: str, size: int = 0) -> Transfer:
         """Return a TP collective over ``width`` numbers per token of the full microbatch."""
         ranks = self.layout.tp
+        # TP 8, 4096 tokens of width 7168 in bf16: 4096 x 7168 x 2 x 7 / 8 bytes = 49 MiB for an all-gather.
         nbytes = self.n * width * (size or self.e) * (ranks - 1) / ranks
         return Transfer("TP", collective, what, nbytes * (2 if collective == "all-reduce" else 1), when)  # type: ignore[arg-type]
 
     def _column(self, what: str, width: float, again: bool = True) -> Iterator[Transfer]:
         """Yield a column-parallel layer's collectives; ``again``: backward gathers the input once more."""
         if not self.sequence:
+            # Every rank has the full input; only its gradient is summed over the ranks' columns.
             yield self._tp("all-reduce", what, width, "backward")
             return
         yield self._tp("all-gather", what, width, "forward")
@@ -112,6 +114,7 @@ class _Rank:
     def _row(self, what: str, width: float) -> Iterator[Transfer]:
         """Yield a row-parallel layer's collectives."""
         if not self.sequence:
+            # The output is a sum over the ranks' rows; its gradient is the same on all ranks.
             yield self._tp("all-reduce", what, width, "forward")
             return
         yield self._tp("reduce-scatter", what, width, "forward")
@@ -166,6 +169,8 @@ class _Rank:
         model, layout = self.model, self.layout
         # Each token is sent to topk experts; on average 1 / EP of them are on the same rank.
         rows = self.r * model.router_topk * self.job.imbalance
+        # 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, of which 31 / 32 leave the rank on
+        # EP 32.
         share = (layout.ep - 1) / layout.ep
         for when in ("forward", "backward"):
             for what in ("dispatch", "combine"):
@@ -189,12 +194,14 @@ class _Rank:
         ranks = layout.cp
         if ranks == 1:
             return
+        # Tokens on the other CP ranks: 8192 on CP 4 leave 6144.
         whole = self.job.training.micro * self.job.sequence * (ranks - 1) / ranks
         kernels = self.job.training.kernels and not model.sparse
         if model.latent and kernels:  # Transformer Engine sends the expanded keys and values, not latents
             width: float = model.heads / layout.tp * (model.query_dim + model.value_dim)
             again = True
         elif model.latent:
+            # Per token 512 + 64 numbers of the latent key, and 128 of the indexer's key.
             width = model.kv_lora + model.rope + model.index_dim * self._needs_index(kind)
             again = not (model.sparse and features.keep_gathered)
         else:
@@ -241,6 +248,7 @@ class _Rank:
         nbytes = self.r * self.model.hidden * self.e
         stages = layout.pp * layout.vpp
         for chunk in range(layout.vpp):
+            # Consecutive stages on the same rank, as in the middle of a V, send nothing.
             stage = layout.stage(self.rank, chunk)
             if stage and layout.rank_of(stage - 1) != self.rank:
                 yield Transfer("PP", "send", "activations", nbytes, "forward")
@@ -310,6 +318,7 @@ class _Rank:
                 yield Transfer(group, "all-gather", "weights", gathers * numbers * training.number, "end")
             else:
                 yield Transfer(group, "all-reduce", "gradients", 2 * numbers * size, "end")
+        # The first and last stage have copies of the embedding, whose gradients are summed.
         shared = (self.model.tied or self.model.mtp) and layout.end > 0 and (self.rank == 0 or self.last)
         if shared:
             nbytes = self.model.vocabulary * self.model.hidden / layout.tp / shards * size

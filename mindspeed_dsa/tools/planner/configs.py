@@ -14,6 +14,7 @@ from mindspeed_dsa.tools.planner.job import Job
 
 _WHO = "mindspeed_dsa plan"
 _RULE, _PATTERN = {"dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"}, "dsa_indexer_topk_pattern"
+# Sizes that DeepSeek-V3.2 and GLM-5 have in common.
 _BOTH = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -70,6 +71,7 @@ _DEEPSEEK_V3 = {
     **{name: value for name, value in _DEEPSEEK_V32.items() if not name.startswith("index_")},
     "model_type": "deepseek_v3",
 }
+# Models of Moonshot AI route over all experts in one group.
 _ONE_GROUP = {"n_group": 1, "topk_group": 1, "vocab_size": 163840, "num_nextn_predict_layers": 0}
 KNOWN: dict[str, dict[str, Any]] = {
     "deepseek-v3": _DEEPSEEK_V3,
@@ -178,6 +180,7 @@ def apply(path: Path, options: argparse.Namespace, given: set[str]) -> None:
         if name not in given | overruled:
             setattr(options, name, value)
     layers = options.num_layers
+    # --num-layers overrides the file's: keep its number of dense layers, or what fits.
     if "moe_layer_freq" not in given and len(options.moe_layer_freq) != layers:  # dense layers come first
         dense = min(options.moe_layer_freq.count(0), layers)
         options.moe_layer_freq = [0] * dense + [1] * (layers - dense)

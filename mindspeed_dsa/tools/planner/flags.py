@@ -18,6 +18,7 @@ from mindspeed_dsa.megatron.batches import SCHEDULE
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.migrate import megatron_flags
 
+# Flags with a number of at least 1.
 SIZES = (
     "num-layers",
     "hidden-size",
@@ -50,6 +51,7 @@ SIZES = (
     "expert-model-parallel-size",
     "expert-tensor-parallel-size",
 )
+# Flags with a number that may be 0.
 MAY_BE_ZERO = (
     "q-lora-rank",
     "num-experts",
@@ -59,6 +61,7 @@ MAY_BE_ZERO = (
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
 )
+# Other flags of Megatron that the planner reads, without a fixed set of values.
 OTHERS = (
     "multi-latent-attention",
     "qk-layernorm",
@@ -271,6 +274,7 @@ def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
 
 def _alike(name: str, flag: str) -> bool:
     """Return whether a name may be a misspelt flag: equally many words, and the same or similar letters."""
+    # --tensor-model-paralel-size, one letter short, has a ratio of 2 x 27 / 55 = 0.98.
     if name.count("-") != flag.count("-"):
         return False
     return sorted(name) == sorted(flag) or difflib.SequenceMatcher(None, name, flag).ratio() > 0.88

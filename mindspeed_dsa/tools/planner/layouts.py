@@ -106,6 +106,7 @@ def nearest(job: Job, any_number: bool = False) -> Job | None:
                         layout, tp=tp, pp=pp, ep=ep, vpp=vpp, etp=min(layout.etp, tp), group=pp, dp=1
                     )
                     sizes = replace(sizes, sequence=layout.sequence and tp > 1)
+                    # A layout by stages only fits its own number of chunks.
                     if (pp, vpp) != (layout.pp, layout.vpp):
                         sizes = replace(sizes, stages=())
                     number = least_devices(sizes) if any_number else devices
@@ -119,6 +120,7 @@ def nearest(job: Job, any_number: bool = False) -> Job | None:
 
 
 def _batch(job: Job, layout: Layout) -> Training:
+    # Interleaving needs a multiple of the microbatch group, DualPipeV at least 2 PP microbatches.
     step = job.training.micro * layout.dp
     if layout.vpp > 1 and not layout.v_shaped:
         step *= layout.group
@@ -133,6 +135,7 @@ def _batch(job: Job, layout: Layout) -> Training:
 
 def _near(size: int, devices: int) -> list[int]:
     sizes = {size, *(2**power for power in range(int(math.log2(max(devices, 1))) + 1))}
+    # The four nearest sizes keep the search of nearest() at 4 x 4 x 4 x 2 combinations.
     return sorted(sizes, key=lambda each: abs(math.log2(each / size)))[:4]
 
 
@@ -206,6 +209,7 @@ def _problems_of_step(job: Job, batch: int) -> Iterator[str]:
 def _problems(job: Job) -> Iterator[str]:
     model, layout, training = job.model, job.layout, job.training
     tp, cp = layout.tp, layout.cp
+    # (name of a number, number, name of a divisor, divisor)
     divided = [
         ("--num-attention-heads", model.heads, "tensor parallel", tp),
         ("--ffn-hidden-size", model.ffn, "tensor parallel", tp),

@@ -120,14 +120,14 @@ def of_job(job: Job, allocator: float) -> list[RankMemory]:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Numbers of one pipeline rank's weights.
+    """Parameter counts of one pipeline rank.
 
     Attributes:
-        by_part: dict from part to numbers on the rank.
-        all: numbers held between steps, in the rank's shards.
-        dense: trained dense numbers held between steps.
-        experts: trained numbers of experts held between steps.
-        largest: numbers of the largest matrix.
+        by_part: dict from part to parameters on the rank.
+        all: parameters that the rank holds between steps, after sharding.
+        dense: trained dense parameters held between steps.
+        experts: trained parameters of experts held between steps.
+        largest: size of the largest matrix.
     """
 
     by_part: dict[str, float]
@@ -141,7 +141,7 @@ class _Weights:
 def _of_weights(
     model: Model, layout: Layout, whole_proj: bool, shards: tuple[int, int], indexers: bool, grouped: bool
 ) -> list[_Weights]:
-    """Return the weights of each pipeline rank; cached, as searches repeat it for many measures."""
+    """Return the parameter counts of each pipeline rank; cached, as searches repeat them."""
     ranks = []
     for weights in sizes.of_ranks(model, layout, whole_proj):
         trained = [weight for weight in weights if not indexers or weight.part == "indexer"]
@@ -207,11 +207,13 @@ def _rank(
     numbers, dense, experts = weights.all, weights.dense, weights.experts
     share = _share(job, dense, experts)
     masters = MASTER * share if training.bf16 else 0.0
+    # SGD keeps one momentum instead of two moments.
     moments = (MOMENTS if training.adam else MOMENTS / 2) * share
     host = 0.0
     if features.swap_optimizer:
         host, masters, moments = masters + moments, 0.0, 0.0
     elif features.virtual:
+        # One value for all pipeline ranks, or one for each.
         quota = features.virtual[min(rank, len(features.virtual) - 1)] * GIB
         host = min(quota, moments)
         moments -= host
@@ -235,6 +237,7 @@ def _rank(
     temporary = _temporary(job, rank, weights.largest, kinds)
     staging = STAGING / features.swap_parts * share if features.swap_optimizer else 0.0
     state = training.number * numbers + buffers + training.grad_number * (dense + experts) + masters + moments
+    # Staging buffers are used in the optimizer step, after activations are freed.
     beside = max(sum(kept.values()) + sum(temporary.values()), staging)
     return RankMemory(
         rank=rank,
@@ -258,7 +261,7 @@ def _rank(
 
 
 def _held(layout: Layout, shards: tuple[int, int], weights: Iterable[Weight]) -> tuple[float, float]:
-    """Return the numbers of dense weights and of experts, divided by their number of shards."""
+    """Return the parameter counts of dense weights and of experts, divided by their number of shards."""
     experts = dense = 0.0
     for weight in weights:
         if weight.cut == "expert":
@@ -285,6 +288,7 @@ def _traffic(job: Job, rank: int, held: Sequence[tuple[int, ...]], kinds: _Kinds
 
 def _share(job: Job, dense: float, experts: float) -> float:
     """Return the number of parameters whose optimizer state a rank holds."""
+    # The distributed optimizer divides its state over all ranks with the same weights.
     if not job.training.distributed:
         return dense + experts
     return dense / job.layout.replicas + experts / job.layout.expert_replicas
@@ -329,6 +333,7 @@ def _chunk(
     choice = chosen_layers(job, rank, held)
     for place, number in enumerate(held[chunk]):
         if _is_full(job, place):
+            # Only the input of each recomputed group of layers stays.
             first = training.full >= 0 or place % training.full_group == 0
             items += [Kept("recomputed layers", stream)] if first else []
             items.append(activations.shared_selection(job, model.kinds[number]))
@@ -337,6 +342,7 @@ def _chunk(
             sums[part] = sums.get(part, 0.0) + nbytes
     is_first = rank == 0 and chunk == 0
     if is_first:
+        # Token ids are int64; with TP there is also a one-byte mask of ids in other ranks' vocabulary.
         mask = rows * model.hidden * training.dropout
         items.append(Kept("embedding", job.tokens * (8.0 + (layout.tp > 1)) + mask))
     elif _copies_its_input(job, bool(held[chunk]) and _is_full(job, 0)):
@@ -399,6 +405,7 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
     sizes: dict[str, float] = {}
     widest = model.ffn / layout.tp * tokens
     if model.experts:
+        # Both the dispatched tokens and their permuted copy exist at one time.
         received = rows * model.router_topk * layout.etp * job.imbalance
         widest = max(widest, received * model.expert_ffn / layout.etp)
         sizes["dispatched tokens"] = 2 * received * model.hidden * number
@@ -407,6 +414,7 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
         sizes["logits"] = activations.logits_at_once(job)
     sizes["gradient of a weight"] = largest * number
     if job.sharding and job.shards > 1:
+        # The layer that computes and the prefetched ones; pairs compute two directions at a time.
         unit = max(_units(job, rank))
         directions = 2 if job.features.pairs else 1
         sizes["gathered layers"] = directions * (1 + job.sharding.prefetch) * unit * number
@@ -424,7 +432,7 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
 
 
 def _units(job: Job, rank: int) -> list[float]:
-    """Return the numbers in each FSDP unit: a layer, the embedding or the output layer."""
+    """Return the parameter count of each FSDP unit: a layer, the embedding or the output layer."""
     model, layout = job.model, job.layout
     whole = () if job.expert_shards > 1 else ("expert",)
     units = [
@@ -437,7 +445,7 @@ def _units(job: Job, rank: int) -> list[float]:
 
 
 def _one_matrix(model: Model, layout: Layout, grouped: bool, weight: Weight) -> float:
-    """Return the numbers of a weight's largest matrix; a rank's grouped experts form one matrix."""
+    """Return the size of a weight's largest matrix; a rank's grouped experts form one matrix."""
     numbers = weight.on_rank(layout)
     if weight.cut != "expert":
         return numbers

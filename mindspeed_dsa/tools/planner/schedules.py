@@ -41,6 +41,7 @@ def schedule(job: Job, most: int | None = None) -> Schedule:
     microbatches = min(job.microbatches, most or job.microbatches)
     if layout.v_shaped:
         return _in_v(layout.pp, microbatches, features.pairs, features.split)
+    # Without virtual stages, all microbatches are one group.
     group = layout.group if layout.vpp > 1 else microbatches
     sizes = (layout.pp, layout.vpp, microbatches, group, features.pairs)
     return _split(*sizes, features.waiting) if features.split else _plain(*sizes)

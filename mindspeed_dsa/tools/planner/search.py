@@ -110,6 +110,7 @@ def candidates(job: Job, device: Device, micro: Sequence[int] = MICRO) -> Iterat
     """
     devices, model = job.layout.devices, job.model
     powers = [2**n for n in range(12)]
+    # Tensor parallelism stays inside a node.
     for tp in (size for size in powers if size <= min(16, device.node)):
         for pp in (size for size in powers if size <= min(32, model.layers)):
             for cp in (size for size in powers if size <= 16):
@@ -127,6 +128,7 @@ def candidates(job: Job, device: Device, micro: Sequence[int] = MICRO) -> Iterat
 def _candidate(job: Job, sizes: tuple[int, int, int, int, int], micro: int) -> Job | None:
     tp, pp, cp, ep, vpp = sizes
     devices = job.layout.devices
+    # Virtual stages need a pipeline.
     if vpp > 1 and pp == 1:
         return None
     layout = Layout(
@@ -194,6 +196,7 @@ def _features(job: Job, measure: int, host: bool) -> Features:
             features, recompute_norm=False, recompute_act=False, swap_attention=False, swap_auto=False
         )
     if host:
+        # --swap-optimizer excludes the other ways to save memory of the optimizer.
         features = replace(features, swap_optimizer=True, reuse=False, virtual=())
     return features
 

@@ -76,6 +76,7 @@ def attention(model: Model, selects: bool, sp_tp_sp: bool = False) -> list[Weigh
         if model.qk_norm:
             weights.append(norm(model, 2 * model.head_dim))
         return weights
+    # Down-projections are copied to every TP rank, up-projections are split by head.
     if model.query_lora:
         weights += [
             whole("attention", h * model.query_lora),
@@ -100,12 +101,14 @@ def attention(model: Model, selects: bool, sp_tp_sp: bool = False) -> list[Weigh
 
 def index_numbers(model: Model) -> int:
     """Return the number of an indexer's parameters: projections of query, key and weights, and key norm."""
+    # DeepSeek-V3.2: 1536 x 64 x 128 + 7168 x (128 + 64) + 2 x 128 = 14.0 M parameters.
     query = (model.query_lora or model.hidden) * model.index_heads * model.index_dim
     return query + model.hidden * (model.index_dim + model.index_heads) + 2 * model.index_dim
 
 
 def mlp(model: Model, experts: bool) -> list[Weight]:
     """Return the weights of one layer's MLP with its norm."""
+    # Gate, up and down projection; without a gate only up and down.
     h, matrices = model.hidden, 3 if model.gated else 2
     weights = [norm(model, h)]
     if not experts:

@@ -73,11 +73,11 @@ class _Numbers:
         return 3 if self.model.gated else 2
 
     def _by_columns(self, width: float) -> float:
-        """Return the numbers of a column-parallel layer's output gradient."""
+        """Return the size of a column-parallel layer's output gradient, in elements."""
         return self.n * width / self.t
 
     def _by_rows(self, width: float) -> Iterator[float]:
-        """Yield the numbers of a row-parallel layer's input, and of its full output gradient."""
+        """Yield the sizes of a row-parallel layer's input and of its full output gradient, in elements."""
         yield self.n * width / self.t
         yield self.n * self.model.hidden
 
@@ -92,7 +92,7 @@ class _Numbers:
             yield self._by_columns(model.heads * (model.nope + model.value))
 
     def _indexer(self) -> Iterator[float]:
-        """Yield the numbers for the indexer, which each TP rank has in full: inputs, and output gradients."""
+        """Yield the sizes of the indexer's inputs and output gradients, which each TP rank holds in full."""
         model, half = self.model, self.job.training.number == 2
         if self.job.layout.sequence:
             yield self.n * model.hidden

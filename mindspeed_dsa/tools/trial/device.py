@@ -167,6 +167,7 @@ def stages(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], dict[st
         before = calls()
         trained.append(Trainer(case.dtype, megatron))
         losses.extend(trained[0].step(number) for number in range(STEPS))
+        # The calls of operators since `before` say which backends really ran.
         used = [" ".join(names) for names in calls() - before]
         return {"operators": sorted(used)} if case.fused else {}
 

@@ -290,6 +290,7 @@ def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
     """Yield groups of consecutive items that share a file."""
     ends = itertools.accumulate(map(_nbytes, items))
     numbered = zip(ends, items, strict=True)
+    # Items whose end is in the same multiple of 512 MiB share a file.
     for _, part in itertools.groupby(numbered, lambda each: each[0] // _PART_BYTES):
         yield [item for _, item in part]
 

@@ -102,12 +102,14 @@ def _said(values: Mapping[str, Any], flags: Sequence[str]) -> argparse.Namespace
 def _padded(vocabulary: int, said: argparse.Namespace) -> int:
     if getattr(said, "padded_vocab_size", None):
         return int(said.padded_vocab_size)
+    # As Megatron pads: 129280 rows with the default 128 and TP 8 become 130048 = 127 x 1024.
     multiple: int = getattr(said, "make_vocab_size_divisible_by", _MULTIPLE)
     step = multiple * getattr(said, "tensor_model_parallel_size", 1)
     return math.ceil(vocabulary / step) * step
 
 
 def _dtype(said: argparse.Namespace, has_flags: bool) -> torch.dtype:
+    # Without flags bf16, the model's usual dtype; with a job's flags its own, which is fp32 by default.
     if hasattr(said, "fp16"):
         return torch.float16
     return torch.bfloat16 if hasattr(said, "bf16") or not has_flags else torch.float32
