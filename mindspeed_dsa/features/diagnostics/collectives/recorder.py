@@ -130,6 +130,7 @@ class Recorder:
         key = "" if call.source is None else f"{call.source}>{call.destination}#{call.tag}"
         ring = record.rings.get(key)
         if ring is None:
+            # The lowest ring that no group uses: rings of destroyed groups are used again.
             taken = {each[0] for group in self._known() for each in group.rings.values()}
             ring = record.rings[key] = [next(each for each in count() if each not in taken), 0]
             self._watch.calls.clear(ring[0])  # it may have calls of a destroyed group

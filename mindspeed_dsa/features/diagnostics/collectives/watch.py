@@ -84,6 +84,7 @@ class Watch:
         self._request, self._seen = self._folder / ".request", 0
         self._live = files.live_file(self._folder, self._rank)
         self.calls = files.Calls(self._live.with_suffix(".calls"))
+        # Written at once, so that a rank that is killed leaves at least its host and process id.
         files.write(self._live, self._record("", recorder, {}))
         self._silent_since = 0.0
         self._failure: tuple[str, list[str]] | None = None

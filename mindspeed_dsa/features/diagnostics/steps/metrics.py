@@ -36,6 +36,7 @@ def time_step(original: Callable[..., Any], context: Context[MetricsOptions]) ->
     def train_step(*args: Any, **kwargs: Any) -> Any:
         step.samples_before = _job_args(context).consumed_train_samples
         indexer_loss.take_step_loss(context.megatron)  # drop the loss of a failed step
+        # Wait for kernels that were queued before the step.
         platforms.current().synchronize()
         step.begin = time.perf_counter()
         return original(*args, **kwargs)

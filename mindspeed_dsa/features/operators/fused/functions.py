@@ -112,6 +112,7 @@ def fuse_in_linear_layers(original: Callable[..., None]) -> Callable[..., None]:
 
 # -- rotary-pos-emb: all batch layouts call the decorated function ------------------------------------
 
+# Tables per tensor of angles, e.g. for several sequence lengths, layouts and dtypes.
 _MOST = 16
 
 

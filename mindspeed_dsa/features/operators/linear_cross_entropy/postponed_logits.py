@@ -88,17 +88,17 @@ class _Head:
             labels: labels ``[batch, sequence]``.
             scale: factor of the logits.
         """
-        results: list[TokenLosses] = []
+        collected: list[TokenLosses] = []
 
         def forward(rows: Tensor) -> Tensor:
             layer_weight = self.layer.weight if weight is None else weight
             result = self._losses(rows, layer_weight, labels, scale)
-            results.append(result)
+            collected.append(result)
             return result.loss.view(labels.shape[::-1]).t().contiguous()
 
         with _as_forward(self.layer, forward):
             loss: Tensor = self.layer(hidden)
-        return loss, results[0]
+        return loss, collected[0]
 
     def _losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> TokenLosses:
         layer, megatron = self.layer, self.context.megatron
@@ -120,6 +120,7 @@ class _Head:
         tokens, width = labels.numel(), hidden.shape[-1]
         in_forward = forms_in_forward(self.context.options.gradient, tokens, width, hidden.element_size())
         mask = self.loss_mask
+        # The mask is [batch, sequence], the losses are computed in the order [sequence, batch].
         if mask is not None and mask.shape == labels.shape:
             mask = mask.t().reshape(-1)
         else:

@@ -61,6 +61,7 @@ def _give_masters(optimizer: Any) -> None:
                 continue
             if parameter is model:
                 parameter = group["params"][index] = model.main_param = _master_in_place(model)
+                # State that the optimizer already has for the weight moves to its master.
                 if model in inner.state:
                     inner.state[parameter] = inner.state.pop(model)
             pairs.append((model, parameter))
