@@ -157,12 +157,14 @@ class Calls:
             started: start time in seconds since the epoch.
             text: result of :func:`in_words`.
         """
+        # With 64 slots per ring, calls 1 and 65 share a slot: offset 640 in ring 0.
         place = (ring * _KEPT + number % _KEPT) * _SLOT
         os.pwrite(self._file, _TIMES.pack(number, started, 0.0) + bytes(_ERROR) + text, place)
         return place
 
     def end(self, place: int, returned: float, error: str) -> None:
         """Write the end of the call at an offset."""
+        # The end is the last 8 of the slot's first 24 bytes: number, start, end.
         os.pwrite(self._file, struct.pack("<d", returned), place + _TIMES.size - 8)
         if error:
             os.pwrite(self._file, error.encode(errors="replace")[:_ERROR], place + _TIMES.size)
@@ -211,6 +213,7 @@ def with_calls(groups: Sequence[Group], file: Path) -> tuple[Group, ...]:
         calls = sorted(by_group.get(group.name, ()), key=lambda call: call.started)
         counts: dict[str, int] = {}
         for call in calls:
+            # Calls are numbered from 1, so the largest number is the count.
             counts[call.key] = max(counts.get(call.key, 0), call.number)
         filled.append(replace(group, collectives=counts.pop("", 0), messages=counts, calls=tuple(calls)))
     return tuple(filled)
@@ -268,6 +271,7 @@ def read(folder: Path) -> list[Record]:
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is no folder; name the one that was given to --record-collectives")
+    # Names of job folders start with the time: newest first.
     jobs = [folder, *sorted((child for child in folder.iterdir() if child.is_dir()), reverse=True)]
     recorded = [records for job in jobs if (records := _of_job(job))]
     if not recorded:
@@ -300,7 +304,7 @@ def _live(file: Path) -> Record:
     groups = with_calls(_listed(file), file.with_suffix(".calls"))
     calls = [call for group in groups for call in group.calls]
     last = max(calls, key=lambda call: call.started, default=None)
-    if last is None:
+    if last is None:  # no collective yet
         return record
     place = f"{'in' if last.returned is None else 'after'} {last.name or last.function}"
     return replace(record, groups=groups, place=place, time=max(last.started, last.returned or 0.0))
@@ -346,5 +350,6 @@ def _call(data: dict[str, Any]) -> Call:
 
 def _tuples(kind: type, data: dict[str, Any]) -> dict[str, Any]:
     """Convert JSON lists to tuples for tuple fields."""
+    # Annotations are strings here, such as "tuple[str, ...]".
     names = {each.name for each in fields(kind) if str(each.type).startswith("tuple")}
     return {key: tuple(value) if key in names else value for key, value in data.items()}

@@ -51,6 +51,7 @@ def balanced(loads: Sequence[int], ranks: int) -> list[int]:
         pass
     order = [expert for experts in held for expert in sorted(experts)]
     unmoved = list(range(len(loads)))
+    # Moving experts is not worth it without a gain.
     return order if max(sums) < max(rank_loads(loads, unmoved, ranks)) else unmoved
 
 

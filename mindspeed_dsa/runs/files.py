@@ -98,7 +98,7 @@ def is_running(pid: int) -> bool:
     """Return whether a process of this machine is running; zombies are not."""
     # In a container whose first process does not reap orphans, a killed process keeps its id forever.
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # signal 0 only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -215,7 +215,7 @@ class Sole:
         """Release the right; further calls do nothing."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)  # before the lock is released: a waiting process checks for it
             lock.close()
         mine, self._mine = self._mine, ""
         if mine and _text(self._held) == mine:  # may have been deleted by hand, and taken by another process
@@ -248,7 +248,7 @@ def _make_sole(path: Path, what: str) -> str:
                 file.write(mine)
         except FileExistsError:
             theirs = _text(path)
-            if theirs is not None:
+            if theirs is not None:  # else the holder has just removed it: try again
                 _clear(path, theirs, what)
         except OSError:
             path.unlink(missing_ok=True)
@@ -265,6 +265,7 @@ def _clear(path: Path, theirs: str, what: str) -> None:
         here = facts["where"] == _where()
     except (ValueError, KeyError, TypeError, RecursionError):
         _refuse(path, what, "another process")  # the file is being written, or its writer was killed
+    # A running process with another start time has reused the id of the ended holder.
     now = started(pid)
     if not here or (is_running(pid) and not (now and began and now != began)):
         _refuse(path, what, who)
@@ -321,4 +322,4 @@ def end_with_parent(parent: int) -> bool:
     # A writer that outlives its job would share files and pipes with the next job.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    return os.getppid() == parent
+    return os.getppid() == parent  # it may have ended before prctl took effect

@@ -104,7 +104,7 @@ def sums(checkpoint: Path, files: Iterable[str]) -> dict[str, Entry]:
 
 def _sum(path: Path) -> Entry:
     size, crc, block = 0, 0, bytearray(_BLOCK)
-    view = memoryview(block)
+    view = memoryview(block)  # slices of it are not copied
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
             crc = crc32(view[:count], crc)
@@ -178,7 +178,7 @@ def read(checkpoint: Path) -> Manifest | None:
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {str(content['format'])[:40]!r}")
         files = {name: _entry(name, facts) for name, facts in content["files"].items()}
-        if not files:
+        if not files:  # an empty list marks an unfinished checkpoint
             raise RunError("it was not written to its end")
         return Manifest(str(content["checkpoint"]), str(content["job"]), files)
     except FileNotFoundError:
@@ -211,6 +211,7 @@ def damage(checkpoint: Path, manifest: Manifest, contents: bool = False) -> str:
     """
     if manifest.name != checkpoint.name:
         return f"{NAME} is that of {manifest.name[:40]}"
+    # Sizes first: checking them reads no content.
     for name, entry in manifest.files.items():
         try:
             size = (checkpoint / name).stat().st_size

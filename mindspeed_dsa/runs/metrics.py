@@ -70,6 +70,7 @@ def _lines_from_end(file: IO[bytes]) -> Iterator[bytes]:
     position, rest = file.seek(0, os.SEEK_END), b""
     if position and _ends_line(file, position):
         position -= 1
+    # Read blocks backwards; `rest` is the start of a line that may continue in the block before.
     while position:
         start = max(position - _BLOCK, 0)
         file.seek(start)
@@ -136,7 +137,7 @@ def latest(path: Path, count: int) -> tuple[list[Record], int]:
         unfinished = bool(end) and not _ends_line(file, end)
         for number, text in enumerate(_lines_from_end(file)):
             record = _step(text)
-            if record is None:
+            if record is None:  # an empty file yields one empty line, which is not broken
                 broken += bool(end) and not (unfinished and number == 0 and _is_torn(text))
             # Backwards, steps decrease. A larger step is from a pass before the resume.
             elif not newest or record[0] < newest[-1][0]:
@@ -165,6 +166,7 @@ def truncate(path: Path, step: int, required: Sequence[str]) -> tuple[list[Recor
     records = [_parse(text, required) for text in lines]
     broken = [number for number, record in enumerate(records, start=1) if record is None]
     warning = ""
+    # Only a broken last line is the normal result of a kill.
     if broken and broken != [len(lines)]:
         aside = path.with_name(f"{path.name}.damaged")
         aside.write_bytes(content)

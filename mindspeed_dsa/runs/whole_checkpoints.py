@@ -77,6 +77,7 @@ def tracked(folder: Path) -> tuple[int | str | None, str]:
     """
     try:
         with open(folder / TRACKER, "rb") as file:
+            # A damaged tracker may be huge: read only as much as a message shows.
             text = file.read(_SHOWN + 1).decode("ascii", errors="backslashreplace").strip()
     except FileNotFoundError:
         return None, _ABSENT
@@ -205,7 +206,7 @@ def choose(folder: Path, step: int | None = None, contents: bool = False) -> Cho
             return Choice(state, tuple(passed), contents and not _has_sums(state))
         else:
             passed.append(f"{state.path.name}: nothing says that it was written to its end")
-    if wrong == _ABSENT and not kept_lists:
+    if wrong == _ABSENT and not kept_lists:  # a new folder: the job starts from scratch, as stock Megatron
         return Choice(None)
     raise RunError(
         f"no checkpoint in {folder} is whole ({_shortened(passed)}); name another folder, or begin anew in "

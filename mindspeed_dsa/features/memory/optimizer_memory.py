@@ -4,7 +4,7 @@ Relocated moments work with every Adam that Megatron builds. torch, Apex and Tra
 ``exp_avg`` and ``exp_avg_sq``, and create them in the first step only for parameters without state. A state
 that is created before the first step therefore decides where the moments are stored.
 
-A master weight whose values are stored elsewhere stays as an empty tensor, because Megatron and the
+A master weight whose values are stored elsewhere stays as a tensor without memory, because Megatron and the
 optimizer use the tensor as a key, for example of the optimizer's state. See :class:`FreedStorage`.
 """
 

@@ -53,7 +53,7 @@ def _release(settings: Any) -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """Options of --load-hf.
+    """Options of ``--load-hf``.
 
     Attributes:
         folder: folder of the model.
@@ -71,7 +71,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Options of --save-hf.
+    """Options of ``--save-hf``.
 
     Attributes:
         folder: parent folder of the exported models.

@@ -189,7 +189,7 @@ def rotates_first_here(args: Any, name: str, release: str) -> bool:
 
 
 class Rotary(NamedTuple):
-    """Rotary embeddings in the form that decides the computed numbers.
+    """Rotary embeddings, reduced to the values that affect the outputs.
 
     Attributes:
         base: base of the frequencies.

@@ -163,6 +163,7 @@ def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatro
                     f"mindspeed_dsa: --load-hf: Megatron's {piece.key} is a copy of the model's parameter, "
                     "which cannot be filled through it; use `python -m mindspeed_dsa weights import`"
                 )
+            # To a device, copy the whole piece at once instead of part by part.
             if piece.data.device.type == "cpu":
                 read_piece(piece, files, layers, piece.data)
             else:

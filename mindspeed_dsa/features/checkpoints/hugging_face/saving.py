@@ -67,6 +67,7 @@ def export(job: Any, iteration: int, options: Save, log: Log) -> Path | None:
         RunError: on all ranks, if the export failed.
     """
     checkpoint, target = (folder / name_of(iteration) for folder in (Path(job.save), options.folder))
+    # A folder for this checkpoint is kept. A folder for an earlier training of the same step is replaced.
     stale = decided(lambda: target.exists() and not _is_of(target, checkpoint), _WHO)
     if not stale and decided(target.exists, _WHO):
         log.info("%s is there already", target)

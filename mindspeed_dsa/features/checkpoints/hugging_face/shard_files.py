@@ -108,7 +108,7 @@ class Writer:
                 "data_offsets": [self._begins[name], end],
             }
         text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-        # Pad the header, so that the tensors are aligned.
+        # Pad the header with spaces, so that the tensors start at a multiple of 8 bytes.
         text += b" " * (-len(text) % _ALIGNMENT)
         self._start = 8 + len(text)
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed at the end of the block

@@ -166,7 +166,7 @@ class EndsWithJob:
 
 
 def end_writer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``FileSystemWriterAsync.write_preloaded_data``, which runs in additional writer processes."""
+    """Decorate ``FileSystemWriterAsync.write_preloaded_data`` to end its writer processes with the job."""
     work = context.state(Work)
 
     def write_preloaded_data(*args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def place_shard(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(whole: Any, cut: Cut) -> Any:
-    """Return the description of this rank's piece; ``whole`` describes a piece as if it were uncut."""
+    """Return the description of one shard; ``whole`` describes it as if it were the complete tensor."""
     axis = cut.dim + whole.prepend_axis_num
     rows = whole.local_shape[cut.dim]
 
@@ -57,7 +57,7 @@ def _cut(whole: Any, cut: Cut) -> Any:
 
 
 def place_gated_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``apply_swiglu_sharded_factory``, which splits stacked gate and up projections."""
+    """Decorate ``apply_swiglu_sharded_factory`` to split shards of stacked gate and up projections."""
     # Each tensor parallel rank stacks [gate, up], but a checkpoint has all gates before all ups.
     # With 2 ranks: [g0, u0], [g1, u1] -> g0, g1, u0, u1.
 
@@ -95,7 +95,8 @@ def _gate_or_up(placed: Any, cut: Cut) -> Any:
 
 
 def place_expert_shards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``SequentialMLP.sharded_state_dict``, which treats expert data parallel ranks as replicas."""
+    """Decorate ``SequentialMLP.sharded_state_dict`` to set the replica of each shard."""
+    # Megatron treats expert data parallel ranks as replicas of the whole expert.
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
@@ -119,7 +120,7 @@ def load_everything(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the wrapper's ``load_state_dict``, which is a no-op in Megatron."""
+    """Decorate the wrapper's ``load_state_dict``, a no-op in Megatron, to load the model's shards."""
 
     def load_state_dict(self: Any, state_dict: Any, strict: bool = True) -> Any:
         parameters = self.module.state_dict(keep_vars=True)
@@ -299,5 +300,5 @@ def with_common_step(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts_beside_moments(optimizer: Any) -> bool:
-    """Return whether this is torch's Adam; fused optimizers count steps in their param groups."""
+    """Return whether this is torch's Adam, because other optimizers count steps in their param groups."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

@@ -1,9 +1,9 @@
 """Checks of FSDP2's private classes, on which this feature is built.
 
-If torch renamed a method, our override would silently stop working: a backward of pairs would end with its
-first graph. If torch stopped reading an attribute that we set, gradient sums would be rounded to the weights'
-dtype. So names and signatures are compared when a model is wrapped, and gradients are checked once, after the
-first backward.
+If torch renamed a method, our override would silently stop working: in the paired schedule (``pairs.py``),
+FSDP2 would end a backward after its first graph. If torch stopped reading an attribute that we set, gradient
+sums would be rounded to the weights' dtype. So names and signatures are compared when a model is wrapped, and
+gradients are checked once, after the first backward.
 """
 
 from __future__ import annotations

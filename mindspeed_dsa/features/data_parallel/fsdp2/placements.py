@@ -57,7 +57,7 @@ def place(module: nn.Module, config: Any, dense: DeviceMesh, context: Context[Op
     """Decide the sharding of a model's parameters.
 
     Checkpoints need equal pieces, so parameters without a divisible dimension stay whole. So do parameters
-    with another dtype than ``params_dtype``, because a layer's weights are gathered in one buffer.
+    with another dtype than ``params_dtype``.
 
     Args:
         module: model to shard.

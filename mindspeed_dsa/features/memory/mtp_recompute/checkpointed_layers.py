@@ -17,7 +17,7 @@ from mindspeed_dsa.megatron.attribute_override import AttributeOverride
 
 
 def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of releases that save every input.
+    """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` to save tensors only, not every input.
 
     Args:
         original: Megatron's method. It takes the forward to checkpoint and its inputs by name: hidden states
@@ -42,7 +42,7 @@ def save_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_padding_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of 0.18, which takes no padding mask.
+    """Decorate ``MultiTokenPredictionLayer._checkpointed_forward`` of 0.18 to accept a padding mask.
 
     The method that it checkpoints, ``_proj_and_transformer_layer``, takes one, so the mask is bound there.
 

@@ -115,12 +115,12 @@ def recompute_in_grouped_mlp(original: Callable[..., Any]) -> Callable[..., Any]
 def choose_in_block(
     original: Callable[..., None], context: Context[ActivationOptions]
 ) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``."""
+    """Decorate ``TransformerBlock.__init__`` to register the MLPs of selected layers."""
     return chosen_layers.choose_in_block(original, context, _choose_with(context), check_activation)
 
 
 def choose_in_mtp(original: Callable[..., None], context: Context[ActivationOptions]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    """Decorate ``MultiTokenPredictionBlock.__init__`` to register the MLPs of its layers."""
     return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
 
 

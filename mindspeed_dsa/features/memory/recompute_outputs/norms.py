@@ -1,4 +1,4 @@
-"""Recompute of norm outputs with Megatron's own code path, in selected layers, set per forward."""
+"""Recompute of norm outputs: enables Megatron's own norm recompute during the forward of selected layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _recomputing(layer: Any, context: Context[NormOptions]) -> Iterator[None]:
 
 
 class _InPieces(split_layers.Pass):
-    """Forward whose pieces read the attributes, each on its own."""
+    """Forward that is run in pieces; sets Megatron's recompute flags around each piece."""
 
     def __init__(self, context: Context[NormOptions], layer: Any, *_: Any) -> None:
         self._context, self._layer = context, layer
@@ -65,10 +65,10 @@ def _choose_with(context: Context[NormOptions]) -> Callable[[Any], None]:
 
 
 def choose_in_block(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``."""
+    """Decorate ``TransformerBlock.__init__`` to register selected layers."""
     return chosen_layers.choose_in_block(original, context, _choose_with(context), check_norm)
 
 
 def choose_in_mtp(original: Callable[..., None], context: Context[NormOptions]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    """Decorate ``MultiTokenPredictionBlock.__init__`` to register its layers."""
     return chosen_layers.choose_in_mtp(original, context, _choose_with(context))

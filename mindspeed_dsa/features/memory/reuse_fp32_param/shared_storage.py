@@ -146,7 +146,7 @@ class SharedStorage(ABC):
 
 
 class InPlaceStorage(SharedStorage):
-    """Storage of 4 bytes per number for a parameter, or a parameter buffer of one data parallel rank.
+    """Storage of 4 bytes per number for a parameter, or for a parameter buffer without data parallelism.
 
     In pair form the storage starts with the lower halves of the ``k`` whole blocks, followed by the weights
     of these blocks. The weights of the last, incomplete block come next, and its lower halves come last. The

@@ -52,7 +52,7 @@ class SharedWeights(OptimizerState):
             return call()
 
     def master_to_model(self, call: Callable[[], None]) -> None:
-        """Round in place."""
+        """Round the master weights to bfloat16 in place."""
         # Megatron's copy is not called: float32 weights of the model are their own masters.
         if self.masters.in_master_form:
             self.masters.to_pairs()

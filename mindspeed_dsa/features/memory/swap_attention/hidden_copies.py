@@ -1,4 +1,4 @@
-"""Number of storages that each layer swaps under ``--swap-attention auto``: those whose copies are hidden.
+"""Decision under ``--swap-attention auto``: each layer swaps as much as computation can hide.
 
 The first step swaps everything and pins host memory. The second step swaps everything again, and events on
 the device's streams record when each storage was saved, copied, requested and read. From the third step on, a
@@ -296,5 +296,5 @@ def keep_within(layers: Sequence[OfLayer], room: float) -> int:
 
 
 def follow_steps(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``get_forward_backward_func``."""
+    """Decorate ``get_forward_backward_func`` to count the steps."""
     return pipeline_steps.follow_steps(original, context.state(Choice))

@@ -39,7 +39,7 @@ because FSDP2 inserts a node between layers, which returns another tensor.
 
 
 def swap_in_layer(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
-    """Decorate ``TransformerLayer.forward``."""
+    """Decorate ``TransformerLayer.forward`` to swap the tensors that it saves."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in _chosen or not torch.is_grad_enabled():
@@ -123,12 +123,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def choose_in_block(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``TransformerBlock.__init__``."""
+    """Decorate ``TransformerBlock.__init__`` to install hooks on selected layers."""
     return chosen_layers.choose_in_block(original, context, _choose_with(context), check_swapped_attention)
 
 
 def choose_in_mtp(original: Callable[..., None], context: Context[Options]) -> Callable[..., None]:
-    """Decorate ``MultiTokenPredictionBlock.__init__``."""
+    """Decorate ``MultiTokenPredictionBlock.__init__`` to install hooks on its layers."""
     return chosen_layers.choose_in_mtp(original, context, _choose_with(context))
 
 

@@ -50,7 +50,7 @@ because enabling another feature starts a new one."""
 
 
 def remember_group(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``create_group`` of Megatron releases that keep no list of their groups."""
+    """Decorate ``create_group`` to remember groups, in Megatron releases that keep no list of them."""
     # Not all groups can be found in Megatron's module: if a rank belongs to two groups of one kind, some
     # variables hold the last one only.
 
@@ -124,7 +124,7 @@ _pending: defaultdict[Megatron, _Pending] = defaultdict(list)
 
 
 def exchange_overlapped(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``_p2p_ops``, which returns handles by name."""
+    """Decorate ``_p2p_ops``, which returns handles by name, to exchange safely over gloo."""
 
     def _p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):
@@ -135,7 +135,7 @@ def exchange_overlapped(original: _Function, context: Context[None]) -> _Functio
 
 
 def exchange_batched(original: _Function, context: Context[None]) -> _Function:
-    """Decorate ``_batched_p2p_ops``, which returns a list of handles."""
+    """Decorate ``_batched_p2p_ops``, which returns a list of handles, to exchange safely over gloo."""
 
     def _batched_p2p_ops(*, group: Any, **kwargs: Any) -> Any:
         if _over_gloo(group):

@@ -255,7 +255,7 @@ def group_over_gloo(original: _Function) -> _Function:
 
 
 def find_redirected_builtin(original: _Function) -> _Function:
-    """Decorate ``torch.jit``'s operator lookup, which compares functions by identity."""
+    """Decorate ``torch.jit``'s operator lookup, which compares by identity, to find redirected functions."""
 
     def find_builtin(function: Any) -> Any:
         found = original(function)

@@ -89,7 +89,7 @@ def _count_steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Te
 
 
 def norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``local_multi_tensor_l2_norm``, which returns the norm as fp32 ``[1]``, and ``None``."""
+    """Decorate ``local_multi_tensor_l2_norm`` to compute the norm, fp32 ``[1]``, on the device."""
     # Empty lists, and gradients on another device than the flag, are left to the original.
 
     def local_multi_tensor_l2_norm(

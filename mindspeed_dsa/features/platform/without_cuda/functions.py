@@ -43,7 +43,7 @@ class _TypeName(str):
 
 
 def type_as_on_cuda(original: _Function) -> _Function:
-    """Decorate ``Tensor.type`` to accept and to equal CUDA's type names, for tensors on this device."""
+    """Decorate ``Tensor.type`` to return names that equal CUDA's, and to accept CUDA's names."""
     device_type = platforms.current().device_type
     prefix = _PREFIXES[device_type]
 
