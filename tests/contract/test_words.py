@@ -22,7 +22,7 @@ FOLDER = Path(mindspeed_dsa.__file__).parent
 
 NO_SUBJECT = re.compile(r"(what|of|that|those|it|its|they|their|them|see|whether|which|whose|where)\b", re.I)
 """First words of sentences whose subject stands somewhere else, or nowhere."""
-FRAGMENT = re.compile(r"(what|of|that|those|it|they|see|whether)\b", re.I)
+FRAGMENT = re.compile(r"(what|of|that|those|it|they|see)\b", re.I)
 """First words of docstrings that are neither an imperative nor a noun."""
 
 
