@@ -243,6 +243,7 @@ class Megatron:
 
     def __call__(self, name: str) -> ModuleType:
         """Import Megatron's module ``name``, such as ``core.parallel_state``."""
+        # "core.parallel_state" with the root corp_megatron: corp_megatron.core.parallel_state.
         return import_module(f"{self.root}.{name}")
 
 

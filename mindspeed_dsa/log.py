@@ -100,6 +100,7 @@ def is_first_rank() -> bool:
 
 def _is_first_of_stage(megatron_root: str) -> bool:
     """Return whether this rank logs for its pipeline stage. Stages hold different layers."""
+    # Looked up instead of imported, so that logging never imports torch.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True

@@ -91,8 +91,7 @@ class Settings:
     """Resolved switches, read as attributes by their ``dest``.
 
     Two attributes are not switches: ``platform`` (``cpu``, ``cuda`` or ``npu``), and ``features_on``, the
-    names of
-    the features found active so far.
+    names of the features found active so far.
     """
 
     def __init__(

@@ -49,6 +49,7 @@ def register(feature: Feature) -> Feature:
     """
     if any(known.name == feature.name for known in all_features()):
         raise SettingsError(f"a feature named {feature.name!r} exists already; give yours another name")
+    # Names identify features in flags, conflicts and requirements, so they are unique.
     _registered.append(feature)
     return feature
 
@@ -83,6 +84,7 @@ def by_kind() -> dict[str, tuple[Feature, ...]]:
     for kind in KINDS:
         # A feature is found by its file, so no list has to be kept up to date.
         files = (here / kind).rglob("feature.py")
+        # Sorted by folder name, which fixes the order of wrappers.
         modules = sorted(".".join(file.relative_to(here).with_suffix("").parts) for file in files)
         kinds[kind] = tuple(feature for module in modules for feature in declared_in(f"{__name__}.{module}"))
     return kinds

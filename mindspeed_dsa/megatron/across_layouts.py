@@ -1,9 +1,8 @@
 """Checkpoint loading between layouts with and without a separate optimizer for experts.
 
 With expert parallelism Megatron chains two optimizers: one for parameters shared by all data parallel ranks,
-one for
-the experts. Without it there is one optimizer. Tensors have the same names in both kinds of checkpoints. Step
-counts and param groups are saved per optimizer, and are converted here.
+one for the experts. Without it there is one optimizer. Tensors have the same names in both kinds of
+checkpoints. Step counts and param groups are saved per optimizer, and are converted here.
 
 Megatron-LM's training loop also saves random generator states per data parallel rank with expert parallelism.
 Imports neither torch nor Megatron.

@@ -69,8 +69,8 @@ def activation_of(
         kwargs: further arguments of the forward.
 
     Returns:
-        Function of fc1's output ``[..., ffn or 2 * ffn]`` and the scale of each token; returns ``[...,
-        ffn]``.
+        Function of fc1's output ``[..., ffn or 2 * ffn]`` and the scale of each token, which returns
+        ``[..., ffn]``.
     """
 
     # fc1 is already computed and fc2 comes later, so both are replaced by functions that pass their input on.

@@ -378,12 +378,13 @@ class CompiledSteps:
 
     Attributes:
         prolog: function of an ``MLASelfAttention``, its hidden states ``[s, b, hidden]`` and the key's
-            up-projection ``[heads, qk_head_dim, kv_lora_rank]``. Like ``get_query_key_value_tensors`` it
-            returns, in absorbed form, query ``[s, b, heads, kv_lora_rank + rope]``, key ``[s, b, 1,
-            kv_lora_rank + rope]``, the latent query and the latent key-value. Returns ``None`` for a layer
-            that it does not support.
-        epilog: function of the attention output over latents ``[b, s, heads, kv_lora_rank]`` and the value's
-            up-projection ``[heads, value_dim, kv_lora_rank]``; returns ``[s, b, heads * value_dim]``.
+            up-projection ``[heads, qk_head_dim, kv_lora_rank]``. Returns the absorbed query
+            ``[s, b, heads, kv_lora_rank + rope]``, the absorbed key ``[s, b, 1, kv_lora_rank + rope]``, the
+            latent query and the latent key-value, in the order of ``get_query_key_value_tensors``. Returns
+            ``None`` for a layer that it does not support.
+        epilog: function of the attention output over latents ``[b, s, heads, kv_lora_rank]`` and the
+            value's up-projection ``[heads, value_dim, kv_lora_rank]``; returns
+            ``[s, b, heads * value_dim]``.
     """
 
     prolog: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor] | None]

@@ -114,7 +114,7 @@ def decorators(follower: Callable[[Context[Any]], Follower]) -> tuple[_Decorator
 
 
 def follow_steps(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``get_forward_backward_func``."""
+    """Decorate ``get_forward_backward_func``: the follower runs the schedule."""
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = original(*args, **kwargs)
@@ -128,7 +128,7 @@ def follow_steps(original: _Function, follower: Follower) -> _Function:
 
 
 def follow_forwards(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``forward_step``."""
+    """Decorate ``forward_step``: report forward events to the follower."""
     parameters = signature(original)
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def follow_forwards(original: _Function, follower: Follower) -> _Function:
 
 
 def follow_backwards(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``backward_step``."""
+    """Decorate ``backward_step``: report backward events to the follower."""
 
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         if not follower.following:
@@ -167,7 +167,7 @@ def follow_backwards(original: _Function, follower: Follower) -> _Function:
 
 
 def follow_pairs(original: _Function, follower: Follower) -> _Function:
-    """Decorate ``combined_forward_backward_step``. Either of its halves may be missing."""
+    """Decorate ``combined_forward_backward_step``, one of whose halves may be missing: report the pair."""
     parameters = signature(original)
     pairs = 0
 

@@ -1,10 +1,9 @@
 """Second device stream, for work that does not depend on the latest work of the first stream.
 
 Backward needs little extra code: autograd runs a node on the stream of its forward, and makes streams wait
-for each
-other's gradients. Weight gradients are the exception, because no stream waits for a gradient that a hook
-later reads from the parameter. The nodes that accumulate weight gradients are therefore created on the first
-stream, and autograd makes it wait for the second.
+for each other's gradients. Weight gradients are the exception, because no stream waits for a gradient that a
+hook later reads from the parameter. The nodes that accumulate weight gradients are therefore created on the
+first stream, and autograd makes it wait for the second.
 """
 
 from __future__ import annotations

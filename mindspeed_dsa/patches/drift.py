@@ -1,8 +1,7 @@
 """Patch checks against source code, before anything is imported or modified.
 
 For each patch: does the target exist, does it take the parameters that the implementation relies on, and is
-its
-code unchanged since the feature was written?
+its code unchanged since the feature was written?
 """
 
 from __future__ import annotations

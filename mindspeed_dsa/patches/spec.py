@@ -21,11 +21,11 @@ class Patch:
         target: ``"package.module:name"`` or ``"package.module:Class.method"``; for ``entry`` the dictionary,
             with the key in :attr:`key`. Name a function in the module that defines it: a name that a module
             imported from another package is patched only in that module.
-        kind: one of four kinds. ``replace``: the function ``impl`` replaces the target.
-            ``wrap``: ``impl`` is a decorator; it is called once with the wrapped function and returns a plain
-            function. ``value``: the object ``impl`` is assigned. Constants, classes and descriptors are
-            assigned as is, and a plain function as a copy, so that undo can distinguish sites that share it.
-            ``entry``: the object ``impl`` becomes the dictionary's item under :attr:`key`.
+        kind: one of four kinds. ``replace``: the function ``impl`` replaces the target. ``wrap``: ``impl`` is
+            a decorator, called once with the wrapped function, that returns a plain function. ``value``: the
+            object ``impl`` is assigned. Constants, classes and descriptors are assigned as is, and a plain
+            function as a copy, so that undo can distinguish sites that share it. ``entry``: the object
+            ``impl`` becomes the dictionary's item under :attr:`key`.
         impl: ``"package.module:name"``, imported after the target's module.
         why: one-line reason for doctor, the docs and the table of patched symbols.
         params: parameter names of the target that ``impl`` relies on, checked before anything is modified.
@@ -37,9 +37,9 @@ class Patch:
         priority: nesting order of the wrappers of one target, the highest outermost. At equal priority the
             later feature is outside.
         key: dictionary key of an ``entry``.
-        stale: consequence for a required site of a reference to the original that cannot be rebound (a
-            default argument, a closure, a container): ``error``, or ``report`` if the target's own package
-            keeps such references and they do no harm. Also applies if other code replaces the patch.
+        stale: consequence for a required site if a default argument, closure or container keeps a reference
+            to the original: ``error``, or ``report`` if the target's own package keeps harmless references.
+            Also applies if other code replaces the patch.
         factory: whether ``impl`` is a function that is called once with the claim's context and returns the
             object to assign. Not for ``wrap``: a decorator gets the context if it takes a second positional
             parameter.

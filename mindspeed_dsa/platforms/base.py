@@ -1,8 +1,7 @@
 """Interface over the differences between a CPU, a CUDA GPU and an Ascend NPU.
 
 It does not include collectives: ``torch.distributed`` with ``async_op=True`` and ``wait()`` overlaps on gloo,
-NCCL and
-HCCL with the same code.
+NCCL and HCCL with the same code.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -
         raise SettingsError(problem)
     previous = _current
     if previous is not None:
+        # `current` is a function: the old session asks it later for the session in its place.
         previous.end(current)
         _current = None
     try:
@@ -205,6 +206,7 @@ def _start(api: Mapping[str, Any], argv: Sequence[str], complete: bool = True) -
     if active:
         start_report.warn_of_untried_torch()
     start_report.warn_of_overruled(resolved.overruled)
+    # Only the latest session may be waiting for a fork.
     _await_no_fork()
     if active and resolved.setting(settings.MEGATRON_ROOT.dest).source == "default":
         _watch = forks.Watch(_adopt)

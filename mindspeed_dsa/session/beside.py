@@ -138,6 +138,7 @@ def _patched(patcher: Patcher) -> list[str]:
 
 def _flags(patcher: Patcher) -> list[str]:
     """Return the flags of a library that is loaded, as far as they can be listed."""
+    # A parser of our own collects the flags that the library registers.
     parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
     with contextlib.suppress(Exception):  # foreign code: its failure only shortens our message
         _loaded(patcher.flags).register_features_args(parser)
@@ -171,6 +172,7 @@ def _home(thing: Any) -> str:
     A function's globals are used, because ``functools.wraps`` copies the original's ``__module__`` to a
     wrapper.
     """
+    # Look through static methods, class methods and properties.
     thing = compose.underlying(thing)
     if is_a(thing, partial):
         thing = thing.func

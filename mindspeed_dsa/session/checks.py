@@ -40,6 +40,7 @@ def problems(active: Sequence[Feature], settings: Settings) -> list[str]:
                     f"pip install '{distribution}{wanted}'"
                     f"{ours if distribution == versions.MEGATRON_DISTRIBUTION else ''}"
                 )
+            # Pre-releases count, because branches and nightly builds have pre-release versions.
             elif not SpecifierSet(wanted).contains(version, prereleases=True):
                 messages.append(
                     f"{feature.name}{switch} needs {distribution} {wanted}, but {version} is installed; "
@@ -210,5 +211,6 @@ def checker(root: str = "megatron") -> Checker:
 def static_check(root: str = "megatron") -> Callable[[Patch], tuple[list[str], list[str]]]:
     """Return the patch manager's source check: ``patch -> (problems, notes)``."""
     # The checker is built on first use: it reads the records and the sources.
+    # Patches are checked one by one; the sources and records are read once.
     checker_once = cache(lambda: checker(root))
     return lambda patch: checker_once()(patch)

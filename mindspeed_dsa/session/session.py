@@ -156,6 +156,7 @@ class Session:
         self._guard = PatchManager(root=self.settings.megatron_root)
         verify = [claim for claim in self._services() if claim.feature == job.VERIFY_BEFORE_MODEL.name]
         self._guard.plan(verify)
+        # The guard only patches the constructor of models, through verify-before-model.
         self._guard.arm()
 
     def finalize_once(self) -> None:
@@ -231,6 +232,7 @@ class Session:
         # Compare before features rewrite the arguments.
         unheard = list(checks.unheard(args, self.settings, self._told))
         self.rewrite(args)
+        # Keep them for the report and the environment checks at the first model.
         self.arguments = args
         self.log_folder = getattr(args, "tensorboard_dir", None) or getattr(args, "save", None)
         problems = [

@@ -94,6 +94,7 @@ def table(settings: Settings, features: Sequence[Feature], sites: Sequence[SiteR
                 states[site.state] = states.get(site.state, 0) + 1
         rows.append((feature.name, who_set(feature, settings), counted(states)))
     lines = aligned(rows)
+    # As wide as the widest line.
     rule = "-" * max(map(len, lines))
     head = f"mindspeed_dsa on {settings.platform}, megatron-core {megatron}: {len(features)} features on"
     lines = [head, rule, lines[0], rule, *lines[1:], rule]

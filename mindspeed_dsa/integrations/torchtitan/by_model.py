@@ -1,11 +1,10 @@
 """Converters for TorchTitan 0.2, which replace layers of a model on the meta device.
 
-``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers them, and ``[model]
-converters`` names them. The section ``[dsa]`` has the options of sparse attention; it is added by ``[job]
-custom_config_module = "mindspeed_dsa.integrations.torchtitan.by_model"``.
+``[experimental] custom_import = "mindspeed_dsa.integrations.torchtitan"`` registers them, and
+``[model] converters`` names them. The section ``[dsa]`` has the options of sparse attention; it is added by
+``[job] custom_config_module = "mindspeed_dsa.integrations.torchtitan.by_model"``.
 
-TorchTitan reads field types from annotations, so this module must not use ``from __future__ import
-annotations``.
+TorchTitan reads the types of fields from annotations, so annotations in this module must not be strings.
 """
 
 from dataclasses import asdict, dataclass, field

@@ -1,8 +1,7 @@
 """Sparse attention in place of dense latent attention, shared by all TorchTitan releases.
 
 Works on tensors: queries and latent keys as the model's own layers project them. If layers are parallelised
-by DTensors,
-the operators get their local parts.
+by DTensors, the operators get their local parts.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ def apply_dsa(
             as PEFT's wrappers do. Call it before or after FSDP2's ``fully_shard``.
         stage: stage of training. In ``"warmup"`` tokens attend to all visible keys, in ``"sparse"`` to the
             selected ones. It also applies to evaluation.
-        loss_coeff: factor of the indexer loss, which is a sum over layers of the mean over tokens. Unless it
-            is 0, the loss is computed in training mode for each indexer with a trainable parameter, and is
-            added to the ``loss`` that the model returns for ``labels``.
+        loss_coeff: factor of the indexer loss, which is a sum over layers of the mean over tokens. With 0 no
+            loss is computed. Otherwise each indexer with a trainable parameter has a loss in training mode,
+            which is added to the ``loss`` that the model returns for ``labels``.
         backend: backend of the operators, see :data:`mindspeed_dsa.ops.backend.BackendName`.
         loss_coefficient: former name of ``loss_coeff``.
 

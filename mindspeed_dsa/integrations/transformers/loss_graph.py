@@ -2,8 +2,8 @@
 
 An indexer's inputs are detached, and its loss reaches the model's loss without passing through the layers
 above. If the layer's output requires no gradient either, the loss's backward does not pass through that
-output. Module wrappers attach
-their backward hooks to the output: FSDP2 gathers weights there, so the loss's backward would find none.
+output. Module wrappers attach their backward hooks to the output: FSDP2 gathers weights there, so the loss's
+backward would find none.
 
 The backward of each loss is therefore routed through the outputs of its attention, its layer and its model
 with a zero gradient, and from each layer to the layer below. Layers are thus gathered, reduced and resharded

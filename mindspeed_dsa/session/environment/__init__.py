@@ -179,6 +179,7 @@ def at_start(
     try:
         machine = _machine(settings, variables)
         about = Surroundings(settings.platform, args, variables=variables, machine=machine)
+        # Planning the size of a checkpoint takes time, so only jobs that save do it.
         about = completed(about, active, lambda: checkpoint_size(args) if about.argument("save") else None)
     except Exception as error:  # an error in the examination must not stop a job
         log.get().warning("environment: not examined: %r; report it as a bug", error, once=True)
@@ -236,6 +237,7 @@ def newest(args: Any) -> tuple[int, float | None]:
         return 0, None
     folder, goes_on = Path(named), getattr(args, "load", None) == named
     try:
+        # Newest first.
         for iteration in whole_checkpoints.iterations(folder)[:1]:
             listed = manifest.read(folder / whole_checkpoints.name_of(iteration))
             return iteration if goes_on else 0, None if listed is None else float(listed.size)

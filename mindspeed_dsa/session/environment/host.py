@@ -77,6 +77,7 @@ def find_shared_memory(about: Surroundings) -> Iterator[Finding]:
     if stages > 1 and about.machine.world and not about.argument("sft"):  # with sft all stages load packs
         in_two = 2 * about.machine.world / (stages * about.size("tensor_model_parallel_size"))
         loading = min(loading, math.ceil(in_two))  # only the first and the last stage load data
+    # A mask in the batch has length x length elements.
     masked = about.argument("create_attention_mask_in_dataloader")
     samples = max(about.size("micro_batch_size"), about.size("eval_micro_batch_size"))
     # 1 sample x 4096 tokens x 28 bytes = 112 KiB; an attention mask adds 4096 x 4096 bytes = 16 MiB.
@@ -138,6 +139,7 @@ def find_disk(about: Surroundings) -> Iterator[Finding]:
     # The folder may be local to each node, so a node holds only its share. If the ranks per node are unknown,
     # a node may have only one rank.
     nodes = about.machine.nodes if about.machine.local_ranks else max(1, about.machine.world)
+    # A checkpoint of 800 GB on 4 nodes: 200 GB in each node's folder.
     share = size / nodes
     who = f"--save {folder}"
     if free < share:

@@ -42,6 +42,7 @@ def find_copies(about: Surroundings) -> Iterator[Finding]:
     """Check for a Megatron-core that hides another copy, or whose ``megatron.training`` is another copy's."""
     if len(about.machine.megatrons) < 2:
         return
+    # In the order of the search path, so the first copy is imported.
     used, *hidden = about.machine.megatrons
     shown = " and ".join(map(str, hidden))
     # megatron is a namespace package: each subpackage comes from the first folder that has it.
@@ -174,6 +175,7 @@ def _copies(root: str, path: Sequence[str]) -> Iterator[Installation]:
         with contextlib.suppress(OSError, SyntaxError):
             if file.is_file() and (real := file.resolve()) not in seen:
                 seen.add(real)
+                # Parsed without importing it.
                 version = versions.version_in_source(file.read_text(encoding="utf-8"))
                 yield Installation(folder, version, (folder / root / "training").is_dir())
 

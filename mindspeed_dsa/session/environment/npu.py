@@ -73,6 +73,7 @@ def find_devices(about: Surroundings) -> Iterator[Finding]:
     # report it.
     hidden = devices == 1 and rank == "0" and about.variable(visible)
     alone = hidden or (rank.isdigit() and not about.variable("TORCHELASTIC_RUN_ID"))
+    # A rank on its own knows only its number: rank 3 needs at least 4 devices.
     ranks = int(rank) + 1 if alone else about.machine.local_ranks
     if devices is None or ranks <= devices:
         return
