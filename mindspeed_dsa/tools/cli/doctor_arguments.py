@@ -229,7 +229,7 @@ def unknown_flags(argv: Sequence[str], of_the_job: Sequence[str], parser: JobPar
 
 
 def _is_misspelt(name: str, names: set[str]) -> bool:
-    """Return whether a flag has a misspelt word of a similar known flag."""
+    """Return whether a flag resembles a known flag, but has a word that the known flag lacks."""
     (close,) = difflib.get_close_matches(name, names, n=1, cutoff=0.85) or ("",)
     # --dsa-topk and --dsa-indexer-topk are close, but share all words: a different flag, not a typing error.
     return bool(close and set(name.split("-")) - set(close.split("-")))

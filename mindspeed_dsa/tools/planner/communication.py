@@ -169,8 +169,7 @@ class _Rank:
         model, layout = self.model, self.layout
         # Each token is sent to topk experts; on average 1 / EP of them are on the same rank.
         rows = self.r * model.router_topk * self.job.imbalance
-        # 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, of which 31 / 32 leave the rank on
-        # EP 32.
+        # EP 32: 4096 tokens x 8 experts x 7168 x 2 bytes = 448 MiB per dispatch, and 31 / 32 leave the rank.
         share = (layout.ep - 1) / layout.ep
         for when in ("forward", "backward"):
             for what in ("dispatch", "combine"):
@@ -248,8 +247,8 @@ class _Rank:
         nbytes = self.r * self.model.hidden * self.e
         stages = layout.pp * layout.vpp
         for chunk in range(layout.vpp):
-            # Consecutive stages on the same rank, as in the middle of a V, send nothing.
             stage = layout.stage(self.rank, chunk)
+            # Consecutive stages on the same rank, as in the middle of a V, send nothing.
             if stage and layout.rank_of(stage - 1) != self.rank:
                 yield Transfer("PP", "send", "activations", nbytes, "forward")
             if stage < stages - 1 and layout.rank_of(stage + 1) != self.rank:

@@ -405,7 +405,6 @@ def _temporary(job: Job, rank: int, largest: float, kinds: _Kinds) -> dict[str, 
     sizes: dict[str, float] = {}
     widest = model.ffn / layout.tp * tokens
     if model.experts:
-        # Both the dispatched tokens and their permuted copy exist at one time.
         received = rows * model.router_topk * layout.etp * job.imbalance
         widest = max(widest, received * model.expert_ffn / layout.etp)
         sizes["dispatched tokens"] = 2 * received * model.hidden * number

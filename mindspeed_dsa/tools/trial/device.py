@@ -158,7 +158,7 @@ class Trainer:
 
 
 def stages(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
-    """Yield the name and function of each stage of a case; stop after the first failure."""
+    """Yield the name and function of each stage of a case; the caller stops after the first failure."""
     megatron = Megatron()
     trained: list[Trainer] = []
     losses: list[float] = []
