@@ -64,6 +64,7 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = states[..., 0::2], states[..., 1::2]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    # Pairs (x0, x1), (x2, x3) become halves (x0, x2, x1, x3), as Megatron's MLA stores rotated dimensions.
     halves, turned = torch.cat([first, second], dim=-1), torch.cat([-second, first], dim=-1)
     return halves * cos + turned * sin
 
@@ -123,6 +124,7 @@ def absorbed(
     """
     query = query_rows if query_up is None else query_up.of(query_rows)
     plain, rotary = query.unflatten(-1, (sizes.heads, -1)).split([sizes.plain, sizes.rotary], dim=-1)
+    # q . (W c) = (q W) . c: the key's up-projection W is applied to the query instead of every latent c.
     query = torch.cat([torch.einsum("thd,hdc->thc", plain, up_key), rotated(rotary, cos, sin)], dim=-1)
     return query, torch.cat([latent.unsqueeze(1), rotated(rotary_key.unsqueeze(1), cos, sin)], dim=-1)
 

@@ -26,7 +26,7 @@ PROLOG, EPILOG = "prolog of latent attention", "epilog of latent attention"
 
 
 def offer_to_attention(original: Callable[..., None], context: Context[None]) -> Callable[..., None]:
-    """Decorate ``MLASelfAttention.__init__``."""
+    """Decorate ``MLASelfAttention.__init__``: offer compiled prolog and epilog to the absorbed form."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -75,6 +75,7 @@ class Region:
         # Dynamo stores a backend's exception in `inner_exception` instead of chaining it.
         while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
             cause = inner
+        # The first line of the innermost error says why; the rest is a stack of the compiler.
         text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         self.failure = f"{type(cause).__name__}: {text}"
         self._log.warning(

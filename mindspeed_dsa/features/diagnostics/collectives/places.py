@@ -57,22 +57,22 @@ def _follower(context: Context[Options]) -> pipeline_steps.Follower:
 
 
 def follow_steps(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``get_forward_backward_func``."""
+    """Decorate ``get_forward_backward_func``: count steps."""
     return pipeline_steps.follow_steps(original, _follower(context))
 
 
 def follow_forwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``forward_step``."""
+    """Decorate ``forward_step``: name its collectives by the microbatch."""
     return pipeline_steps.follow_forwards(original, _follower(context))
 
 
 def follow_backwards(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``backward_step``."""
+    """Decorate ``backward_step``: name its collectives by the microbatch."""
     return pipeline_steps.follow_backwards(original, _follower(context))
 
 
 def follow_pairs(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``combined_forward_backward_step``."""
+    """Decorate ``combined_forward_backward_step``: name its collectives by both microbatches."""
     return pipeline_steps.follow_pairs(original, _follower(context))
 
 
@@ -126,12 +126,12 @@ def _enter(layer: int, gradient: Tensor) -> None:
 
 
 def name_dispatch(original: _Function) -> _Function:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``."""
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_dispatch``: name its all-to-all."""
     return _naming(original, "dispatch")
 
 
 def name_combine(original: _Function) -> _Function:
-    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``."""
+    """Decorate ``MoEAlltoAllTokenDispatcher.token_combine``: name its all-to-all."""
     return _naming(original, "combine")
 
 

@@ -340,7 +340,7 @@ def record_message(original: _Function, context: Context[Options]) -> _Function:
 
 
 def stop_recording(original: _Function, context: Context[Options]) -> _Function:
-    """Decorate ``destroy_process_group``."""
+    """Decorate ``destroy_process_group``: forget the group, or stop recording with the last one."""
     recorder = context.state(Recorder)
 
     def destroy_process_group(group: Any = None, *args: Any, **kwargs: Any) -> Any:

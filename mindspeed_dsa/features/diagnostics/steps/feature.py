@@ -34,7 +34,7 @@ class WeightsOptions:
 
     @classmethod
     def of(cls, settings: Any) -> WeightsOptions:
-        """Read them from resolved settings."""
+        """Read the options from resolved settings."""
         return cls(folder=Path(getattr(settings, "initial_weights_dir", None) or ""))
 
 
@@ -78,7 +78,7 @@ class MetricsOptions:
 
     @classmethod
     def of(cls, settings: Any) -> MetricsOptions:
-        """Read them from resolved settings."""
+        """Read the options from resolved settings."""
         return cls(file=Path(settings.step_metrics_file))
 
 

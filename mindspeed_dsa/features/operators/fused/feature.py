@@ -244,7 +244,7 @@ class SwigluOptions:
 
     @classmethod
     def of(cls, settings: Any) -> SwigluOptions:
-        """Read them from resolved settings."""
+        """Read the options from resolved settings."""
         return cls(apart=bool(getattr(settings, "recompute_activation_function", False)))
 
 

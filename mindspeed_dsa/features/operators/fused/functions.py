@@ -86,7 +86,7 @@ class FusedRMSNorm(SequenceParallelRMSNorm):
 
 
 def build_fused_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``WrappedTorchNorm.__new__``."""
+    """Decorate ``WrappedTorchNorm.__new__``: build the fused RMSNorm."""
 
     def __new__(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
@@ -143,9 +143,9 @@ class _Rotations:
 
 
 def rotate_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``_apply_rotary_pos_emb_bshd``.
+    """Decorate ``_apply_rotary_pos_emb_bshd``: call the fused operator.
 
-    Its fourth argument, latent attention's order of dimensions, has had two names.
+    Megatron's releases have two names for its fourth argument, latent attention's order of dimensions.
     """
     rotations = _Rotations()
 
@@ -177,7 +177,7 @@ def _other_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[boo
 
 
 def fuse_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``bias_swiglu_impl``."""
+    """Decorate ``bias_swiglu_impl``: call the fused operator."""
 
     def bias_swiglu_impl(input: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         if _asks_for_more(args, kwargs):
@@ -188,7 +188,7 @@ def fuse_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def fuse_weighted_swiglu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate ``weighted_bias_swiglu_impl``, which refuses a bias."""
+    """Decorate ``weighted_bias_swiglu_impl``, which refuses a bias: call the fused operator."""
 
     def weighted_bias_swiglu_impl(
         input: Tensor, bias: Tensor | None, weights: Tensor, *args: Any, **kwargs: Any

@@ -37,7 +37,7 @@ class Options:
 
     @classmethod
     def of(cls, settings: Any) -> Options:
-        """Read them from resolved settings."""
+        """Read the options from resolved settings."""
         names = ("use_ascend_coc", "coc_fused_kernel", "use_ascend_mc2")
         overlaps = any(getattr(settings, name, False) for name in names)
         chunks = getattr(settings, "coc_parallel_num", None) or 1

@@ -56,6 +56,7 @@ def project_beside(original: Callable[..., Any], context: Context[Options]) -> C
             rows = states if gather is None else gather(states)
             return rows, key(rows)[0], weights(rows)[0]
 
+        # Starts before attention's own projections, and is awaited after them: both run at the same time.
         started = second_stream.start(project, states, key, weights)
         result = original(self, hidden_states, *args, **kwargs)
         rows, own_key, own_weights = started.wait()
