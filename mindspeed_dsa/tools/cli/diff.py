@@ -109,11 +109,8 @@ def run(argv: Sequence[str]) -> int:
     elif outcomes:
         print(f"{root} {release} in {tree.label}\n")
         width = max(map(len, outcomes))
-        for name, outcome in outcomes.items():
-            print(
-                f"{name:<{width}}  {outcome.word}"
-                + (f" ({'; '.join(outcome.layouts)})" if outcome.layouts else "")
-            )
+        for name, test in outcomes.items():
+            print(f"{name:<{width}}  {test.word}" + (f" ({'; '.join(test.layouts)})" if test.layouts else ""))
     else:
         print("\n".join(_text(tree, root, release, results, options.all)))
     return 1 if problems else 0

@@ -94,9 +94,7 @@ def run(argv: Sequence[str]) -> int:
         return 2
     translations = [launch_script.translation for launch_script in migrated]
     others = any(launch_script.instead for launch_script in migrated)
-    return int(
-        others or any(translation.refused or translation.of("unknown") for translation in translations)
-    )
+    return int(others or any(each.refused or each.of("unknown") for each in translations))
 
 
 def _release(text: str | None) -> Version | None:

@@ -105,13 +105,9 @@ def _set_elsewhere(switch: Flag, command: Sequence[str], environ: Mapping[str, s
     problems = []
     if switch.env in environ:
         problems.append(_outranked(switch))
-    set_in_command = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {
-        t.partition("=")[0] for t in command
-    }
-    if set_in_command:
-        problems.append(
-            f"the job's own command has {', '.join(sorted(set_in_command))}; remove it, compare adds it"
-        )
+    seen = {switch.name, *switch.aliases, f"--no-{switch.name[2:]}"} & {t.partition("=")[0] for t in command}
+    if seen:
+        problems.append(f"the job's own command has {', '.join(sorted(seen))}; remove it, compare adds it")
     return problems
 
 

@@ -288,18 +288,11 @@ def npu_environment(word: Word = str) -> str:
 def environment_checks() -> str:
     """Build the table of checks of a job's environment."""
     rows = []
-    for check in checks_of(shipped()):
-        where = "any" if len(check.platforms) == len(get_args(PlatformName)) else ", ".join(check.platforms)
-        node = ", on each node" if check.per_node else ""
+    for item in checks_of(shipped()):
+        where = "any" if len(item.platforms) == len(get_args(PlatformName)) else ", ".join(item.platforms)
+        node = ", on each node" if item.per_node else ""
         rows.append(
-            [
-                f"`{check.name}`",
-                f"{where}{node}",
-                check.subject,
-                check.when,
-                ", ".join(check.levels),
-                check.source,
-            ]
+            [f"`{item.name}`", f"{where}{node}", item.subject, item.when, ", ".join(item.levels), item.source]
         )
     return table(["Check", "Platform", "Looks at", "Speaks when", "Level", "Source"], rows)
 

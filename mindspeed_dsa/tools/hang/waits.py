@@ -99,39 +99,35 @@ def _groups(by_rank: Mapping[int, Record]) -> Iterator[tuple[Group, dict[int, Gr
     for rank, record in by_rank.items():
         for group in record.groups:
             groups.setdefault((group.name, group.ranks), {})[rank] = group
-    for known_groups in groups.values():
+    for entries in groups.values():
         # Names of a group may be known on some ranks only; ranks without any call have no entry for it.
-        group = next(
-            (each for each in known_groups.values() if each.kinds), next(iter(known_groups.values()))
-        )
+        group = next((each for each in entries.values() if each.kinds), next(iter(entries.values())))
         never = Group(group.name, group.kinds, group.ranks, 0, {}, ())
-        yield group, {rank: known_groups.get(rank, never) for rank in group.ranks if rank in by_rank}
+        yield group, {rank: entries.get(rank, never) for rank in group.ranks if rank in by_rank}
 
 
 def _of_collectives(by_rank: Mapping[int, Record]) -> Iterator[Wait]:
     alone: list[Wait] = []
-    for group, known_groups in _groups(by_rank):
-        absent = tuple(rank for rank in group.ranks if rank not in known_groups)
-        counts = {rank: entry.collectives for rank, entry in known_groups.items()}
+    for group, entries in _groups(by_rank):
+        absent = tuple(rank for rank in group.ranks if rank not in entries)
+        counts = {rank: entry.collectives for rank, entry in entries.items()}
         least, most = min(counts.values()), max(counts.values())
-        differs = _difference(known_groups, least)
+        differs = _difference(entries, least)
         if differs is not None:
             yield Wait(group, *differs)
         elif most > least:
             # The next call, least + 1, is the first that some ranks have not started.
             missing = tuple(rank for rank, count in counts.items() if count == least)
             arrived = {
-                rank: _collective(known_groups[rank], least + 1)
-                for rank in known_groups
-                if counts[rank] > least
+                rank: _collective(entries[rank], least + 1) for rank in entries if counts[rank] > least
             }
             yield Wait(group, _first(arrived), least + 1, arrived, tuple(sorted((*missing, *absent))))
-        elif most and (stuck := {rank: _collective(entry, most) for rank, entry in known_groups.items()}):
+        elif most and (stuck := {rank: _collective(entry, most) for rank, entry in entries.items()}):
             # All ranks started the last call: it is a wait if it has not ended on some rank.
             inside = [call for call in stuck.values() if call and call.waits and not _ended(call)]
             if inside:
                 yield Wait(group, inside[0], most, stuck, absent)
-            elif absent and any(is_waiting(by_rank[rank]) or _failed(by_rank[rank]) for rank in known_groups):
+            elif absent and any(is_waiting(by_rank[rank]) or _failed(by_rank[rank]) for rank in entries):
                 alone.append(Wait(group, _first(stuck), most, stuck, absent))
     if alone:
         # Whether an asynchronous call has ended is only known when it is waited for, so only the last call

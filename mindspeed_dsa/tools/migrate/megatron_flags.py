@@ -185,25 +185,23 @@ def add(release: str, parser: argparse.ArgumentParser, file: Path = RECORD) -> N
     """Add a release to the record, or replace a recorded one."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"releases": [], "flags": {}}
     having = {
-        current: {
+        core: {
             flag: said
             for flag, variants in kept["flags"].items()
             for bits, *said in variants
             if bits[number] == "1"
         }
-        for number, current in enumerate(kept["releases"])
+        for number, core in enumerate(kept["releases"])
     }
     having[release] = dict(described(parser))
     order = sorted(having, key=Version)
     lines = []
     for flag in sorted(set().union(*having.values())):
         variants: dict[str, str] = {}
-        for current in order:
-            if flag in having[current]:
-                words = json.dumps(having[current][flag], sort_keys=True)
-                variants[words] = "".join(
-                    "01"[having[one].get(flag) == having[current][flag]] for one in order
-                )
+        for core in order:
+            if flag in having[core]:
+                words = json.dumps(having[core][flag], sort_keys=True)
+                variants[words] = "".join("01"[having[one].get(flag) == having[core][flag]] for one in order)
         made = [[bits, *json.loads(words)] for words, bits in variants.items()]
         lines.append(f"{json.dumps(flag)}: {json.dumps(made)}")
     text = f'{{"releases": {json.dumps(order)},\n"flags": {{\n' + ",\n".join(lines) + "\n}}\n"

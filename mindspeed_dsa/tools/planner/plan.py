@@ -153,10 +153,7 @@ def make(job: Job, device: Device, allocator: float = ALLOCATOR, quick: bool = F
             # Swapping only the hidden share leaves too much on these ranks: like the job, swap everything
             # there.
             shares = job.features.swap_shares
-            job = with_shares(
-                job,
-                [1.0 if rank in too_large else memory_of_rank for rank, memory_of_rank in enumerate(shares)],
-            )
+            job = with_shares(job, [1.0 if rank in too_large else old for rank, old in enumerate(shares)])
             ranks = memory.of_job(job, allocator)
     transfers = communication.of_job(job)
     return Plan(

@@ -205,14 +205,11 @@ def hidden_swaps(job: Job, device: Device, memory: Sequence[RankMemory]) -> tupl
         memory: memory of all pipeline ranks, with everything swapped.
     """
     shares = []
-    for entry in memory:
-        chunks = [compute(job, device, entry.rank, chunk) for chunk in range(job.layout.vpp)]
+    for held in memory:
+        chunks = [compute(job, device, held.rank, chunk) for chunk in range(job.layout.vpp)]
         # Copies to the host overlap with the forward, copies back with the backward: the shorter one decides.
         seconds = min(sum(sum(both[way].values()) for both in chunks) for way in (0, 1))
-        moved, on_host = (
-            MARGIN * entry.swapped / (device.host * 1e9),
-            entry.host - entry.host_state,
-        )
+        moved, on_host = MARGIN * held.swapped / (device.host * 1e9), held.host - held.host_state
         within = job.features.swap_bytes / on_host if on_host else 1.0
         shares.append(min(1.0, seconds / moved if moved else 1.0, within))
     return tuple(shares)
@@ -398,11 +395,11 @@ class Estimate:
         """Return the seconds of the pipeline for all microbatches."""
         job, layout = self.job, self.job.layout
         count = job.microbatches
-        slowest = max(sum(stage.forward + stage.backward for stage in rank_stages) for rank_stages in stages)
+        pace = max(sum(stage.forward + stage.backward for stage in rank_stages) for rank_stages in stages)
         fill = sum(stage.forward + stage.backward for rank_stages in stages for stage in rank_stages)
         p2p = self._p2p()
         if layout.pp == 1:
-            return count * slowest
+            return count * pace
         events = 2 * layout.pp * layout.vpp
         group = max(layout.group, layout.pp)
         # Whole groups of microbatches within the limit of events; PP 16 with 2 chunks: 3000 / 64 = 46 of
@@ -411,12 +408,7 @@ class Estimate:
         shown = count if count - shown < group else shown
         # At the slowest stage's rate, plus filling and draining the pipeline.
         if not simulated:
-            return (
-                (count - 1) * slowest
-                + fill / layout.vpp
-                + slowest * (1 - 1 / layout.vpp)
-                + 2 * layout.pp * p2p
-            )
+            return (count - 1) * pace + fill / layout.vpp + pace * (1 - 1 / layout.vpp) + 2 * layout.pp * p2p
         measured = {}
         for rank, rank_stages in enumerate(stages):
             for chunk, stage in enumerate(rank_stages):
@@ -427,7 +419,7 @@ class Estimate:
                     measured[Kind.BACKWARD, number] -= stage.weights
                     measured[Kind.WEIGHT, number] = stage.weights
         timeline = simulate(schedules.schedule(job, shown), Costs(measured=measured, p2p=p2p))
-        return timeline.step_time + (count - shown) * slowest
+        return timeline.step_time + (count - shown) * pace
 
     def _p2p(self) -> float:
         """Return the seconds of one message between pipeline ranks."""
