@@ -62,7 +62,7 @@ def attend_by_documents(
     if not any(low < high for _, low, high, _ in parts):
         # No query sees a key. An empty output that depends on the inputs gives them zero gradients, not None.
         outputs.append(torch.cat([x[:0].sum().expand(0, *outputs[0].shape[1:]) for x in (query, key, value)]))
-    return torch.cat(outputs)
+    return torch.cat(outputs)  # [rows, batch, heads, value_dim]
 
 
 def _parts(starts: Tensor, ends: Tensor) -> list[tuple[int, int, int, bool]]:

@@ -80,7 +80,7 @@ class Block:
             if indices.shape[0] < keys.shape[0]:  # the last tile has fewer rows
                 keys = keys[: indices.shape[0]]
                 flat = keys.view(-1, keys.shape[2])
-            torch.index_select(self._key, 0, indices.view(-1), out=flat)
+            torch.index_select(self._key, 0, indices.view(-1), out=flat)  # [n * width, dim]
             invalid = None if hidden is None else hidden[number]
             if invalid is not None:
                 keys.masked_fill_(invalid[..., None], 0)  # [n, width, 1] over dim

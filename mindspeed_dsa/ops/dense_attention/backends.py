@@ -105,6 +105,7 @@ class DenseAttention(Backend):
         """Return the gradients of the call's five tensors, in order."""
         of_query, of_key, of_value = self.backward(call.whole(), grad_out, out, statistics)
         sizes = [call.query.shape[3], call.query_rope.shape[3]]
+        # [batch, rows, heads, dim], [batch, rows, heads, rope]
         of_key, of_heads = of_key.split(sizes, dim=-1)
         return *of_query.split(sizes, dim=-1), of_key, _summed(of_heads, 1), of_value
 
@@ -118,10 +119,10 @@ class Reference(DenseAttention):
         scores = _scores(query, _repeated(key, heads), call.softmax_scale, call.causal)
         lse = scores.logsumexp(dim=-1)  # [batch, heads, query_length]
         # Without keys the sums are empty and give zeros.
-        probabilities = (scores - lse[..., None]).exp()
+        probabilities = (scores - lse[..., None]).exp()  # [batch, heads, query_length, key_length]
         # [batch, query_length, heads, value_dim]
         out = torch.einsum("bhts,bshd->bthd", probabilities, _repeated(value, heads).to(scores.dtype))
-        return out.to(query.dtype), lse.transpose(1, 2)
+        return out.to(query.dtype), lse.transpose(1, 2)  # lse: [batch, query_length, heads]
 
     def backward(
         self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
@@ -146,6 +147,7 @@ def _scores(query: Tensor, keys: Tensor, softmax_scale: float, causal: bool) -> 
     dtype = wide(query.dtype)
     scores = softmax_scale * torch.einsum("bthd,bshd->bhts", query.to(dtype), keys.to(dtype))
     if causal:
+        # [query_length, key_length]
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
     return scores
@@ -181,6 +183,7 @@ class Cpu(DenseAttention):
         query, key, value = call.query, call.key, call.value
         operands = _cpu_operands(query, key, value)
         size, kv_heads = operands[0].shape[-1], key.shape[2]
+        # [batch, heads, query_length, size]
         grad_out, out = (states.transpose(1, 2) for states in _padded(size, grad_out, out))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, *operands, out, lse.transpose(1, 2), 0.0, call.causal, scale=call.softmax_scale
@@ -198,7 +201,7 @@ def _cpu_operands(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
     """Return the operands as ``[batch, heads, length, size]``, with equal heads and sizes."""
     heads, size = query.shape[2], max(query.shape[3], value.shape[3])
     states = _padded(size, query, _repeated(key, heads), _repeated(value, heads))
-    return tuple(one.transpose(1, 2) for one in states)
+    return tuple(one.transpose(1, 2) for one in states)  # [batch, heads, length, size]
 
 
 class Cuda(DenseAttention):
@@ -229,7 +232,7 @@ class Cuda(DenseAttention):
             False,
             scale=call.softmax_scale,
         )
-        return out[..., : value.shape[3]], lse.transpose(1, 2)
+        return out[..., : value.shape[3]], lse.transpose(1, 2)  # lse: [batch, query_length, heads]
 
     def backward(
         self, call: DenseCall, grad_out: Tensor, out: Tensor, lse: Tensor
@@ -306,6 +309,7 @@ class Npu(DenseAttention):
         operands = _npu_operands(query, key, value)
         # The operator takes (maximum, total). With (lse, 1) its exp(score - maximum) / total is the final
         # probability.
+        # [batch, heads, query_length, copies]
         maximum = lse.transpose(1, 2)[..., None].expand(-1, -1, -1, _COPIES).contiguous()
         gradients = npu_op("npu_fusion_attention_grad")(
             *operands,
@@ -349,7 +353,7 @@ class Npu(DenseAttention):
         # Releases document different orders, by rows or by heads. Backward gets the statistics in the same
         # order.
         statistics = maximum[..., 0] + total[..., 0].log()
-        return out.view(*call.value.shape), statistics
+        return out.view(*call.value.shape), statistics  # out: [batch, rows, heads, value_dim]
 
     def backward_of_parts(
         self, call: PartsCall, grad_out: Tensor, out: Tensor, statistics: Tensor
@@ -358,21 +362,23 @@ class Npu(DenseAttention):
         if self._declines(call):
             return super().backward_of_parts(call, grad_out, out, statistics)
         operands, options = _npu_parts(call)
-        maximum = statistics[..., None].expand(-1, -1, _COPIES).contiguous()
+        maximum = statistics[..., None].expand(-1, -1, _COPIES).contiguous()  # [..., copies]
         gradients = npu_op(_IN_PARTS_GRAD)(
             *operands,
-            grad_out.flatten(0, 1).contiguous(),
+            grad_out.flatten(0, 1).contiguous(),  # [tokens, heads, value_dim]
             call.query.shape[2],
             "TND",
             softmax_max=maximum,
             softmax_sum=torch.ones_like(maximum),
-            attention_in=out.flatten(0, 1).contiguous(),
+            attention_in=out.flatten(0, 1).contiguous(),  # [tokens, heads, value_dim]
             scale_value=call.softmax_scale,
             **options,
         )
         # [tokens, heads, dim] each; the fourth one is the gradient of a bias.
         query, key, value, query_rope, key_rope = (
-            gradients[index].unflatten(0, call.query.shape[:2]) for index in (0, 1, 2, 4, 5)
+            # [batch, rows, heads, ...]
+            gradients[index].unflatten(0, call.query.shape[:2])
+            for index in (0, 1, 2, 4, 5)
         )
         return query, query_rope, key, _summed(key_rope, 1), value
 
@@ -385,6 +391,7 @@ def _npu_parts(call: PartsCall) -> tuple[list[Tensor], dict[str, Any]]:
     """Return query, key and value as ``[tokens, heads, dim]``, and the options of both directions."""
     batch, rows, heads = call.query.shape[:3]
     operands = (call.query, call.key, call.value, call.query_rope, call.key_rope.expand(-1, -1, heads, -1))
+    # [tokens, heads, ...]
     query, key, value, query_rope, key_rope = (one.flatten(0, 1).contiguous() for one in operands)
     ends = [rows * (number + 1) for number in range(batch)]
     options = {
@@ -428,4 +435,5 @@ def _summed(gradient: Tensor, kv_heads: int) -> Tensor:
 
 def _padded(size: int, *states: Tensor) -> tuple[Tensor, ...]:
     """Pad heads with zeros to ``size``, which changes neither scores nor outputs."""
+    # [..., size]
     return tuple(one if one.shape[-1] == size else F.pad(one, (0, size - one.shape[-1])) for one in states)

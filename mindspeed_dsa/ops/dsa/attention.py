@@ -304,9 +304,9 @@ def attend_to_visible(
         # scaled_dot_product_attention's fused kernels require values as wide as keys.
         padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))  # [batch, keys, heads, dim]
         out = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            padded.transpose(1, 2),
+            query.transpose(1, 2),  # [batch, heads, rows, dim]
+            key.transpose(1, 2),  # [batch, heads, keys, dim]
+            padded.transpose(1, 2),  # [batch, heads, keys, dim]
             is_causal=True,
             scale=softmax_scale,
         )
@@ -331,7 +331,7 @@ def _are_documents(starts: Tensor, ends: Tensor) -> bool:
     for first, end in zip(starts, ends, strict=True):
         # Runs of rows with the same start; -1 for rows that see nothing.
         begins, counts = torch.unique_consecutive(first.where(first < end, -1), return_counts=True)
-        reach = torch.stack([rows.max() for rows in end.split(counts.tolist())])
+        reach = torch.stack([rows.max() for rows in end.split(counts.tolist())])  # [runs]
         begins, reach = begins[begins >= 0], reach[begins >= 0]
         if (begins[1:] < reach[:-1]).any():
             return False

@@ -91,6 +91,7 @@ class Indexer(nn.Module):
             query, key = (self._rotated(x, angles) for x in (query, key))
         with without_autocast(hidden.device.type):
             weights = self.weights_proj(hidden.to(self.weights_proj.weight.dtype)).float()
+        # key: [batch, rows, head_dim]
         return IndexerOperands(query, key.squeeze(2), weights * (self.heads * self.head_dim) ** -0.5)
 
     @outside_graphs
@@ -103,9 +104,9 @@ class Indexer(nn.Module):
             f"{list(angles.shape)}",
         )
         if self.rope_layout == "pairs":
-            twice = angles.repeat_interleave(2, dim=-1)
+            twice = angles.repeat_interleave(2, dim=-1)  # [..., rope_dim]
         else:
-            twice = torch.cat([angles, angles], dim=-1)
+            twice = torch.cat([angles, angles], dim=-1)  # [..., rope_dim]
         # The operator has rows first: [rows, batch or 1, 1, rope_dim].
         twice = twice[:, None, None] if twice.dim() == 2 else twice.transpose(0, 1).unsqueeze(2)
         x = x.transpose(0, 1)  # [rows, batch, heads, dim]

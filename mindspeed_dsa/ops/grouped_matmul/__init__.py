@@ -65,6 +65,7 @@ class WeightGradient:
     def new(self) -> Tensor:
         """Return the gradient in the weight's shape, layout and dtype; zero for groups without rows."""
         groups, shape = len(self.groups), (self.rows.shape[1], self.grad_output.shape[1])
+        # [groups, in, out] or [groups, out, in]
         result = self.rows.new_empty(groups, *(shape if self.layout == "kn" else reversed(shape)))
         self._write(result, accumulate=False)
         return result
@@ -223,10 +224,10 @@ class _Apart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         rows, *weights = ctx.saved_tensors
-        grads = grad_output.contiguous().split(ctx.sizes)
+        grads = grad_output.contiguous().split(ctx.sizes)  # [group rows, out] each
         grad_rows = None
         if ctx.needs_input_grad[1]:
-            grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+            grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)  # [rows, in]
             for grad, weight, product in zip(grads, weights, grad_rows.split(ctx.sizes), strict=True):
                 torch.mm(grad, weight, out=product)
         grad_weights = [

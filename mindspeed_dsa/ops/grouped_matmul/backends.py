@@ -123,9 +123,9 @@ class Reference(GroupedMatmul):
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         dtype = wide(rows.dtype)
-        parts = rows.to(dtype).split(groups.sizes)
+        parts = rows.to(dtype).split(groups.sizes)  # [group rows, in] each
         products = [part @ matrix.to(dtype) for part, matrix in zip(parts, weight, strict=True)]
-        return torch.cat(products).to(rows.dtype)
+        return torch.cat(products).to(rows.dtype)  # [rows, out]
 
     def weight_gradient(
         self, rows: Tensor, grad_output: Tensor, groups: Groups, into: Tensor, accumulate: bool
@@ -151,7 +151,7 @@ class Cpu(GroupedMatmul):
         return None if shape.device == "cpu" else "it runs on CPU tensors only"
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        result = rows.new_empty(rows.shape[0], weight.shape[2])
+        result = rows.new_empty(rows.shape[0], weight.shape[2])  # [rows, out]
         parts, products = rows.split(groups.sizes), result.split(groups.sizes)
         for size, part, matrix, product in zip(groups.sizes, parts, weight.unbind(), products, strict=True):
             if size:
@@ -163,7 +163,7 @@ class Cpu(GroupedMatmul):
     ) -> None:
         if into.stride(2) != 1:
             # (rows.T @ grad).T = grad.T @ rows: swap the operands, so that products are in memory order.
-            rows, grad_output, into = grad_output, rows, into.transpose(1, 2)
+            rows, grad_output, into = grad_output, rows, into.transpose(1, 2)  # into: [groups, out, in]
         parts = rows.split(groups.sizes), grad_output.split(groups.sizes)
         for size, matrix, part, grad in zip(groups.sizes, into.unbind(), *parts, strict=True):
             if not size:
@@ -204,7 +204,7 @@ class Npu(GroupedMatmul):
         # Since CANN 8.2 an operator adds in fp32; it takes contiguous fp32 only.
         if into.stride(2) != 1:
             # (rows.T @ grad).T = grad.T @ rows: swap the operands, so that products are in memory order.
-            rows, grad_output, into = grad_output, rows, into.transpose(1, 2)
+            rows, grad_output, into = grad_output, rows, into.transpose(1, 2)  # into: [groups, out, in]
         if accumulate and _adds_in_place(into):
             ends = groups.ends(rows.device).long()
             # Prefix sums are its default; older releases have no parameter for the kind of list.
@@ -229,8 +229,8 @@ def add_product(left: Tensor, right: Tensor, into: Tensor) -> bool:
     if not fits or not _adds_in_place(into):
         return False
     # Filled on the device, because a copy from the host would synchronize.
-    end = torch.full((1,), left.size(0), dtype=torch.int64, device=left.device)
-    npu_op(_ADD)(into[None], left, right, end)
+    end = torch.full((1,), left.size(0), dtype=torch.int64, device=left.device)  # [1]
+    npu_op(_ADD)(into[None], left, right, end)  # into: [1, out, in]
     return True
 
 

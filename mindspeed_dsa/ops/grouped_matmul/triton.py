@@ -38,7 +38,7 @@ def multiply(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         result: Tensor = F.grouped_mm(rows, weight, offs=ends)
         return result
     (count, width_in), (_, _, width_out) = rows.shape, weight.shape
-    out = rows.new_empty(count, width_out)
+    out = rows.new_empty(count, width_out)  # [rows, out]
     tiles = _tiles(rows.dtype, width_in, width_out)
     # Each group may end with a partial tile, so there is at most one more tile per group.
     most = triton.cdiv(count, tiles["BLOCK_M"]) + len(groups)

@@ -42,6 +42,7 @@ def divergence_and_gradient(
     gradient = None
     if with_gradient:
         # Each block writes its part through a view of `gradient`, so it must be contiguous.
+        # [batch, query_length, topk]
         gradient = torch.empty_like(topk_scores, memory_format=torch.contiguous_format)
     rows = max(1, _BLOCK // max(1, topk_scores.shape[-1]))
     # [rows, topk] per block, or [rows] for the weights: rows of all sequences form one axis.
@@ -86,7 +87,7 @@ def dense_loss_and_gradients(
         torch.zeros(x.shape, dtype=gradient_dtype(x.dtype), device=device)
         for x in (index_query, index_weights)
     )
-    grad_key = torch.zeros(index_key.shape, dtype=dtype, device=device)
+    grad_key = torch.zeros(index_key.shape, dtype=dtype, device=device)  # [batch, key_length, index_dim]
     position = torch.arange(key_length, device=device)
     widest = max(heads, index_query.shape[2])
     rows = max(1, _DENSE_BYTES // (4 * dtype.itemsize * widest * max(key_length, 1)))
@@ -94,7 +95,7 @@ def dense_loss_and_gradients(
         main_key, keys = key[b].to(dtype), index_key[b].to(dtype)
         for first in range(0, query_length, rows):
             place = (b, slice(first, first + rows))
-            seen = (position >= starts[place][:, None]) & (position < ends[place][:, None])
+            seen = (position >= starts[place][:, None]) & (position < ends[place][:, None])  # [rows, keys]
             target = _target(query[place].to(dtype) * softmax_scale, main_key, seen)
             if tp_group is not None:
                 dist.all_reduce(target, group=tp_group)
@@ -102,11 +103,13 @@ def dense_loss_and_gradients(
             product = scratch_product(q, keys.t())  # [rows, index_heads, keys]
             if call.index.use_relu:
                 product = product.relu_()
+            # scores: [rows, keys]
             per_row, grad = divergence_of_rows(torch.bmm(w[:, None], product)[:, 0], target, seen)
             loss += (per_row * row_weights[place]).sum(dtype=total)
             if not with_gradients:
                 continue
             grad *= row_weights[place][:, None]
+            # [rows, index_heads]
             grad_weights[place] = torch.bmm(product, grad[..., None])[..., 0].to(grad_weights.dtype)
             grad_product = w[..., None] * grad[:, None]  # [rows, index_heads, keys]
             if call.index.use_relu:

@@ -38,7 +38,7 @@ def attention_sum(call: AttentionCall, lse: Tensor | None) -> Tensor:
     """
     query, topk_indices = call.query, call.topk_indices
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
-    summed = torch.zeros(topk_indices.shape, dtype=dtype)
+    summed = torch.zeros(topk_indices.shape, dtype=dtype)  # [batch, query_length, topk]
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
@@ -73,7 +73,7 @@ def dense_loss_and_gradients(
     grad_query, grad_weights = (
         torch.empty_like(x, dtype=gradient_dtype(x.dtype)) for x in (index_query, index_weights)
     )
-    grad_key = torch.zeros(index_key.shape, dtype=dtype)
+    grad_key = torch.zeros(index_key.shape, dtype=dtype)  # [batch, key_length, index_dim]
     rows = max(1, _DENSE_BLOCK // (max(heads, index_heads) * max(key.shape[1], 1)))
     for b in range(batch):
         main_key, keys = key[b].to(dtype), index_key[b].to(dtype).contiguous()
@@ -85,14 +85,14 @@ def dense_loss_and_gradients(
             low = min(low, max(high - 1, 0))
             high = max(high, low + 1)
             position = torch.arange(low, high, dtype=torch.int32)
-            valid = (position >= starts[place][:, None]) & (position < ends[place][:, None])
+            valid = (position >= starts[place][:, None]) & (position < ends[place][:, None])  # [rows, keys]
 
             summed = _attention_sum(query[place].to(dtype), main_key[low:high], softmax_scale, valid)
             if tp_group is not None:
                 dist.all_reduce(summed, group=tp_group)
 
             q, w = index_query[place].to(dtype), index_weights[place].to(dtype)
-            flat = q.reshape(-1, q.shape[2])
+            flat = q.reshape(-1, q.shape[2])  # [rows * index_heads, index_dim]
             # [rows, index_heads, keys]
             products = linear(flat, keys[low:high], relu=call.index.use_relu).view(*q.shape[:2], -1)
             scores = torch.bmm(w[:, None], products)[:, 0]  # [rows, keys]

@@ -320,12 +320,13 @@ class _Fused(torch.autograd.Function):
         grad_query, grad_key, grad_weights = (
             ctx.layout.unpack((gradient.float() * factor).to(gradient.dtype)) for gradient in gradients
         )
+        # key: [batch, key_length, index_dim]
         return None, None, None, grad_query, grad_key.squeeze(2), grad_weights
 
 
 def _split(layout: Layout, tensor: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the first ``width`` dimensions and the rotary rest, both packed."""
-    first, rope = tensor.split([width, _ROPE], dim=-1)
+    first, rope = tensor.split([width, _ROPE], dim=-1)  # [..., width], [..., rope]
     return layout.pack(first), layout.pack(rope)
 
 

@@ -208,7 +208,7 @@ def row_weights_of(rows: tuple[int, int], row_mask: Tensor | None, reduction: st
     """Return the factor of each query's divergence in the loss, ``[batch, query_length]``."""
     require(reduction in ("mean", "sum"), OPERATOR, f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if row_mask is None:
-        weights = like.new_ones(rows)
+        weights = like.new_ones(rows)  # [batch, query_length]
     else:
         require(
             row_mask.shape == rows and row_mask.dtype == torch.bool,

@@ -115,8 +115,8 @@ def divergence_and_gradient(
         attention_sum.contiguous(),
         valid.contiguous(),
     )
-    gradient = torch.empty_like(topk_scores) if with_gradient else None
-    losses = torch.empty(rows, dtype=torch.float32, device=topk_scores.device)
+    gradient = torch.empty_like(topk_scores) if with_gradient else None  # [batch, query_length, topk]
+    losses = torch.empty(rows, dtype=torch.float32, device=topk_scores.device)  # [batch * query_length]
     if rows > 0:
         on_grid(divergence_kernel, rows)(
             topk_scores,
@@ -175,6 +175,7 @@ def dense_loss_and_gradients(
         for first in range(0, query_length if key_length else 0, rows):
             last = min(first + rows, query_length)
             place, width = (b, slice(first, last)), last if causal else key_length
+            # [slab rows, width] each
             target, scores = (slab[: (last - first) * width].view(last - first, width) for slab in slabs)
             everywhere = tp_group is not None
             _target(

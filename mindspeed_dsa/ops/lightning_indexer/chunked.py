@@ -81,7 +81,7 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
     """Return the scores at given entries, ``[batch, query_length, topk]`` fp32, -inf without a key."""
     query, weights = call.query, call.weights
     heads, dtype = query.shape[2], wide(query.dtype)
-    out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)
+    out = torch.empty(topk_indices.shape, dtype=dtype, device=query.device)  # [batch, query_length, topk]
     for chunk in row_chunks(call.key, topk_indices, 2 * heads):
         place = (chunk.batch, chunk.rows)
         product = scratch_product(query[place].to(dtype), chunk.keys.transpose(1, 2))  # [n, heads, topk]
@@ -146,7 +146,7 @@ def _best(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     order = scores.masked_fill(~seen | no_number, -torch.inf).sort(descending=True, stable=True).indices
     # 1 for numbers, 1/2 for NaN, 0 for keys that are not seen.
     kinds = seen.to(torch.float32) - (seen & no_number).to(torch.float32) / 2
-    kinds, places = kinds.gather(-1, order).sort(descending=True, stable=True)
+    kinds, places = kinds.gather(-1, order).sort(descending=True, stable=True)  # [rows, key_length] each
     return order.gather(-1, places[:, :topk]), kinds[:, :topk] > 0
 
 

@@ -220,7 +220,7 @@ def scores_at(call: IndexerCall, topk_indices: Tensor) -> Tensor:
     """Return the scores at given entries: ``[batch, query_length, topk]``."""
     query, key, weights = call.query, call.key, call.weights
     heads, dtype = query.shape[2], compute_dtype(query.dtype)
-    out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)
+    out = torch.full(topk_indices.shape, -torch.inf, dtype=dtype)  # [batch, query_length, topk]
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> None:
         for block in blocks:
@@ -262,7 +262,7 @@ def _gathered_gradients(
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
 
     def work(blocks: Iterator[Block], scratch: Scratch) -> Tensor:
-        grad_key = torch.zeros(key.shape, dtype=dtype)
+        grad_key = torch.zeros(key.shape, dtype=dtype)  # [batch, key_length, head_dim]
         for block in blocks:
             place, (rows, width) = (block.batch, block.rows), block.indices.shape
             # [n, heads, dim], [n, heads, 1]

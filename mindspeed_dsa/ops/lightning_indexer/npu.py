@@ -98,6 +98,7 @@ def select(call: IndexerCall, topk: int, ranges: Ranges) -> tuple[Tensor, Tensor
     if not call.plan.in_order:
         return selected, scores.masked_fill(selected < 0, -torch.inf)
     ascending, order = _in_order(selected, call.key.shape[1])
+    # [batch, query_length, topk] each
     return ascending, scores.gather(-1, order).masked_fill(ascending < 0, -torch.inf)
 
 
@@ -165,6 +166,6 @@ def _fused_gradients(
     )
     return (
         (layout.unpack(grad_query).float() / factor).to(query.dtype),
-        (layout.unpack(grad_key.squeeze(-2)).float() / factor).to(key.dtype),
+        (layout.unpack(grad_key.squeeze(-2)).float() / factor).to(key.dtype),  # [batch, key_length, head_dim]
         (layout.unpack(grad_weights).float() / factor).to(weights.dtype),
     )

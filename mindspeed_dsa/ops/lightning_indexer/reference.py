@@ -56,6 +56,7 @@ def best_keys(scores: Tensor, topk: int, ranges: Ranges) -> Tensor:
     numbers = scores.detach().nan_to_num(-torch.inf, torch.inf, -torch.inf)
     order = numbers.sort(dim=-1, descending=True, stable=True).indices  # [batch, query_length, key_length]
     kind = torch.where(hidden, 2, scores.isnan().to(torch.int64))
+    # [batch, query_length, topk]
     best = order.gather(-1, kind.gather(-1, order).sort(dim=-1, stable=True).indices)[..., :topk]
     # Hidden keys become key_length, which the ascending sort moves to the tail, and then -1.
     best = best.masked_fill(hidden.gather(-1, best), key_length).sort(dim=-1).values

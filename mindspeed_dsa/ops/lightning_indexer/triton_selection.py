@@ -58,9 +58,9 @@ def bits_at(scores_of_row, position, start, end, key_length):
 @triton.jit
 def quarters(tile):
     """Return the columns of ``[G, 4]``; each thread keeps its elements."""
-    even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
+    even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))  # [G, 2] each
+    first, third = tl.split(even)  # [G] each
+    second, fourth = tl.split(odd)  # [G] each
     return first, second, third, fourth
 
 

@@ -132,7 +132,7 @@ class _Loss(torch.autograd.Function):
         grad_hidden = grad_weight = None
         in_forward = in_forward and learns
         if in_forward and ctx.needs_input_grad[1]:
-            grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # [tokens, hidden]
         if in_forward and ctx.needs_input_grad[2]:
             grad_weight = torch.zeros_like(
                 weight, dtype=wide(weight.dtype), memory_format=torch.contiguous_format

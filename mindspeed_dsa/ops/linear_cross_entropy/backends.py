@@ -190,7 +190,7 @@ class Chunked(LinearCrossEntropy):
         """
         room = _Room()
         chunks = [self._chunk(call, part, room, grad_hidden, grad_weight) for part in self.parts(call)]
-        return Losses(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+        return Losses(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))  # [tokens] each
 
     def _chunk(
         self,
@@ -209,7 +209,7 @@ class Chunked(LinearCrossEntropy):
         ]
         if wants_gradient:
             self._multiply(call, part, room, logits, call.token_weights[part], grad_hidden, grad_weight)
-        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))  # [chunk tokens] each
 
     def _rows(
         self, call: LossCall, room: _Room, logits: Tensor, labels: Tensor, wants_gradient: bool
@@ -292,6 +292,7 @@ class Chunked(LinearCrossEntropy):
         weighted, unit = _weighted(hidden, factors)
         # In parts, because an addition of another dtype would copy the whole product.
         size = max(_FEWEST_ROWS, self.WIDE_BYTES // (2 * hidden.shape[1] * grad_weight.itemsize))
+        # [size, hidden], [chunk tokens, size]
         for some, gradients in zip(grad_weight.split(size), grad_logits.split(size, dim=1), strict=True):
             product = room.product("product", gradients.t(), weighted)
             some.addcmul_(room.wide("wide product", product), unit)
@@ -401,7 +402,7 @@ def _joined(call: LossCall, top: Tensor, total: Tensor, predicted: Tensor) -> tu
     """
     if call.group is None:
         return top, total.log(), predicted
-    local = torch.stack((top, total, predicted))
+    local = torch.stack((top, total, predicted))  # [3, tokens]
     gathered = [torch.empty_like(local) for _ in range(call.ranks)]
     dist.all_gather(gathered, local, group=call.group)
     tops, totals, labels = torch.stack(gathered, dim=1)  # [ranks, tokens] each

@@ -129,7 +129,7 @@ class _Plain(_Permuter, Protocol):
 
 
 def _in_order(chunks: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    return torch.cat([chunks[place] for place in places])
+    return torch.cat([chunks[place] for place in places])  # [rows, ...]
 
 
 class Reference(_Plain, AutogradPermuter):
@@ -184,11 +184,11 @@ def _unpermute_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``unpermute_gradients`` in blocks of rows of ``block_bytes``."""
     if probs is None or permuted is None:
-        return grad.index_select(0, found.tokens), None
+        return grad.index_select(0, found.tokens), None  # [rows, hidden]
     (tokens, experts), (rows, hidden) = probs.shape, permuted.shape
     dtype = wide(torch.promote_types(grad.dtype, probs.dtype))
-    weights = probs.reshape(-1).index_select(0, found.slots(experts)).to(dtype)
-    grad_permuted = torch.empty_like(permuted, memory_format=torch.contiguous_format)
+    weights = probs.reshape(-1).index_select(0, found.slots(experts)).to(dtype)  # [rows]
+    grad_permuted = torch.empty_like(permuted, memory_format=torch.contiguous_format)  # [rows, hidden]
     grad_weights = torch.empty(rows, dtype=dtype, device=grad.device)
     for first, last in _blocks(rows, hidden, dtype, block_bytes):
         part = grad.index_select(0, found.tokens[first:last]).to(dtype)  # [block rows, hidden]
@@ -221,12 +221,13 @@ def _add_up(
     source, offsets = source.contiguous(), found.starts(tokens)
     weights = None
     if probs is not None:
+        # [rows], token by token
         weights = probs.reshape(-1).index_select(0, found.slots(probs.shape[1]).index_select(0, found.rows))
     # embedding_bag takes weights only in the dtype of the rows.
     mixed = weights is not None and weights.dtype != source.dtype
     if addend is None and not mixed:
         return _sums(source, found.rows, offsets, weights)
-    total = source.new_empty(tokens, source.shape[1])
+    total = source.new_empty(tokens, source.shape[1])  # [tokens, hidden]
     for first, last in _blocks(tokens, source.shape[1], source.dtype):
         begin, end = offsets[first].item(), offsets[last].item()
         rows, bounds = found.rows[begin:end], offsets[first : last + 1] - begin
@@ -347,7 +348,7 @@ class Npu(GradientPermuter):
         else:
             # The operator takes one dtype, and would round a router's fp32 weights to the rows' dtype.
             dtype = torch.promote_types(dtype, probs.dtype)
-            slots = mapping.slots(probs.shape[1]).index_select(0, mapping.rows)
+            slots = mapping.slots(probs.shape[1]).index_select(0, mapping.rows)  # [tokens * topk]
             # [tokens, topk]
             scales = probs.reshape(-1).index_select(0, slots).view(tokens, topk).to(dtype)
         addend = None if addend is None else addend.to(dtype)

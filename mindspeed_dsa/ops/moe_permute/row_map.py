@@ -102,8 +102,8 @@ def of_routing(routing_map: Tensor, rows: int | None) -> RowMap:
     return RowMap(
         torch.searchsorted(by_token, first, out_int32=True),
         torch.empty_like(place).index_copy_(0, order, place),  # inverse of `order`
-        by_token.index_select(0, order).int(),
-        expert.index_select(0, order).int(),
+        by_token.index_select(0, order).int(),  # [rows]
+        expert.index_select(0, order).int(),  # [rows]
     )
 
 
@@ -130,7 +130,7 @@ def of_counted_routing(routing_map: Tensor, rows: int) -> RowMap:
         # the map.
         place = torch.where(routing_map, up_to - 1, rows + position - up_to)
         scattered = torch.zeros(rows + routing_map.numel(), dtype=torch.int32, device=device)
-        return scattered.index_copy_(0, place.reshape(-1).long(), values.reshape(-1))[:rows]
+        return scattered.index_copy_(0, place.reshape(-1).long(), values.reshape(-1))[:rows]  # [rows]
 
     offsets = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
     offsets[1:] = of_token.cumsum(0, dtype=torch.int32)
@@ -156,7 +156,7 @@ def chunk_rows(split_sizes: Tensor, order: Tensor, rows: int) -> Tensor:
     split_sizes = split_sizes.to(torch.int32)
     sizes = split_sizes.index_select(0, order)  # [chunks], in the new order
     # Start of each chunk in the input, minus its start in the output.
-    shift = _begins(split_sizes).index_select(0, order) - _begins(sizes)
+    shift = _begins(split_sizes).index_select(0, order) - _begins(sizes)  # [chunks]
     row = torch.arange(rows, device=split_sizes.device)  # [rows]
     return row + shift.index_select(0, group_of_rows(sizes, rows))
 

@@ -47,7 +47,7 @@ def permute(
     if rows is None:
         rows = int(routing_map.sum())
     row_map = _list_rows(routing_map, rows)
-    permuted = tokens.new_empty(rows, tokens.shape[1])
+    permuted = tokens.new_empty(rows, tokens.shape[1])  # [rows, hidden]
     permuted_probs = None if probs is None else probs.new_empty(rows)
     _gather(tokens, row_map, permuted, probs, permuted_probs)
     return permuted, permuted_probs, row_map.pack()
@@ -87,7 +87,7 @@ def unpermute_gradients(
     if probs is None or permuted is None:
         _gather(grad, mapping, out, None, None)
         return out, None
-    grad_probs = torch.zeros_like(probs, memory_format=torch.contiguous_format)
+    grad_probs = torch.zeros_like(probs, memory_format=torch.contiguous_format)  # [tokens, experts]
     on_grid(weighted_gather_kernel, rows)(
         grad.contiguous(),
         permuted.contiguous(),

@@ -219,6 +219,7 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
     first_come = (valid == (slot < counts[..., None])).all(dim=-1)
     lowest = topk_indices.masked_fill(~valid, _BEHIND_ALL).amin(dim=-1)
     highest = topk_indices.masked_fill(~valid, -1).amax(dim=-1)
+    # [4, batch, query_length]
     facts = torch.stack([fact.to(torch.int32) for fact in (counts, first_come, lowest, highest)]).cpu()
     counts, first_come, lowest, highest = facts
     position = torch.arange(length)

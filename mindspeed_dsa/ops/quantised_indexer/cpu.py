@@ -105,15 +105,15 @@ def _settle(scores: Tensor, near: Tensor, slab: Slab, key: Tensor, factors: Tens
         of_row, column = near[b, r].nonzero(as_tuple=True)  # [entries] each
         count = counts[b, r]  # [n]
         # Position of each entry among its row's entries.
-        slot = torch.arange(len(column)) - (count.cumsum(0) - count)[of_row]
+        slot = torch.arange(len(column)) - (count.cumsum(0) - count)[of_row]  # [entries]
         columns = column.new_zeros(len(some), int(count.max()))  # [n, keys]
         columns[of_row, slot] = column
         keys = key[b[:, None], columns]  # [n, keys, dim]
         exact = exact_scores(
-            slab.query[b, r][:, None],
+            slab.query[b, r][:, None],  # [n, 1, heads, dim]
             keys,
-            slab.weights[b, r][:, None],
-            factors[b[:, None], columns],
+            slab.weights[b, r][:, None],  # [n, 1, heads]
+            factors[b[:, None], columns],  # [n, keys]
             use_relu,
         )
         scores[b[of_row], r[of_row], column] = exact[of_row, 0, slot]

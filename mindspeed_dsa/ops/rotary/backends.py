@@ -63,9 +63,9 @@ class Reference(Rotator):
 def _turned(tensor: Tensor, layout: Layout) -> Tensor:
     """Turn every pair ``(x, y)`` to ``(-y, x)``."""
     if layout == "pairs":
-        return torch.stack((-tensor[..., 1::2], tensor[..., 0::2]), -1).flatten(-2)
-    first, second = tensor.chunk(2, -1)
-    return torch.cat((-second, first), -1)
+        return torch.stack((-tensor[..., 1::2], tensor[..., 0::2]), -1).flatten(-2)  # [..., width]
+    first, second = tensor.chunk(2, -1)  # [..., width / 2] each
+    return torch.cat((-second, first), -1)  # [..., width]
 
 
 def _to_halves(pairs: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ class Cpu(Rotator):
     def tables(self, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         # In both directions the sine is negative for the first coordinate of a pair.
         if layout == "pairs":
-            signed = torch.stack((-sin[..., 0::2], sin[..., 1::2]), -1).flatten(-2)
+            signed = torch.stack((-sin[..., 0::2], sin[..., 1::2]), -1).flatten(-2)  # [..., width]
         else:
-            first, second = sin.chunk(2, -1)
-            signed = torch.cat((-first, second), -1)
+            first, second = sin.chunk(2, -1)  # [..., width / 2] each
+            signed = torch.cat((-first, second), -1)  # [..., width]
         if layout == "pairs to halves":  # [..., 2, width / 2]: first coordinates, then second coordinates
             cos, signed = cos.unflatten(-1, (2, -1)), signed.unflatten(-1, (2, -1))
         return cos, signed, signed
@@ -98,7 +98,7 @@ class Cpu(Rotator):
             halves = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2)  # [..., 2, width / 2]
             output = tensor.new_empty(halves.shape)
             torch.mul(halves, cos, out=output)
-            return output.add_(halves.flip(-2).mul_(sin)).flatten(-2)
+            return output.add_(halves.flip(-2).mul_(sin)).flatten(-2)  # [..., width]
         return _swapped(tensor, layout).mul_(sin).add_(tensor * cos)
 
     def backward(self, grad: Tensor, cos: Tensor, backward_sin: Tensor, layout: Layout) -> Tensor:
@@ -109,7 +109,7 @@ class Cpu(Rotator):
             output = pairs.transpose(-1, -2)  # [..., 2, width / 2], a view
             torch.mul(halves, cos, out=output)
             output.add_((halves * backward_sin).flip(-2))
-            return pairs.flatten(-2)
+            return pairs.flatten(-2)  # [..., width]
         return _swapped(grad * backward_sin, layout).add_(grad * cos)
 
 

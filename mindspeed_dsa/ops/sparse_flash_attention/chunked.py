@@ -84,6 +84,7 @@ def backward(
         rows = torch.bmm(grad_scores.transpose(1, 2), scaled)  # [n, topk, dim]
         rows[..., :value_dim] += torch.bmm(probabilities.transpose(1, 2), grad)
         rows.masked_fill_(chunk.invalid[..., None], 0)
+        # [n * topk, dim]
         grad_key_value[chunk.batch].index_add_(0, chunk.indices.flatten(), rows.flatten(0, 1))
     return grad_query, grad_key_value, summed
 

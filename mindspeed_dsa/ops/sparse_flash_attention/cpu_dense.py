@@ -70,15 +70,16 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
             )
             full = scratch("out", some, rows * heads, value_dim)  # [g, n * heads, value_dim]
             product(q, chunk.key.mT, scores, softmax_scale)
-            by_head = scores.view(some, rows, heads, width)
+            by_head = scores.view(some, rows, heads, width)  # [g, n, heads, width]
             # Adding log(count) multiplies the exponential with the count, and masks keys with count 0.
             by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
             torch.softmax(scores, dim=-1, out=probabilities)
             product(probabilities, chunk.key[..., :value_dim], full)
-            out[place] = full.view(some, rows, heads, value_dim)
+            out[place] = full.view(some, rows, heads, value_dim)  # [g, n, heads, value_dim]
             # The most probable key has probability exp(0) / sum, so log(sum) needs no second pass of exp.
+            # [g, n, heads]
             lse[place] = (scores.amax(dim=-1) - probabilities.amax(dim=-1).log_()).view(some, rows, heads)
-            by_head = probabilities.view(some, rows, heads, width)
+            by_head = probabilities.view(some, rows, heads, width)  # [g, n, heads, width]
             # So far a row without a key has attended to all keys of the range.
             if chunk.has_empty_row:
                 empty = counts.amax(dim=-1) == 0  # [g, n]
@@ -119,7 +120,7 @@ def backward(
             )
             grad_q = scratch("grad_query", some, rows * heads, dim)
             product(q, chunk.key.mT, probabilities, softmax_scale)
-            by_head = probabilities.view(some, rows, heads, width)
+            by_head = probabilities.view(some, rows, heads, width)  # [g, n, heads, width]
             by_head.add_(_log(counts, duplicates, scratch)[:, :, None])
             torch.softmax(by_head, dim=-1, out=by_head)
             if chunk.has_empty_row:
@@ -127,7 +128,7 @@ def backward(
             product(grad, chunk.key[..., :value_dim].mT, grad_scores)
             grad_scores.sub_(delta).mul_(probabilities)
             product(grad_scores, chunk.key, grad_q, softmax_scale)
-            grad_query[place] = grad_q.view(some, rows, heads, dim)
+            grad_query[place] = grad_q.view(some, rows, heads, dim)  # [g, n, heads, dim]
             # [g, width, dim], a view: both paths into the key add to it.
             total = grad_key_value[chunk.batch, chunk.keys]
             product(grad_scores.mT, q, total, softmax_scale, add=True)

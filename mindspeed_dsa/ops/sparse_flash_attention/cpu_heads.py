@@ -167,7 +167,7 @@ def backward(call: HeadsCall, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]
                     )
                     full = scratch("grad_query", *q.shape)
                     _multiply(grad_scores, key_range, full, softmax_scale)
-                    grad_query[place][:, :, part] = full.transpose(1, 2)
+                    grad_query[place][:, :, part] = full.transpose(1, 2)  # [g, rows, part heads, dim]
                     _multiply(grad_scores.mT, q, to_keys[:, here, chunk.keys], softmax_scale, add=True)
             grad_key[of, :, group] = to_keys.transpose(1, 2)  # [g, key_length, group heads, dim]
             grad_value[of, :, group] = to_values.transpose(1, 2)

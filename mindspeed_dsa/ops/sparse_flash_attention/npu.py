@@ -124,8 +124,9 @@ def backward(
     # [batch, key_length, 512] and [batch, key_length, 64]
     of_key = ((grad_key + grad_value).squeeze(2), grad_key_rope.squeeze(2))
     return (
+        # [batch, query_length, heads, 576]
         torch.cat(of_query, dim=-1) if call.query_rope is None else of_query,
-        torch.cat(of_key, dim=-1) if call.key_rope is None else of_key,
+        torch.cat(of_key, dim=-1) if call.key_rope is None else of_key,  # [batch, key_length, 576]
         attention_sum(call.whole(), lse) if with_sum else None,
     )
 
@@ -133,7 +134,7 @@ def backward(
 def _query_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
     latent, rope = call.query, call.query_rope
     if rope is None:
-        latent, rope = latent.split([_LATENT, _ROPE], dim=-1)
+        latent, rope = latent.split([_LATENT, _ROPE], dim=-1)  # [..., 512], [..., 64]
     return layout.pack(latent), layout.pack(rope)
 
 
@@ -141,6 +142,7 @@ def _key_parts(layout: Layout, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return the latent and the rotary part of the key, each with a head axis of size 1."""
     latent, rope = call.key_value, call.key_rope
     if rope is None:
+        # [batch, key_length, 512], [batch, key_length, 64]
         latent, rope = latent.split([_LATENT, _ROPE], dim=-1)
     # [batch, key_length, 1, 512] and [batch, key_length, 1, 64], in the operator's layout
     return layout.pack(latent[:, :, None]), layout.pack(rope[:, :, None])

@@ -45,6 +45,7 @@ class AttentionCall(Call):
         """Return the call with the parts of query and key concatenated."""
         if self.query_rope is None:
             return self
+        # query: [batch, query_length, heads, dim + rope]
         query, key_value = torch.cat([self.query, self.query_rope], dim=-1), self.key_value
         if self.key_rope is not None:
             key_value = torch.cat([key_value, self.key_rope], dim=-1)  # [batch, key_length, dim + rope]

@@ -63,16 +63,16 @@ class Cpu(GradientSwiGLU):
     """PyTorch operations; intermediate results that both gradients share are computed once."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)  # [..., ffn] each
         return F.silu(gate).mul_(up)
 
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)  # [..., ffn] each
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return torch.cat((grad_gate, F.silu(gate) * grad), -1).to(gate_up.dtype)  # [..., 2 * ffn]
 
     def backward_of_scaled(self, grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)  # [..., ffn] each
         grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)  # views, [..., ffn] each
         activated, grad_activated = F.silu(gate), grad * up
