@@ -196,11 +196,10 @@ def candidates(operator: str, requested: str, shape: ShapeClass) -> Iterator[tup
 
 
 def unless_empty(operator: str, implementation: _Backend, *tensors: Tensor) -> _Backend:
-    """Return the reference if one of ``tensors`` has no elements, as for an empty pack, else
-    ``implementation``.
+    """Return ``implementation``, or the reference if one of ``tensors`` has no elements.
 
-    Such a call leaves no block, tile or grid to cut; plain PyTorch gives empty results, zeros, and zero
-    gradients.
+    Such a call, for example of an empty pack, leaves no block, tile or grid to cut. Plain PyTorch gives empty
+    results, zeros, and zero gradients.
 
     Args:
         operator: folder name under ``mindspeed_dsa/ops``.

@@ -29,8 +29,8 @@ def enabled() -> bool:
 def require(condition: bool, operator: str, problem: str | Callable[[], str]) -> None:
     """Raise ``ValueError`` naming the operator unless ``condition`` holds.
 
-    ``problem`` may be a function that builds the message, for operators so short that formatting it each call
-    counts.
+    ``problem`` may be a function that builds the message. Operators that are about as fast as formatting the
+    message pass one, so that it is only formatted on failure.
     """
     if not condition:
         raise ValueError(f"{operator}: {problem if isinstance(problem, str) else problem()}")
@@ -156,8 +156,8 @@ def check_indices(operator: str, topk_indices: Tensor, key_length: int) -> None:
 def check_finite(operator: str, **tensors: Tensor) -> None:
     """Check that the indexer's operands are finite; does nothing unless debug checks are on.
 
-    The results do not reveal NaN: a key whose score is NaN is not selected by any row that sees enough other
-        keys.
+    The results do not reveal NaN: a key whose score is NaN is not selected by any query that sees enough
+    other keys.
 
     Args:
         operator: operator's name in the error.

@@ -16,10 +16,10 @@ def attend_by_documents(
     softmax_scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend from each query to the keys ``starts <= s < ends``; work grows with the squared document
-    lengths.
+    """Attend from each query to the keys ``starts <= s < ends``.
 
-    Queries without a visible key get zeros and zero gradients. Synchronizes with the device of the ranges.
+    Work grows with the squared document lengths. Queries without a visible key get zeros and zero gradients.
+    Synchronizes with the device of the ranges.
 
     Args:
         query: ``[rows, batch, heads, dim]``.

@@ -74,11 +74,10 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def raising_factor(largest: Tensor, exponent: int, least: int = 0) -> Tensor:
-    """Return the largest power of two that scales ``largest`` to below ``2 ** exponent``, at least ``2 **
-    least``.
+    """Return the largest power of two that scales ``largest`` to below ``2 ** exponent``.
 
-    Gradients of a mean over many tokens underflow in fp16. Multiplied by this factor they survive rounding to
-    fp16, and dividing the fp32 results by it is exact.
+    It is at least ``2 ** least``. Gradients of a mean over many tokens underflow in fp16. Multiplied by this
+    factor they survive rounding to fp16, and dividing the fp32 results by it is exact.
 
     Args:
         largest: non-negative fp32 tensor of any shape. It is not copied to the host.

@@ -68,8 +68,7 @@ def deepseek_sparse_attention(
     use_relu: bool = True,
     backend: str = "auto",
 ) -> DSAOutput:
-    """Select keys for every query, attend to them, and compare the indexer's distribution with the
-    attention's.
+    """Select keys for every query token, attend to them, and optionally compute the indexer's loss.
 
     The output is differentiable with respect to query, key and value, the loss with respect to the indexer's
     operands: each trains its own part of a model, as in DeepSeek's training. If no query can see more than

@@ -88,11 +88,10 @@ def grouped_matmul(
     edge: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute ``out[r] = rows[r] @ weight[g]`` for the rows ``r`` of each group ``g``; groups are
-    consecutive.
+    """Compute ``out[r] = rows[r] @ weight[g]`` for the rows ``r`` of each group ``g``.
 
-    Products are accumulated in fp32 (fp64 for fp64). Some or all groups may be empty: the gradient of their
-    matrices is zero, not undefined. Every backend is deterministic.
+    The groups' rows are consecutive. Products are accumulated in fp32 (fp64 for fp64). Some or all groups may
+    be empty: the gradient of their matrices is zero, not undefined. Every backend is deterministic.
 
     Args:
         rows: ``[rows, in]``, fp32, bf16, fp16 or fp64.

@@ -113,7 +113,7 @@ def dense_loss_and_gradients(
             grad_weights[place] = torch.bmm(product, grad[..., None])[..., 0].to(grad_weights.dtype)
             grad_product = w[..., None] * grad[:, None]  # [rows, index_heads, keys]
             if call.index.use_relu:
-                # The derivative of relu place zero is zero.
+                # The derivative of relu at zero is zero.
                 grad_product = grad_product.masked_fill_(product <= 0, 0)
             grad_query[place] = torch.matmul(grad_product, keys).to(grad_query.dtype)
             # [keys, rows * index_heads] @ [rows * index_heads, index_dim]

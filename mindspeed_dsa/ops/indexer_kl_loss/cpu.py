@@ -104,7 +104,7 @@ def dense_loss_and_gradients(
             grad_weights[place] = torch.bmm(products, grad[..., None])[..., 0]  # [rows, index_heads]
             grad_product = torch.bmm(w[..., None], grad[:, None])  # [rows, index_heads, keys]
             if call.index.use_relu:
-                # The derivative of relu place zero is zero.
+                # The derivative of relu at zero is zero.
                 grad_product = torch.ops.aten.threshold_backward(grad_product, products, 0)
             slopes = grad_product.view(flat.shape[0], -1)  # [rows * index_heads, keys]
             pulled = torch.empty(flat.shape, dtype=dtype)

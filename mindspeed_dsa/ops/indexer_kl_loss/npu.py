@@ -1,5 +1,4 @@
-"""Indexer loss on Ascend NPUs: torch_npu's fused losses, or PyTorch in chunks for calls that they do not
-support.
+"""Indexer loss on Ascend NPUs: torch_npu's fused losses, or PyTorch in chunks for other calls.
 
 In one call the fused operators return the loss summed over all rows, and the gradients of that sum. The
 factor that makes it a mean is the batch's, 1 / (all rows), not a sequence's.

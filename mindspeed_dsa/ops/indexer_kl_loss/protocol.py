@@ -68,9 +68,7 @@ class _Loss(Backend, Protocol):
         """
 
     def plan_dense(self, call: DenseCall, row_mask: Tensor | None, /) -> Any:
-        """Return the call's ``plan``, or a sentence that declines it: see
-        :func:`mindspeed_dsa.ops.backend.plan`.
-        """
+        """Return the call's plan, or why it is declined: see :func:`mindspeed_dsa.ops.backend.plan`."""
 
 
 class _AutogradDense(Protocol):

@@ -109,7 +109,7 @@ def score_gradients(
         product = torch.bmm(q, chunk.keys.transpose(1, 2))  # [n, heads, topk]
         grad_product = w[..., None] * grad[:, None]  # [n, heads, topk]
         if call.use_relu:
-            # The derivative of relu place zero is zero.
+            # The derivative of relu at zero is zero.
             grad_product = grad_product.masked_fill_(product <= 0, 0)
             product = product.relu_()
         grad_weights[place] = torch.bmm(product, grad[..., None])[..., 0].to(weights.dtype)  # [n, heads]

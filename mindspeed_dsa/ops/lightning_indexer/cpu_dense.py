@@ -70,7 +70,7 @@ def score_gradients(
                 slopes_by_head = slopes.unflatten(1, (rows, heads))  # [g, rows, heads, tile keys]
                 if call.use_relu:
                     product(q, keys.mT, slopes)
-                    # The derivative of relu place zero is zero.
+                    # The derivative of relu at zero is zero.
                     torch.ops.aten.threshold_backward.grad_input(
                         grad[..., tile], slopes_by_head, 0, grad_input=slopes_by_head
                     )

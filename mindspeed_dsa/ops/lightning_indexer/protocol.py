@@ -32,9 +32,7 @@ class IndexerCall(Call):
 
 class _Indexer(Backend, Protocol):
     def plan_call(self, call: IndexerCall, topk: int, ranges: Ranges, in_order: bool, /) -> Any:
-        """Return the call's ``plan``, or a sentence that declines it: see
-        :func:`mindspeed_dsa.ops.backend.plan`.
-        """
+        """Return the call's plan, or why it is declined: see :func:`mindspeed_dsa.ops.backend.plan`."""
 
 
 class AutogradIndexer(_Indexer, Protocol):

@@ -66,11 +66,11 @@ def score_slab_kernel(
     USE_RELU: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute scores of a block of rows with a tile of keys; the keys stay in the program, the rows' heads
-    stream.
+    """Compute scores of a block of rows with a tile of keys; one program per block and tile.
 
-    ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped, not written. Scores
-    are multiplied with the ``factors`` of their keys, unless ``factors`` is None.
+    The keys stay in the program, and the rows' heads stream through it. ``slab`` is ``[rows, key_length]``.
+    Tiles that no row of the block sees are skipped, not written. Scores are multiplied with the ``factors``
+    of their keys, unless ``factors`` is None.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
     first_key = (tl.program_id(0) % tiles) * BLOCK_N

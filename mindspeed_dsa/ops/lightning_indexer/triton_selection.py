@@ -66,10 +66,10 @@ def quarters(tile):
 
 @triton.jit
 def floor_of(bits, low, high, least, most):
-    """Return a value that ``least`` to ``most`` of the bits reach; with ties, the last one that ``least``
-    reach.
+    """Return a value that ``least`` to ``most`` of the bits reach.
 
-    At least ``least`` of the bits must reach ``low``, and fewer must reach ``high``.
+    If ties allow none, it is the largest value that at least ``least`` of them reach. At least ``least`` of
+    the bits must reach ``low``, and fewer must reach ``high``.
     """
     high = tl.minimum(high, tl.max(bits, axis=0) + 1)
     while high - low > 1:
@@ -142,10 +142,10 @@ def next_digit(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the next ``WIDTH`` bits, ``SHIFT`` from the lowest, of the last score to take, in one pass over a
-    row.
+    """Find the next ``WIDTH`` bits of the last score to take, in one pass over a row.
 
-    Takes and returns the bits found so far, and how many scores that begin with them are still to be taken.
+    These bits are ``SHIFT`` from the lowest. Takes and returns the bits found so far, and how many scores
+    that begin with them are still to be taken.
     """
     lane = tl.arange(0, BLOCK)
     digit = tl.arange(0, 1 << WIDTH)
@@ -210,11 +210,10 @@ def select_kernel(
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Select the ``topk`` highest scores in a row's range: ascending positions, -1 at the tail; one program
-    per row.
+    """Select the ``topk`` highest scores in a row's range: ascending positions, -1 at the tail.
 
-    ``listed_indices`` and ``listed_scores`` are ``[rows, LIST]`` scratch. The selection depends only on the
-    scores: counts do not depend on the order in which threads count.
+    One program per row. ``listed_indices`` and ``listed_scores`` are ``[rows, LIST]`` scratch. The selection
+    depends only on the scores: counts do not depend on the order in which threads count.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row)

@@ -370,8 +370,7 @@ def _weighted(hidden: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 def _to_gradient(
     numbers: Tensor, multiplier: Tensor | None, columns: Tensor, held: Tensor, logits: Tensor
 ) -> None:
-    """Turn exponentials of rows into the :func:`raised` gradient of the logits, and overwrite the logits with
-    it.
+    """Overwrite logits with their :func:`raised` gradient, computed from exponentials.
 
     Args:
         numbers: ``[rows, vocabulary]`` fp32 or fp64; overwritten.

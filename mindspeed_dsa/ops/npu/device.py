@@ -114,10 +114,10 @@ def product() -> Product:
 
 
 def unsupported_width(operator: str, topk: int, key_length: int) -> str | None:
-    """Return why an operator with the widths :data:`TOPK_WIDTHS` cannot take ``topk`` entries per row, or
-    None.
+    """Return why an operator cannot take ``topk`` entries per row, or None.
 
-    Rows that list all keys may have another width: they are padded (``Layout.pack_widened``).
+    Its widths are :data:`TOPK_WIDTHS`. Rows that list all keys may have another width: they are padded
+    (``Layout.pack_widened``).
     """
     if topk in TOPK_WIDTHS or topk == key_length < TOPK_WIDTHS[-1]:
         return None

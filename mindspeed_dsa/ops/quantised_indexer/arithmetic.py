@@ -134,13 +134,13 @@ def longest_key(key: Tensor, factors: Tensor) -> Tensor:
 
 
 def largest_difference(query: Tensor, weights: Tensor, length: Tensor, factor: float) -> Tensor:
-    """Return a bound, ``[..., rows]``, on the distance of other fp32 sums of a row's scores from
-    :func:`exact_scores`.
+    """Return a bound on the distance of a row's scores from :func:`exact_scores`, ``[..., rows]``.
 
-    A sum of ``n`` exact numbers, in any order and rounded at each step, is off by at most ``n 2^-24`` times
-    the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). For a
-    scalar product this sum is at most the product of both lengths. The roundings are of ``dim`` products, of
-    ``heads`` weighted products, and of the key's factor, on both sides of the comparison.
+    It holds for any other order of fp32 sums. A sum of ``n`` exact numbers, in any order and rounded at each
+    step, is off by at most ``n 2^-24`` times the sum of their magnitudes (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 4.2). For a scalar product this sum is at most the product of both lengths.
+    The roundings are of ``dim`` products, of ``heads`` weighted products, and of the key's factor, on both
+    sides of the comparison.
 
     Args:
         query: ``[..., rows, heads, dim]``, as in :func:`exact_scores`.

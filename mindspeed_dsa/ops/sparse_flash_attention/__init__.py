@@ -90,9 +90,9 @@ def sparse_flash_attention(
             anyway. It returns the gradient of ``topk_scores``, same shape, which is not multiplied with the
             incoming gradient. It is not called if ``topk_scores`` requires no gradient, nor by a backward
             that does not reach the scores, such as ``torch.autograd.grad(out, key_value)``. Two backwards
-            through a retained graph call it twice: gradients are right, but side effects such as logging then
-                happen twice. It
-            should not hold a reference to this function's results: the two would keep each other alive.
+            through a retained graph call it twice: gradients are right, but side effects such as logging
+            happen twice. It should not hold a reference to this function's results, because the two would
+            keep each other alive.
             :func:`mindspeed_dsa.ops.indexer_kl_loss.divergence_and_score_gradient` does its work.
         query_rope: rotary part of the query, ``[batch, query_length, heads, rope]``, if it is a separate
             tensor; ``query`` is then the part before it. npu takes both as they are, other backends

@@ -41,10 +41,9 @@ def is_faster_by_head(
 ) -> bool:
     """Return whether attention by head is faster than in absorbed form.
 
-    It is on every device if all keys are selected: attention is then dense, and by head it is a fraction of
-        the work.
-    On CPUs it also is if there are not too many keys. Both forms compute the same function, forward and
-    backward; their results differ by rounding.
+    It is faster on every device if all keys are selected: attention is then dense, and by head it is a
+    fraction of the work. On CPUs it is also faster if there are not too many keys. Both forms compute the
+    same function, forward and backward; their results differ by rounding.
 
     Args:
         device: device of the computation.

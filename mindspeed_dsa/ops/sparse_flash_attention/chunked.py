@@ -44,9 +44,7 @@ def forward(call: AttentionCall, with_sum: bool) -> tuple[Tensor, Tensor, Tensor
         # The softmax of a row without a key is 0/0 until it is masked.
         probabilities = scores.softmax(dim=-1).masked_fill_(chunk.invalid[:, None], 0)
         # [n, heads, value_dim]
-        out[place] = torch.bmm(probabilities, chunk.keys[..., :value_dim]).to(
-            query.dtype
-        )  # [n, heads, value_dim]
+        out[place] = torch.bmm(probabilities, chunk.keys[..., :value_dim]).to(query.dtype)
         if summed is not None:
             summed[place] = probabilities.sum(dim=1)  # [n, topk]
     return out, lse, summed

@@ -44,12 +44,12 @@ TAIL_SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2],
 
 @gluon.constexpr_function
 def _added(columns, lines):
-    """Return the layout of sums for the memory: four columns per thread, and 128 bytes of a row per eight
-    threads.
+    """Return the layout in which sums are written to memory.
 
-    Without ``lines``, it is an intermediate layout with half of these bytes. It differs from the product's
-    layout by moving one bit of the column from threads to registers, and the final layout differs by a second
-    move. Both moves at once would go through shared memory.
+    A thread has four columns, and eight threads have 128 bytes of a row. Without ``lines``, it is an
+    intermediate layout with half of these bytes. It differs from the product's layout by moving one bit of
+    the column from threads to registers, and the final layout differs by a second move. Both moves at once
+    would go through shared memory.
     """
     bits = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 2)]
     row, column = [4, 0], [0, 16]

@@ -1,11 +1,11 @@
-"""Gradients of sparse flash attention for many heads on Hopper, in Gluon, with one row and 64 heads per
-program.
+"""Gradients of sparse flash attention for many heads on Hopper, in Gluon.
 
-Queries and output gradients of a row stay in shared memory, and tiles of 64 keys stream through. Two warp
-groups have separate roles. The first gathers keys and computes probabilities and gradients of scores, which
-the second reads from shared memory. The second computes the gradients of these keys, 64 columns at a time,
-and adds them to memory while its next columns are multiplied: these additions bound the kernel's speed. Both
-keep the gradient of the queries in registers, about half of its columns each.
+A program processes one row and 64 heads. Queries and output gradients of a row stay in shared memory, and
+tiles of 64 keys stream through. Two warp groups have separate roles. The first gathers keys and computes
+probabilities and gradients of scores, which the second reads from shared memory. The second computes the
+gradients of these keys, 64 columns at a time, and adds them to memory while its next columns are multiplied:
+these additions bound the kernel's speed. Both keep the gradient of the queries in registers, about half of
+its columns each.
 
 Entries that are no keys are gathered as zeros: they contribute nothing to the queries' gradient, and their
 own gradients are not added. Each warp group has the maximum of 256 registers per thread, and does not spill

@@ -1,5 +1,4 @@
-"""Forward of sparse flash attention on Hopper, in Gluon, with warp groups that gather and multiply
-concurrently.
+"""Forward of sparse flash attention on Hopper, in Gluon, with warp-specialized gather and products.
 
 A program attends to one row's keys for 64 heads. One warp group gathers keys, 64 at a time, alternately into
 two buffers. Two warp groups multiply: group g computes the scores of every second tile of keys, those in

@@ -54,8 +54,7 @@ class AttentionCall(Call):
 
 class _Attention(Backend, Protocol):
     def plan_call(self, call: AttentionCall, form: RowForm | None, /) -> Any:
-        """Return the call's ``plan``, or a sentence that declines it: see
-        :func:`mindspeed_dsa.ops.backend.plan`.
+        """Return the call's plan, or why it is declined: see :func:`mindspeed_dsa.ops.backend.plan`.
 
         ``form`` is the form of the selection if the host knows it.
         """

@@ -83,10 +83,8 @@ def reorder_kernel(
 ):
     """Reorder a row: whole tiles that four rows share, then tiles that two share, then the rest.
 
-    One program per row.
-
-    Each part keeps its order. Entries that do not fill a tile move to the next part, in all rows that share
-    them.
+    One program per row. Each part keeps its order. Entries that do not fill a tile move to the next part, in
+    all rows that share them.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, BLOCK)

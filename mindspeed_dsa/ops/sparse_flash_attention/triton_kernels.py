@@ -368,12 +368,11 @@ def backward_query_kernel(
     GROUPS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Multiply gradients of the scores with keys; one program per row, block of heads and part of the
-    columns.
+    """Multiply gradients of the scores with keys.
 
-    ``indices`` are the entries of the chunk's rows, in the order of ``grad_scores``.
-    With GROUPS > 1, the heads of ``grad_scores`` are in the register order of warp group products: four
-    threads, each with every fourth of GROUPS x 4 heads.
+    One program per row, block of heads and part of the columns. ``indices`` are the entries of the chunk's
+    rows, in the order of ``grad_scores``. With GROUPS > 1, the heads of ``grad_scores`` are in the register
+    order of warp group products: four threads, each with every fourth of GROUPS x 4 heads.
     """
     programs = tl.cdiv(stored_heads, BLOCK_H) * PARTS
     row_in_chunk = (tl.program_id(0) // programs).to(tl.int64)

@@ -58,8 +58,9 @@ def on_blackwell(device: torch.device) -> bool:
 
 @contextmanager
 def rehearsal(capability: int, visit: Callable[[Any], object]) -> Iterator[None]:
-    """Compile kernels inside the block, or look them up, instead of launching them; tensors may be on
-    ``meta``.
+    """Compile kernels inside the block, or look them up, instead of launching them.
+
+    Tensors may be on ``meta``.
 
     Args:
         capability: compute capability, times ten, of the GPU whose tile sizes are used.
