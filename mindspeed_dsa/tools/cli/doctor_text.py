@@ -13,6 +13,7 @@ from mindspeed_dsa.tools.cli import doctor_device
 
 WIDTH = 110
 """Columns for wrapped prose. The tables of ``--all`` may be wider."""
+# States without their own line in the report.
 _IN_ORDER = ("applied", "pending", "skipped")
 _GIB = 2**30
 NOT_NEEDED = "not needed here"

@@ -165,6 +165,7 @@ def expected(docs: Path) -> tuple[dict[Path, str], list[str]]:
     for page, chinese in translated(docs, problems).items():
         _fill(pages, problems, docs, page, chinese)
     _fill(pages, problems, docs, docs / BESIDE, {"libraries": other_libraries()})
+    # Several features may share a page.
     by_page: dict[Path, list[Feature]] = {}
     for feature in shipped():
         if feature.doc:

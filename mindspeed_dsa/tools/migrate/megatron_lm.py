@@ -51,12 +51,14 @@ def sentence(lacks: Mapping[str, Sequence[str]], unknown: int) -> str:
         serve = "serve" if len(whole) > 1 else "serves"
         names = " and ".join(filter(None, [", ".join(whole[:-1]), whole[-1]]))
         return f"Megatron-LM: {names} {serve} {each_flag}{''.join(f'; {each}' for each in others)}"
+    # The newest one of those with equally few problems.
     fewest = min(reversed(list(lacks)), key=lambda release: len(lacks[release]))
     return f"Megatron-LM: none of {', '.join(lacks)} serves {each_flag}; core_v{fewest} refuses fewest"
 
 
 def clone(lacks: Mapping[str, Sequence[str]]) -> str:
     """Return the command that fetches Megatron-LM, in the first release with DSA that serves all flags."""
+    # Without the first release, 0.12.1, which has no DSA.
     newer = list(lacks)[1:]
     release = next((release for release in newer if not lacks[release]), newer[-1])
     return f"git clone --branch core_v{release} https://github.com/NVIDIA/Megatron-LM"

@@ -135,6 +135,7 @@ def words(flags: Sequence[Given], written: bool = False) -> list[str]:
     for flag in flags:
         values = flag.written if written else flag.values
         alone = flag.values[0] if len(flag.values) == len(values) == 1 else "a value"
+        # argparse takes a separate value such as -1 for an option.
         joined = alone.startswith("-") or not alone
         made += [type(values[0])(f"{flag.flag}={values[0]}")] if joined else [flag.flag, *values]
     return made

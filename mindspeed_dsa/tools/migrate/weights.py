@@ -36,6 +36,7 @@ def convert(job: Job) -> None:
         _import(job, "--load")
     if _EXPORT in job:
         _export(job)
+    # Options of a conversion are only dropped if the conversion itself is translated.
     converts = any(job.outcomes[flag].now for flag in (_IMPORT, _EXPORT, "--load") if flag in job.outcomes)
     for flag in _READ_BY_CONVERSION:
         if flag in job and converts:

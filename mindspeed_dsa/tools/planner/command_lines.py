@@ -67,6 +67,7 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
     read, named, _ = flags.read(given)
     dropped, added = set(_LAYOUT), of_layout(job.layout, job) + of_micro(job.training)
     features, training = job.features, job.training
+    # The search chose full recomputation, which replaces all partial measures.
     if training.full < 0 and read.recompute_granularity != "full":
         dropped |= _MEGATRONS_RECOMPUTATION | _PARTIAL | _SWAPPED
         added += FULL.split()
@@ -75,6 +76,7 @@ def words_for(given: Sequence[str], job: Job) -> list[str]:
     if features.swap_optimizer and not read.swap_optimizer:
         dropped |= _OTHER_OPTIMIZERS
         added.append("--swap-optimizer")
+    # Write the batch size that the plan assumed.
     if not (read.example or {"global_batch_size", "step_batch_size_schedule"} & named):
         added += [GLOBAL, str(training.batch)]
     options = flags.parser()._option_string_actions

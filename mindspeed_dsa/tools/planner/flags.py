@@ -260,13 +260,13 @@ def misspelt(words: Sequence[str], also: Sequence[str] = ()) -> list[str]:
         words: job's command line.
         also: options of the ``plan`` command itself.
     """
-    known = [*planned(), *also]
+    flags_known = [*planned(), *also]
     messages = []
     for word in dict.fromkeys(words):
         name = word.partition("=")[0]
-        if not name.startswith("--") or name in known or megatron_flags.known(name):
+        if not name.startswith("--") or name in flags_known or megatron_flags.known(name):
             continue
-        alike = [each for each in known if _alike(name, each)]
+        alike = [each for each in flags_known if _alike(name, each)]
         if near := difflib.get_close_matches(name, alike, n=1, cutoff=0.0):
             messages.append(f"{name} is no flag; did you mean {near[0]}?")
     return messages

@@ -89,6 +89,7 @@ class Model:
     def padded(self, tp: int) -> Model:
         """Return the model with its embedding padded for ``tp`` tensor parallel ranks."""
         step = self.multiple * tp
+        # `words` is 0 if the job fixes the padded size, which then stays.
         rows = math.ceil(self.words / step) * step or self.vocabulary
         return self if rows == self.vocabulary else replace(self, vocabulary=rows)
 
@@ -171,6 +172,7 @@ class Layout:
     @property
     def expert_replicas(self) -> int:
         """Number of ranks with the same routed experts."""
+        # 64 devices, PP 4, EP 8, ETP 1: every expert is on 64 / 32 = 2 ranks.
         return max(1, self.devices // (self.pp * self.ep * self.etp))
 
     @property
@@ -189,6 +191,7 @@ class Layout:
 
     def stage(self, rank: int, chunk: int) -> int:
         """Return the stage number of a rank's chunk, counted in forward order from 0."""
+        # In a V of PP 4, rank 1 has stages 1 and 8 - 1 - 1 = 6.
         if self.v_shaped and chunk:
             return 2 * self.pp - 1 - rank
         return chunk * self.pp + rank
@@ -378,6 +381,7 @@ class Job:
         """Number of ranks that share one copy of the routed experts."""
         if self.sharding is None or not self.sharding.experts:
             return 1
+        # The same share of the replicas as for dense weights.
         return max(1, self.layout.expert_replicas * self.shards // self.layout.replicas)
 
     @property

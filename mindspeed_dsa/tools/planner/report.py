@@ -156,11 +156,13 @@ def _of_ranks(plan: Plan) -> str:
     cells["microbatches in flight"] = ["+".join(map(str, rank.in_flight)) for rank in plan.ranks]
     if plan.job.features.split:
         cells["weight gradients waiting"] = ["+".join(map(str, rank.waiting)) for rank in plan.ranks]
+    # Compared as printed: ranks that differ only below two digits share a column.
     columns = list(zip(*cells.values(), strict=True))
     columns_shown = shown(columns, [rank.total for rank in plan.ranks])
     rows = [("memory, GiB", *(name for name, _ in columns_shown))]
     for name, row_cells in cells.items():
         said = [row_cells[ranks[0]] for _, ranks in columns_shown]
+        # Leave out rows that are zero on all shown ranks.
         if any(cell != _ZERO for cell in said):
             rows.append((name, *("-" if cell == _ZERO else cell for cell in said)))
     left = len(plan.ranks) - sum(len(ranks) for _, ranks in columns_shown)
@@ -193,6 +195,7 @@ def _communication(plan: Plan) -> str:
     sums = communication.by_group(busiest)
     if not sums:
         return "communication: none"
+    # Sums below 5 MB would be printed as 0.00 GB.
     groups = ", ".join(
         f"{group} {nbytes / 1e9:.2f}" for group, nbytes in sorted(sums.items()) if nbytes >= 5e6
     )

@@ -77,8 +77,8 @@ def device(name: str, **other: float | None) -> Device:
     Raises:
         SettingsError: the name is not in the table, or a figure is not positive.
     """
-    found = DEVICES.get(name.lower())
-    if found is None:
+    entry = DEVICES.get(name.lower())
+    if entry is None:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
         meant = f"; did you mean {near[0]}?" if near else "."
         raise SettingsError(
@@ -89,7 +89,7 @@ def device(name: str, **other: float | None) -> Device:
     for key, value in figures.items():
         if key != "reserve" and not 0 < value < math.inf:
             raise SettingsError(f"mindspeed_dsa plan: --device-{key} {value:g}: give a number above 0")
-    return replace(found, **figures)  # type: ignore[arg-type]
+    return replace(entry, **figures)  # type: ignore[arg-type]
 
 
 CHUNKED = 0.75

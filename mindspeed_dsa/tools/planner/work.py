@@ -151,7 +151,7 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
     held = layouts.chunks(layout, model)[rank][number]
     items: list[Work] = []
     for kind, count in Counter(model.kinds[number] for number in held).items():
-        items += [each.times(count) for each in layer(job, kind)]
+        items += [part.times(count) for part in layer(job, kind)]
     if layout.ends(rank, number):
         logits = 2.0 * model.vocabulary * model.hidden / layout.tp * job.tokens
         # If the chunked loss forms its gradients in backward, it computes the logits again there.
@@ -159,7 +159,7 @@ def chunk(job: Job, rank: int, number: int) -> list[Work]:
         output = Work("output", logits, backward, weights=0.0 if job.features.chunked_loss else logits)
         items.append(output)
         for kind in model.mtp_kinds:
-            items += [each.times(1, "MTP") for each in layer(job, kind)]
+            items += [part.times(1, "MTP") for part in layer(job, kind)]
             joined = 2.0 * 2 * model.hidden * model.hidden / layout.tp * job.tokens
             items += [Work("MTP", joined, 2 * joined, weights=joined), output.times(1, "MTP")]
     return items

@@ -91,10 +91,12 @@ class Trainer:
         self.length = length
         self._platform = platforms.current()
         self.model = chunk(MODEL, VOCABULARY, torch.float32, TRAINING)
+        # Built on the meta device, so memory is allocated only here.
         self.model.to_empty(device=self._platform.device)
         fill(self.model)
         self._sequences = Sequences(length)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE)
+        # The peak then includes the weights, but nothing of the setup.
         self._platform.reset_peak_memory()
 
     def about(self) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def _gpt_model(
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+    # Fields of this release: arguments that it does not know are left out below.
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     sparse = values.get("experimental_attention_variant") == "dsa"
     more = {
@@ -117,6 +118,7 @@ def _gpt_model(
         "transformer_impl": "local",
         **said,
     }
+    # Checkpoints have the expert bias, which Megatron only allows with sigmoid scores.
     experts = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     config = MLATransformerConfig(
         **{name: values[name] for name in _SIZES if values.get(name) is not None and name in fields},
