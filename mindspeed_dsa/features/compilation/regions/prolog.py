@@ -128,6 +128,7 @@ class _Layer:
         layer, config = self.module, self.module.config
         if not self.knows_norms:
             return "it does not know the norms of latents"
+        # A complete down-projection has 512 + 64 rows; fewer rows mean that ranks split it.
         wide = config.kv_lora_rank + config.qk_pos_emb_head_dim
         if layer.linear_kv_down_proj.weight.size(0) != wide or (
             self.query_down is not None and self.query_down.weight.size(0) != config.q_lora_rank
