@@ -71,9 +71,8 @@ def deepseek_sparse_attention(
     """Select keys for every query token, attend to them, and optionally compute the indexer's loss.
 
     The output is differentiable with respect to query, key and value, the loss with respect to the indexer's
-    operands: each trains its own part of a model, as in DeepSeek's training. If no query can see more than
-        ``topk``
-    keys, nothing is selected. Attention and loss are then dense, which gives the same loss.
+    operands. Each trains its own part of a model, as in DeepSeek's training. If no query can see more than
+    ``topk`` keys, nothing is selected. Attention and loss are then dense, which gives the same loss.
 
     By head (``value`` given), every head has its own keys and values. In absorbed form (``value`` None) all
     heads share the latent key, whose leading ``value_dim`` dimensions are the value.

@@ -101,7 +101,7 @@ def grouped_matmul(
             of ``rows``; or a :class:`Groups` made of them, which several calls can share. Backends for CUDA
             and NPUs read them without a device synchronization.
         layout: memory layout of the weight, see :data:`Layout`. No backend copies the weight to transpose it.
-        take_gradient: callback for the weight gradient, called when backward computes the gradient of
+        take_gradient: callback that backward calls with a :class:`WeightGradient`, after the gradient of
             ``rows``. It may add the gradient to a buffer, compute it or keep it for later. Autograd gets its
             return value for ``weight``. By default autograd gets the gradient.
         edge: tensor that replaces ``weight`` in the autograd graph. Autograd then gets the return value of

@@ -89,10 +89,8 @@ class Groups:
 class GroupedMatmul(Backend, Protocol):
     """Backend of the grouped matmul and its gradients.
 
-    The gradient of the rows is :meth:`multiply` with the transposed weight.
-
-    Matrices are views in which either of the last two axes is contiguous. Only the reference gets calls
-    without rows.
+    The gradient of the rows is :meth:`multiply` with the transposed weight. Matrices are views in which
+    either of the last two axes is contiguous. Only the reference gets calls without rows.
     """
 
     READS_SIZES: bool

@@ -79,9 +79,9 @@ def indexer_kl_loss(
     gradients.
 
     Args:
-        index_query: ``[batch, query_length, index_heads, index_dim]``.
-        index_key: ``[batch, key_length, index_dim]``.
-        index_weights: ``[batch, query_length, index_heads]``.
+        index_query: ``[batch, query_length, index_heads, index_dim]`` query of the indexer.
+        index_key: ``[batch, key_length, index_dim]`` key of the indexer.
+        index_weights: ``[batch, query_length, index_heads]`` head weights of the indexer.
         query: ``[batch, query_length, heads, dim]``, this rank's heads of the main (absorbed) query.
         key: ``[batch, key_length, dim]``, latent followed by the rotary key.
         topk_indices: ``[batch, query_length, topk]`` int32 or int64, any strides, -1 at the tail; a query
@@ -286,9 +286,9 @@ def dense_indexer_kl_loss(
     the gradients.
 
     Args:
-        index_query: ``[batch, query_length, index_heads, index_dim]``.
-        index_key: ``[batch, key_length, index_dim]``.
-        index_weights: ``[batch, query_length, index_heads]``.
+        index_query: ``[batch, query_length, index_heads, index_dim]`` query of the indexer.
+        index_key: ``[batch, key_length, index_dim]`` key of the indexer.
+        index_weights: ``[batch, query_length, index_heads]`` head weights of the indexer.
         query: ``[batch, query_length, heads, dim]``, this rank's heads.
         key: ``[batch, key_length, dim]`` shared by all heads (absorbed MLA), or
             ``[batch, key_length, heads, dim]`` (192 instead of 576 dimensions: a third of the work).

@@ -174,8 +174,8 @@ def dense_sum_kernel(
 ):
     """Sum probabilities over heads, in head order; one program per block of rows and tile of keys.
 
-    ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped; with ``EVERYWHERE``
-    zeros are written to them. Heads and pieces of their columns form one loop.
+    ``slab`` is ``[rows, key_length]``. Tiles that no row of the block sees are skipped, or zeroed with
+    ``EVERYWHERE``. Heads and pieces of their columns form one loop.
     """
     tiles = tl.cdiv(key_length, BLOCK_N)
     position = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)

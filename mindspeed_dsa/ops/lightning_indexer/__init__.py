@@ -76,7 +76,8 @@ def lightning_indexer(
     Args:
         query: ``[batch, query_length, heads, head_dim]``, any strides; fp32, bf16, fp16 or fp64.
         key: ``[batch, key_length, head_dim]``, one key head.
-        weights: ``[batch, query_length, heads]``, of any sign, already multiplied with every scale.
+        weights: ``[batch, query_length, heads]`` head weights of any sign, already multiplied with every
+            scale.
         topk: number of keys to select per query, at least 1; the width of the result is
             ``min(topk, key_length)``.
         starts: ``[query_length]`` or ``[batch, query_length]`` int, first visible key; default 0.

@@ -57,8 +57,8 @@ def permute(
         probs: ``[tokens, experts]`` in any floating dtype, or None.
         rows: number of True entries of the map, if the caller knows it. Otherwise they are counted, which
             takes a synchronization on accelerators. Where the map is read on the host anyway, a wrong number
-            is an error. Elsewhere, rows beyond a number that is too small are lost. Excess rows of a number
-            that is too large are zero, or copies of arbitrary tokens where plain PyTorch permutes.
+            is an error. Elsewhere, if it is too small, the rows beyond it are lost. If it is too large, the
+            excess rows are zero, or copies of arbitrary tokens where plain PyTorch permutes.
         topk: number of experts of every token, if the caller guarantees that it is the same for all; backends
             that rely on it run only if it is given.
         backend: name, see :data:`mindspeed_dsa.ops.backend.BackendName`.

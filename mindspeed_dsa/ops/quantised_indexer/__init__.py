@@ -65,7 +65,8 @@ def quantised_indexer(
         query: ``[batch, query_length, heads, head_dim]``, any strides; fp32, bf16, fp16, or fp64, which is
             rounded to fp32 first. After the Hadamard rotation, if the model has one.
         key: ``[batch, key_length, head_dim]``, one key head.
-        weights: ``[batch, query_length, heads]``, of any sign, already multiplied with every scale.
+        weights: ``[batch, query_length, heads]`` head weights of any sign, already multiplied with every
+            scale.
         topk: number of keys to select per query, at least 1; the width of the result is
             ``min(topk, key_length)``.
         powers_of_two: whether factors are rounded up to powers of two (``ue8m0``). Otherwise the factor of a

@@ -54,8 +54,8 @@ def _near_the_last(scores: Tensor, slab: Slab, seen: slice, kept: int, differenc
     """Return the keys that may or may not be among the ``kept`` best of their row by exact scores.
 
     A key is among the best if its score exceeds the last selected score by more than twice the difference,
-    and is not if it is lower by more than that. A key is near if its score is compared with NaN, or has no
-    finite bound.
+    and is not if it is lower by more than that. All other keys are near, including keys with a NaN score or
+    an infinite difference.
 
     Args:
         scores: ``[g, rows, keys]``, each within the difference of the exact score.
