@@ -100,6 +100,7 @@ class Call:
     def kept(ctx: Any) -> tuple[Any, ...]:
         """Return the call that :meth:`keep` saved, followed by the results."""
         kind, names, others = ctx.kept_call
+        # The call's tensors come first, then the results.
         saved = ctx.saved_tensors
         return kind(**dict(zip(names, saved, strict=False)), **others), *saved[len(names) :]
 
@@ -238,6 +239,7 @@ def plan(operator: str, requested: str, implementation: _Backend, planned: Any) 
             "Ask for 'auto' to fall back, or for the slow and exact 'reference' "
             "(in training with --dsa-backend)"
         )
+    # The second choice of the device type whose first choice is this backend.
     fallback = dict(PREFERENCE.values()).get(name, "reference")
     if not _exists(operator, fallback):
         fallback = "reference"
@@ -259,6 +261,7 @@ def algorithm(operator: str, algorithms: Sequence[Algorithm], *facts: Any) -> Al
         if reason is None:
             break
         reasons.append(f"not {one.name}: {reason}")
+    # No break: every other algorithm declined, and the last one takes every call.
     else:
         one = algorithms[-1]
     because = f" ({'; '.join(reasons)})" if reasons else ""

@@ -232,6 +232,7 @@ def visible_ranges(
     """
     if form is not None:
         form.check(operator, batch, query_length, key_length)
+        # Forms that equal the default need no ranges: they stay marked as plainly causal.
         causal = query_length == key_length and form.sequences in (None, (query_length,) * batch)
         if starts is None and ends is None and not causal:
             starts, ends = form.ranges(batch, query_length, key_length, device)
@@ -258,6 +259,7 @@ def visible_ranges(
         rows.append(bound.expand(batch, query_length))  # [batch, query_length]
     if plain:
         form = TO_LAST_KEY
+    # Comparing reads the device, so it is a debug check.
     elif form is not None and checks.enabled():
         said = form.ranges(batch, query_length, key_length, device)
         require(

@@ -168,6 +168,7 @@ def deepseek_sparse_attention(
         "backend": backend,
     }
     longest = max(form.sequences, default=0) if form is not None and form.sequences is not None else keys
+    # Without a sequence longer than topk, every query would select all keys that it sees.
     dense = is_dense(stage) or (longest <= topk and selected is None)
     if with_loss or not (dense or selected is not None):
         if index_query is None or index_key is None or index_weights is None:
@@ -193,10 +194,13 @@ def deepseek_sparse_attention(
 
     if selected is None:
         with torch.set_grad_enabled(with_loss and torch.is_grad_enabled()):
+            # Neither the attention nor the loss depends on the order of the keys.
             selected = lightning_indexer(
                 *index, topk, **row_options, use_relu=use_relu, in_order=False, backend=backend
             )
+    # A given selection of another width need not list min(topk, visible keys) keys, as a form promises.
     form = ranges.form if selected.topk_indices.shape[-1] == min(topk, keys) else None
+    # npu's fused loss computes its target from the log-sum-exp instead of the sum.
     with_sum = with_loss and not (absorbed and takes_lse(index[0], query, topk, backend=backend))
     out, attention_sum, lse = attend_to_selected(
         query,

@@ -22,6 +22,7 @@ def find_tile(ends, tile, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: 
     start = tl.load(ends + group - 1, mask=inside & (group > 0), other=0)
     tiles = tl.where(inside, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
     tile_end = tl.cumsum(tiles, axis=0)
+    # A tile's group is the number of groups whose tiles end at or before it.
     found = tl.sum(tl.where(inside & (tile_end <= tile), 1, 0), axis=0)
     here = group == found
     before = tl.sum(tl.where(here, tile_end - tiles, 0), axis=0)
@@ -52,6 +53,7 @@ def multiply_kernel(
     """Compute one tile of ``out``, ``[rows, width_out]`` contiguous; one program per tile."""
     group, first, last = find_tile(ends, tl.program_id(0), GROUPS, BLOCK_G, BLOCK_M)
     if group < GROUPS:
+        # For the compiler: the loop runs at least once.
         tl.assume(width_in > 0)
         row = first + tl.arange(0, BLOCK_M)
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -116,5 +118,6 @@ def weight_gradient_kernel(
             acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, acc.to(into.dtype.element_ty), mask=mask)
     else:
+        # A group without rows has a zero gradient.
         if not ACCUMULATE:
             tl.store(at, tl.zeros([BLOCK_K, BLOCK_N], into.dtype.element_ty), mask=mask)

@@ -111,6 +111,7 @@ def lightning_indexer(
     ranges = visible_ranges(OPERATOR, batch, query_length, key.shape[1], starts, ends, query.device, form)
     selected: Indexer = choose(OPERATOR, backend, shape_class(query, topk))
     selected = unless_empty(OPERATOR, selected, query, key)
+    # With fewer keys than topk the result is narrower, and every query lists all keys that it sees.
     topk = min(topk, key.shape[1])
     call = IndexerCall(query, key, weights, use_relu)
     planned = selected.plan_call(call, topk, ranges, in_order)
@@ -209,6 +210,7 @@ class _Select(torch.autograd.Function):
         ctx.implementation, ctx.receives = implementation, key_receiver is not None
         call.keep(ctx, topk_indices)
         ctx.mark_non_differentiable(topk_indices)
+        # Missing gradients arrive as None, so that backward can return at once.
         ctx.set_materialize_grads(False)
         return topk_indices, topk_scores
 
@@ -220,6 +222,7 @@ class _Select(torch.autograd.Function):
         call, topk_indices = Call.kept(ctx)
         with without_autocast(grad_scores.device.type), spent(OPERATOR, grad_scores.device):
             of_query, of_key, of_weights = ctx.implementation.score_gradients(call, topk_indices, grad_scores)
+        # With a receiver, the key's gradient goes there unrounded, and the key itself gets None.
         if ctx.receives:
             return None, None, None, None, of_key, of_query, None, of_weights
         return None, None, None, None, None, of_query, of_key.to(call.key.dtype), of_weights

@@ -227,8 +227,10 @@ class Chunked(LinearCrossEntropy):
         if wants_gradient:
             multiplier = None
             if call.group is not None or not self.NORMALISES:
+                # exp(logit - top) times this is the probability over all ranks, exp(logit - largest) / sum.
                 multiplier = torch.exp(top - largest - log_sum)
                 if self.NORMALISES:
+                    # The exponentials have been divided by this rank's sum: undo it.
                     multiplier.mul_(total)
             _to_gradient(numbers, multiplier, local, held, logits)
         return loss, top, top_index, largest, log_sum
@@ -385,6 +387,7 @@ def _to_gradient(
         numbers.mul_(multiplier.mul_(raising)[:, None])
     elif raising != 1:
         numbers.mul_(raising)
+    # The gradient is probability - onehot(label), here for labels on this rank.
     _subtract(numbers, columns, held.to(numbers.dtype).mul_(raising))
     if numbers is not logits:
         logits.copy_(numbers)
@@ -405,6 +408,7 @@ def _joined(call: LossCall, top: Tensor, total: Tensor, predicted: Tensor) -> tu
     gathered = [torch.empty_like(local) for _ in range(call.ranks)]
     dist.all_gather(gathered, local, group=call.group)
     tops, totals, labels = torch.stack(gathered, dim=1)  # [ranks, tokens] each
+    # Rescale each rank's sum to the common maximum. Only the rank of the label has a logit other than 0.
     largest = tops.amax(0)
     return largest, (totals * torch.exp(tops - largest)).sum(0).log(), labels.sum(0)
 

@@ -236,6 +236,7 @@ class _Permute(torch.autograd.Function):
     def backward(
         ctx: Any, grad_permuted: Tensor | None, grad_probs: Tensor | None, _: Tensor | None
     ) -> tuple[Any, ...]:
+        # Skip gradients of inputs that need none.
         wanted = [
             grad if need else None
             for grad, need in zip((grad_permuted, grad_probs), ctx.needs_input_grad[1:3], strict=True)

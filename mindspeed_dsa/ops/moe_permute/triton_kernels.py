@@ -30,6 +30,7 @@ def list_rows_kernel(
         inside = expert < expert_count
         chosen = tl.load(routing_map + token * expert_count + expert, mask=inside, other=0).to(tl.int32)
         row = tl.load(rank + expert.to(tl.int64) * token_count + token, mask=inside, other=0) - 1
+        # Position of each row in the token's part of the list.
         place = at + tl.cumsum(chosen, axis=0) - 1
         # A wrong number of rows from the caller must not cause writes beyond them.
         kept = (chosen != 0) & (row < row_count)
@@ -117,6 +118,7 @@ def weighted_gather_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int64)
     readable = tl.where(token >= 0, hidden, 0)
+    # Negative for a row without a token, hence the maximum below.
     slot = token * expert_count + tl.load(experts + row)
     weight = tl.load(probs + tl.maximum(slot, 0)).to(tl.float32)
     product = tl.zeros([BLOCK], tl.float32)

@@ -136,6 +136,7 @@ def layout_of_form(
 ) -> Layout:
     """Return the layout of rows of this form, cached for all layers, so that its uploads happen once."""
     sequences = form.sequences
+    # One sequence per row of the batch: BSND.
     if sequences == (query_length,) * batch:
         sequences = None
     return Layout(batch, query_length, key_length, sequences, device)
@@ -189,6 +190,7 @@ def layout_of_ranges(ranges: Ranges, key_length: int) -> Layout | str:
     position = torch.arange(length, dtype=torch.int32)
     if (begin == 0).all() and _ends_at_last_key(end, position, key_length):
         layout = Layout(batch, length, key_length, None, ends.device)
+    # Packed sequences end at their own row, and a row whose range starts at itself starts a sequence.
     elif length == key_length and (end == position + 1).all():
         layout = _packed(begin == position, begin, ends.device)
     if layout is None:
@@ -228,6 +230,7 @@ def layout_of_indices(topk_indices: Tensor, key_length: int) -> Layout | str:
     if first_come.all() and shift >= 0:
         device = topk_indices.device
         seen = position + shift + 1
+        # Causal to the last key: each row lists min(topk, visible keys) keys, none beyond its end.
         if (counts == seen.clamp_max(topk)).all() and (highest < seen).all():
             layout = Layout(batch, length, key_length, None, device)
         elif shift == 0 and (highest <= position).all():

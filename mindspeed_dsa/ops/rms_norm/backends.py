@@ -61,6 +61,7 @@ class Cpu(GradientNorm):
     def forward(self, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         length = torch.linalg.vector_norm(hidden, 2, -1, True, dtype=wide)  # [..., 1]
+        # (eps + length ** 2 / n) ** -0.5, [..., 1]
         rstd = torch.addcmul(_constant(eps, wide), length, length, value=1 / hidden.shape[-1]).rsqrt_()
         return (hidden * rstd).mul_(weight).to(hidden.dtype), rstd
 
@@ -71,6 +72,7 @@ class Cpu(GradientNorm):
         rows = tuple(range(hidden.dim() - 1))
         grad_weight = product.sum(rows) if rows else product  # [n]
         mean = (product * weight).mean(-1, keepdim=True)  # [..., 1]
+        # dX = r (g - n mean(g n)) with g = dY w, n = x r and r = rstd
         grad_hidden = (grad * weight).addcmul_(normal, mean, value=-1).mul_(rstd)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype)
 

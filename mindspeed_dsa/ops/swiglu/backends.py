@@ -75,6 +75,7 @@ class Cpu(GradientSwiGLU):
         gate, up = gate_up.chunk(2, -1)  # [..., ffn] each
         grad_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)  # views, [..., ffn] each
+        # For y = silu(gate) * up * scale: the scale's gradient is sum(grad * up * silu(gate)).
         activated, grad_activated = F.silu(gate), grad * up
         torch.ops.aten.silu_backward.grad_input(grad_activated, gate, grad_input=grad_gate)
         torch.mul(activated, grad, out=grad_up)
@@ -129,6 +130,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         gate_up, bias, scale = ctx.saved_tensors
+        # The common case of a router's probabilities: both gradients share silu(gate) and grad * up.
         learned = bias is None and scale is not None and ctx.needs_input_grad[3]
         if learned and _is_wide(grad, gate_up, scale):
             gradients = ctx.implementation.backward_of_scaled(grad, gate_up, scale)
