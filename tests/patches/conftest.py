@@ -9,7 +9,7 @@ from tests.patches.house import House
 
 @pytest.fixture
 def house(tmp_path, monkeypatch):
-    """The stub packages, importable; patches undone and modules forgotten afterwards."""
+    """Make the stub packages importable; undo all patches and forget the modules afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     built = House(tmp_path)
     yield built
@@ -18,6 +18,6 @@ def house(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
-    """Hide what other tests have left in memory: finalize visits every object there is."""
+    """Exclude other tests' objects from garbage collection, because finalize visits every tracked object."""
     gc.collect()
     gc.freeze()

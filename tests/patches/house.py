@@ -1,4 +1,4 @@
-"""A small foreign package on disk, its implementations, and snapshots of what is bound where."""
+"""Stub packages on disk, implementations of patches for them, and snapshots of their bindings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FILES = {
     "house/tables.py": """
         LIMITS = {"floors": 2, "rooms": 9}
         """,
-    # The consumer's own names: from-import, alias, and a call through them.
+    # Bindings in a consumer: a from-import, an alias, and a call through them.
     "house/consumer.py": """
         from house.core import area
         from house.core import area as surface
@@ -140,7 +140,7 @@ FILES = {
 
 
 class House:
-    """Writes stub packages, imports them, and arms managers on them."""
+    """Writes stub packages, imports them, and arms patch managers on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -155,7 +155,7 @@ class House:
         importlib.invalidate_caches()
 
     def manager(self, *patches: Patch, features: tuple[str, ...] = (), **kwargs: Any) -> PatchManager:
-        """A manager with its patches planned; feature names are f0, f1, ... unless given."""
+        """Return a manager that has planned the patches; features are named f0, f1, ... by default."""
         manager = PatchManager(**kwargs)
         self.managers.append(manager)
         names = features or tuple(f"f{i}" for i in range(len(patches)))
@@ -178,7 +178,7 @@ class House:
 
 
 def patch(target: str, kind: str = "wrap", impl: str = "house_impl:counted", **kwargs: Any) -> Patch:
-    """A row with a reason; ``core:area`` is short for ``house.core:area``."""
+    """Return a patch with a reason; ``core:area`` is short for ``house.core:area``."""
     if not target.startswith(PACKAGES):
         target = f"house.{target}"
     return Patch(target, kind, impl, "test", **kwargs)  # type: ignore[arg-type]
@@ -193,26 +193,26 @@ def states(manager: PatchManager) -> list[str]:
 
 
 def snapshot() -> dict[tuple[str, str], Any]:
-    """Everything bound in the stub packages: module names, class attributes, dictionary items."""
-    found: dict[tuple[str, str], Any] = {}
+    """Return every binding in the stub packages: module names, class attributes, dictionary items."""
+    bindings: dict[tuple[str, str], Any] = {}
     for module_name, module in tuple(sys.modules.items()):
         if module_name.partition(".")[0] not in PACKAGES or not isinstance(module, ModuleType):
             continue
         for name, value in tuple(vars(module).items()):
             if name == "__builtins__" or isinstance(value, ModuleType):
                 continue
-            found[module_name, name] = value
+            bindings[module_name, name] = value
             if isinstance(value, type) and value.__module__ == module_name:
-                found |= {(f"{module_name}.{name}", key): item for key, item in vars(value).items()}
+                bindings |= {(f"{module_name}.{name}", key): item for key, item in vars(value).items()}
             elif isinstance(value, dict):
-                found |= {(f"{module_name}.{name}", repr(key)): item for key, item in value.items()}
-    return found
+                bindings |= {(f"{module_name}.{name}", repr(key)): item for key, item in value.items()}
+    return bindings
 
 
 def assert_identical(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
-    """The same names bound to the very same objects, in the same order; modules may have been added."""
-    known = {module for module, _ in before}
-    after = {key: value for key, value in after.items() if key[0] in known}
+    """Check that all names are bound to the same objects in the same order; new modules are allowed."""
+    modules = {module for module, _ in before}
+    after = {key: value for key, value in after.items() if key[0] in modules}
     changed = [key for key in before if key not in after or after[key] is not before[key]]
     assert not changed, f"changed: {changed}"
     assert list(after) == list(before)

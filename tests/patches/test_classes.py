@@ -1,4 +1,4 @@
-"""Methods are patched on the class in place, in the same kind of descriptor, and come back identical."""
+"""Methods are patched in place on their class, keep their kind of descriptor, and are restored."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_patches_of_base_and_inherited_method_nest_in_any_order(house, base_firs
 
 
 def test_a_base_that_changes_later_is_still_under_the_patch(house):
-    """Circular imports can complete the subclass's module before the base's."""
+    # A circular import can complete the subclass's module before the base's.
     house.write(
         {
             "house/base.py": """

@@ -1,4 +1,4 @@
-"""A patched function is a plain function that looks like the original to everybody who asks."""
+"""A patched function is a plain function with the original's name, signature and documentation."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_pickle_and_deepcopy(house):
 
 
 def test_pickled_functions_mean_whatever_the_reader_has(house):
-    """By reference: a process without patches unpickles the original."""
+    # Pickle stores functions by reference, so a process without patches loads the original.
     house.armed(patch("core:area", "replace", "house_impl:tenfold"))
     data = pickle.dumps(load("house.core").area)
     code = f"import sys, pickle; sys.path.insert(0, {str(house.folder)!r}); print(pickle.loads({data!r})(3))"

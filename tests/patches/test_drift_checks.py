@@ -1,4 +1,4 @@
-"""What a check says about a patch: ranges, parameters, changed code, forks."""
+"""Drift checks report version ranges, missing parameters, changed code and forks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_release_that_was_never_recorded(tmp_path):
 
 
 def test_manager_is_told_nothing_about_other_packages(tmp_path):
-    """torch sets attributes from C that its sources do not show."""
+    # torch sets attributes from C code that its Python sources do not show, so absence proves nothing there.
     check = checker(tmp_path, {"megatron/core/a.py": SOURCE}, version="0.16.1")
     row = patch("argparse:made_from_c", versions="<0.1")
     assert check(row) == ([], [])
@@ -114,7 +114,7 @@ def test_manager_is_told_nothing_about_other_packages(tmp_path):
 
 
 def test_fork_with_another_root(tmp_path):
-    """Renaming the package is no change; changing the function is."""
+    """A renamed root package is no change; a changed function is one."""
     fork = SOURCE.replace("megatron", "corp_megatron")
     options = {"version": "0.16.1", "known": known(tmp_path), "root": "corp_megatron"}
     row = REPLACED.under_root("corp_megatron")
@@ -160,7 +160,7 @@ def test_fingerprint_sees_what_runs(other):
 
 
 def test_fingerprint_is_the_same_under_every_python():
-    """Recorded under 3.11, compared under 3.10 to 3.13: f-strings, match and lambdas included."""
+    """Fingerprints recorded under Python 3.11 agree under 3.10 to 3.13, with f-strings, match and lambdas."""
     text = '''
     class A:
         """Doc."""
@@ -184,7 +184,7 @@ def test_alternative_definitions_are_all_part_of_the_fingerprint(tmp_path):
 
 
 def test_only_modules_with_sites_are_parsed_and_each_once(tmp_path, monkeypatch):
-    """That is what checking costs: 200 sites in as many modules, among 2000."""
+    # Typical size of a check: 200 sites in 200 modules, among 2000 modules.
     body = "".join(f"def name_{i}(x, factor={i}):\n    return x * factor + {i}\n\n" for i in range(50))
     files = {f"megatron/pkg_{i // 100}/stub_{i}.py": body for i in range(2000)}
     tree = SourceTree.folder(write(tmp_path, files))
@@ -193,8 +193,8 @@ def test_only_modules_with_sites_are_parsed_and_each_once(tmp_path, monkeypatch)
     monkeypatch.setattr(source_tree, "scope_of_text", lambda text: parsed.append(text) or parse(text))
     recorded = {row.target: {"1.0": "0" * 16} for row in rows}
     check = Checker(tree, version="1.0", known=recorded)
-    found = [finding.state for row in rows for finding in check.check(row)]
-    assert found == ["changed"] * 200
+    states_found = [finding.state for row in rows for finding in check.check(row)]
+    assert states_found == ["changed"] * 200
     assert len(parsed) == 200
 
 

@@ -13,7 +13,7 @@ from mindspeed_dsa.patches.source_tree import SourceTree
 from tests.support.drift_packages import checker, patch, write
 
 PACKAGE = {
-    # No megatron/__init__.py: a namespace package, as the real one.
+    # No megatron/__init__.py: like the real one, this is a namespace package.
     "megatron/core/__init__.py": "from megatron.core import schedules\nfrom .layers import Linear as Dense\n",
     "megatron/core/layers.py": """
         import functools
@@ -134,7 +134,7 @@ FOUND = [
 
 @pytest.fixture(params=["folder", "wheel"])
 def tree(request, tmp_path):
-    """The package as a checkout and as a wheel (whose archive has no entries for folders)."""
+    """Return the package as a checkout and as a wheel, an archive without entries for folders."""
     write(tmp_path, PACKAGE)
     if request.param == "folder":
         return SourceTree.folder(tmp_path)
@@ -218,7 +218,7 @@ def test_bases_are_followed_into_installed_packages(tmp_path):
 
 
 def test_name_for_something_in_another_package(tmp_path):
-    """What is known of it must not depend on the release of that package."""
+    # The target is in another package, so its facts must not depend on that package's release.
     text = "import argparse\nfrom argparse import Action\nparse = argparse.ArgumentParser\n"
     check = checker(tmp_path, {"megatron/core/a.py": text})
     facts = check.inspect(patch("megatron.core.a:parse"))
@@ -245,7 +245,8 @@ def test_entries(tmp_path):
 
 
 def test_namespace_package_over_two_folders(tmp_path):
-    """Megatron-core from a wheel, megatron.training from a checkout; the first regular package wins."""
+    # As with megatron-core from a wheel and megatron.training from a checkout: the first regular package
+    # wins.
     write(tmp_path / "checkout", {"megatron/training/arguments.py": "def parse_args(): ...\n"})
     write(tmp_path / "site", {"megatron/core/__init__.py": "", "megatron/core/a.py": "def f(): ...\n"})
     write(tmp_path / "late", {"megatron/core/__init__.py": "", "megatron/core/b.py": "def g(): ...\n"})
@@ -257,7 +258,7 @@ def test_namespace_package_over_two_folders(tmp_path):
 
 
 def test_a_tree_of_a_package_that_is_installed_too_stays_its_own(tmp_path, monkeypatch):
-    """Python looks for a namespace package on its own path again whenever finders forget their caches."""
+    # Python searches a namespace package's path again after finders drop their caches, so two trees can mix.
     for folder, parameter in (("installed", "new"), ("older", "old")):
         write(tmp_path / folder, {"megatron/core/a.py": f"def f({parameter}): ...\n"})
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
@@ -278,7 +279,7 @@ def test_installed_packages_are_found_but_not_imported(tmp_path, monkeypatch):
 
 
 def test_agrees_with_the_import_system(tmp_path, monkeypatch):
-    """Each found target, imported for real, is a thing with the very parameters that were read."""
+    """Each target, when imported, is an object with the parameters that were read from its source."""
     import inspect
 
     files = {name.replace("megatron", "drift_real"): text for name, text in PACKAGE.items()}
@@ -289,13 +290,13 @@ def test_agrees_with_the_import_system(tmp_path, monkeypatch):
     compared = 0
     for target, params, _ in FOUND:
         module, _, path = f"drift_real.core.{target}".partition(":")
-        found = import_module(module)
+        imported = import_module(module)
         for part in path.split("."):
-            found = vars(found).get(part, getattr(found, part, None))
-        found = getattr(found, "__func__", found)
-        if params is None or not inspect.isfunction(found) or target.endswith("either"):
+            imported = vars(imported).get(part, getattr(imported, part, None))
+        imported = getattr(imported, "__func__", imported)
+        if params is None or not inspect.isfunction(imported) or target.endswith("either"):
             continue
-        real = inspect.signature(found).parameters.values()
+        real = inspect.signature(imported).parameters.values()
         named = [p.name for p in real if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         assert check.inspect(patch(f"{module}:{path}")).params == tuple(named), target
         compared += 1

@@ -1,4 +1,4 @@
-"""Whatever is imported first, the consumer's own names end up bound to the patch, and it is called."""
+"""In every order of imports, the consumer's names end up bound to the patch, and the patch is called."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_circular_import_binds_from_the_half_executed_module(house, imported_fir
 
 @pytest.mark.parametrize("armed_in", ["house/__init__.py", "house/core.py"])
 def test_armed_from_inside_the_package_being_patched(house, armed_in):
-    """The one-liner at the top of the very module that has targets, or of its package."""
+    """Arming works at the top of the module that has the targets, and at the top of its package."""
     old = (house.folder / armed_in).read_text()
     house.write({armed_in: "from house_switch import flip; flip()\n" + old})
     managers = []
@@ -92,7 +92,7 @@ def test_armed_from_inside_the_package_being_patched(house, armed_in):
 
 
 def test_a_half_executed_module_is_left_alone(house):
-    """Its names do not exist yet: patching it too early would look like a missing target."""
+    # The module's names do not exist yet. An early patch attempt would report them as missing targets.
     house.write({"house/core.py": "from house_switch import flip; flip()\ndef area(x): return x"})
     seen = []
     load("house_switch").ACTIONS.append(lambda: seen.append(house.armed(patch("core:area"))))
@@ -224,7 +224,7 @@ def test_a_module_that_put_an_object_in_its_place(house, imported_first):
 
 
 def test_a_name_in_a_module_that_was_complete_before(house):
-    """The target's module registers its function in an older module: no import ever binds it there."""
+    # The target's module registers its function in an older module, so no import ever binds it there.
     house.write(
         {
             "library.py": "HANDLER = None",
@@ -246,7 +246,7 @@ def test_a_name_in_a_module_that_was_complete_before(house):
 
 
 def test_a_name_in_a_module_that_began_before_and_is_half_executed(house):
-    """Bound by the target's module while the consumer waits for it; reached without a finalize()."""
+    # The target's module binds the name while the consumer waits for its import; no finalize() is needed.
     house.write(
         {
             "house/consumer.py": "HANDLER = None\nfrom house import core",
@@ -369,7 +369,7 @@ def test_pending_sites_pass_finalize_and_are_patched_later(house):
 
 
 def test_implementations_load_modules_that_have_sites_of_their_own(house):
-    """The hooks stand before the first implementation is imported."""
+    """The import hooks are in place before the first implementation is imported."""
     house.write({"house_impl.py": (house.folder / "house_impl.py").read_text() + "\nimport guest"})
     load("house.core")
     manager = house.armed(patch("core:volume"), patch("guest:visit"))

@@ -1,4 +1,4 @@
-"""The engine on the real thing: megatron-core and torch in memory."""
+"""The patch engine on real packages: megatron-core and torch."""
 
 from __future__ import annotations
 
@@ -36,25 +36,23 @@ TARGETS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
-    """Everything counts here."""
+    """Keep the whole heap visible here, unlike in the other tests."""
 
 
 def bindings():
-    """Identities of everything that modules and the classes of Megatron bind.
-
-    No more than that: a snapshot that held the objects would itself be a holder to look at.
-    """
-    found = {}
+    """Return the ids of all objects that modules and Megatron's classes bind."""
+    # Ids only: a snapshot that held the objects would count as a holder of stale originals.
+    ids = {}
     for name, module in tuple(sys.modules.items()):
         if not issubclass(type(module), ModuleType):
             continue
         if module.__name__.startswith("hypothesis"):  # counts garbage collections in a global
             continue
         for key, value in tuple(vars(module).items()):
-            found[name, key] = id(value)
+            ids[name, key] = id(value)
             if issubclass(type(value), type) and str(value.__module__).startswith("megatron"):
-                found |= {(name, key, attribute): id(raw) for attribute, raw in vars(value).items()}
-    return found
+                ids |= {(name, key, attribute): id(raw) for attribute, raw in vars(value).items()}
+    return ids
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ def test_patch_finalize_undo(impl):
         reports = manager.report()
         assert [site.state for site in reports] == ["applied"] * len(TARGETS)
         assert [site.stale for site in reports] == [[] for _ in TARGETS]
-        # At the consumer: its own global is the patch, and what it calls is counted.
+        # The consumer's own global is the patch, and its calls are counted.
         assert layers.divide is utils.divide
         assert id(utils.divide) != before["megatron.core.utils", "divide"]
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)

@@ -1,4 +1,4 @@
-"""What is known before anything is touched: rows, conflicts, ranges, forks, order of wrappers."""
+"""Problems found before anything is patched: rows, conflicts, version ranges, forks, order of wrappers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_two_features_agree_on_a_factory_only_with_one_context(house, contexts, 
     ],
 )
 def test_two_features_that_claim_one_decorator_get_it_once(house, impl, contexts, expected, applied):
-    """Unless it takes a context and theirs differ, in what it reads: then it is two decorators."""
+    """A decorator of two features is applied once, or twice if it reads differing parts of their contexts."""
     source = (house.folder / "house_impl.py").read_text()
     source += "\ndef mark_with_context(original, context): return mark(context)(original)\n"
     source += "\nfrom mindspeed_dsa.patches.compose import depends_on\n"

@@ -1,4 +1,4 @@
-"""A required patch that other code has replaced, and not wrapped, is refused; a wrapped one trains."""
+"""A required patch that other code replaces is an error; a patch that other code wraps is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.patches.house import patch
 
 
 class Keeper:
-    """As MindSpeed's engine keeps what it has patched."""
+    """Wrapper that keeps the patched function in an attribute, as MindSpeed's engine does."""
 
     def __init__(self, wrapped):
         self.final_patch_func = wrapped
@@ -91,7 +91,7 @@ def test_code_that_wraps_ours_stays(house, wrap):
 
 
 def stock(x, factor=2):
-    """What a library that replaces the function puts there."""
+    """Another library's replacement of the function, which never calls the original."""
     return x * factor
 
 
@@ -117,7 +117,7 @@ def test_a_method_that_is_replaced(house):
 
 
 def test_a_patch_that_callers_may_pass_may_be_replaced(house):
-    """So are those of torch's own functions, which several libraries redirect."""
+    # Patches of torch's own functions are declared this way, because several libraries redirect them.
     manager = house.armed(patch("core:area", impl="house_impl:mark_a", stale="report"))
     import_module("house.core").area = stock
     manager.finalize()

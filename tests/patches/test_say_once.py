@@ -1,4 +1,4 @@
-"""Which rank of a machine says why all of them end."""
+"""Only one rank per machine prints the error that ends all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_dsa.patches import errors
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """Make this process one rank of a job of its own."""
+    """Make this process one rank of a separate job, and return a function that sets its local rank."""
     monkeypatch.setattr(errors.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(errors, "_PATIENCE_S", 0.3)
 

@@ -1,4 +1,4 @@
-"""Who still holds an original is found and named; who merely mentions it is not."""
+"""Objects that still hold an original are found and named; objects that only mention it are not."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import wrapt
 from mindspeed_dsa.patches import PatchError
 from tests.patches.house import assert_identical, load, patch, snapshot
 
-# Code objects know their qualified names since Python 3.11.
+# Code objects have had a qualified name since Python 3.11.
 NAMED_CODE = sys.version_info >= (3, 11)
 
-# What stands in the guest module, and how its holder must be called.
+# By kind: source of the guest module, and the expected name of the holder.
 HOLDERS = {
     "default": ("def g(x, f=area): return f(x)", "the default argument of guest.g (parameter f)"),
     "keyword default": ("def g(x, *, f=area): return f(x)", "the default argument of guest.g (parameter f)"),
@@ -94,7 +94,7 @@ LEFT = []
 
 
 def computes_later(original):
-    """Decorate a function: each call leaves what would make it again, as a graph that is never run does."""
+    """Decorate a function so that each call leaves a closure over the original, like a graph not yet run."""
 
     def run(*args):
         def again():
@@ -107,7 +107,7 @@ def computes_later(original):
 
 
 def test_what_a_call_of_an_earlier_patch_has_left_is_no_holder(house):
-    """It calls the original for a patch that is undone; a failed job's graph would refuse every later one."""
+    # The closure refers to an undone patch's original. A failed job's graph must not block later jobs.
     core = load("house.core")
     manager = house.armed(patch("core:area", impl=f"{__name__}:computes_later", kind="wrap"))
     manager.finalize()

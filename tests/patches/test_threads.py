@@ -1,4 +1,4 @@
-"""Imports in other threads while patches are armed: everything is patched, nobody waits for ever."""
+"""Other threads import modules while patches are armed: every target is patched, and no thread deadlocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = 30
 
 
 def run(*functions):
-    """Run in threads started together; fail if one hangs or raises."""
+    """Run functions in threads that start together; fail if one hangs or raises."""
     errors = []
     start = threading.Barrier(len(functions))
 
@@ -62,10 +62,9 @@ def test_arming_while_other_threads_import(house, round_):
 
 
 def test_no_lock_is_held_while_a_decorator_runs(house):
-    """Thread A prepares a patch whose decorator imports a module that thread B is importing, and whose
-    import hook needs the engine.
-    """
     reached = threading.Event(), threading.Event()
+    # Thread A prepares a patch whose decorator imports house.slow. Thread B is importing that module already,
+    # and its import hook needs the engine. A lock held by A would deadlock.
     house.write(
         {
             "house/__init__.py": "",
@@ -110,7 +109,7 @@ def test_no_lock_is_held_while_a_decorator_runs(house):
 
     def arm():
         original = manager._apply_loaded
-        manager._apply_loaded = lambda: (late.set(), original())  # the hooks stand now
+        manager._apply_loaded = lambda: (late.set(), original())  # the import hooks are installed now
         manager.arm()
 
     house.managers.clear()  # a deadlock must not hold up the teardown as well
@@ -121,7 +120,7 @@ def test_no_lock_is_held_while_a_decorator_runs(house):
 
 
 def test_undo_while_another_thread_prepares(house):
-    """What was prepared before the undo is not installed after it."""
+    """A patch prepared before the undo is not installed after it."""
     manager = house.manager(patch("core:area", impl="house_impl:slow"))
     house.write(
         {

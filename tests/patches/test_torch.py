@@ -103,7 +103,7 @@ def value(tensor):
 
 
 def test_compiled_before_and_after_patching_and_undoing(ops):
-    """A guard on the caller's global notices the patch, and notices that it has gone."""
+    """The compiler's guard on the caller's global notices both the patch and its undo."""
     model = load("house.model")
     assert value(model.compiled(ONE)) == 3
     manager = ops.armed(patch("ops:scale", impl="house_impl:negated"))
@@ -130,7 +130,7 @@ def test_a_compiled_original_runs_under_the_patch_and_the_patch_under_a_compiled
 
 @pytest.mark.parametrize(("kind", "impl"), [("wrap", "negated"), ("replace", "mixed")])
 def test_methods_of_compiled_modules(ops, kind, impl):
-    """No guard watches the methods of classes: patch and undo make the compiler forget."""
+    # No guard watches a class's methods, so patching and undoing have to reset the compiler's cache.
     layer = load("house.ops").Layer()
     compiled = torch.compile(layer, backend="eager")
     assert value(compiled(ONE)) == 2
@@ -142,7 +142,7 @@ def test_methods_of_compiled_modules(ops, kind, impl):
 
 
 def test_a_stale_reference_behind_a_compiled_wrapper_is_found(ops):
-    """The holder is the wrapper of torch.compile; no guard can help against it."""
+    # The holder is the wrapper made by torch.compile, which holds the original past any guard.
     ops.write(
         {
             "guest.py": """

@@ -1,4 +1,4 @@
-"""Undo brings back the identical objects, whatever happened in between."""
+"""Undo restores the identical objects, whatever happened since patching."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_any_history_returns_to_the_identical_objects(house, imported, steps):
                 manager.check()
                 manager.arm()
         except PatchError:
-            pass  # two spellings of one object; nothing may be left of it
+            pass  # two spellings of one object: a failed arm() must leave nothing behind
     manager.undo()
     assert_identical(before, snapshot())
-    # What was imported on the way is as if it had been imported without us.
+    # Modules imported meanwhile look as if imported without patches.
     core = load("house.core")
     assert load("house.consumer").surface is load("guest").area is load("house").area is core.area
     assert core.area.__code__.co_filename == core.__file__
@@ -166,7 +166,7 @@ def test_holders_of_a_patch_that_was_undone_are_reported(house):
 
 
 class TestForeign:
-    """Somebody else patches the same place after us."""
+    """Other code patches the same place after us."""
 
     def test_left_alone_reported_and_given_back(self, house):
         core = load("house.core")

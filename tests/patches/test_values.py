@@ -1,4 +1,4 @@
-"""Constants, classes, shared stand-ins and dictionary items."""
+"""Patches of constants, classes, shared replacements and dictionary items."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_a_class_takes_the_place_of_a_class(house, imported_first):
     original = core.Room
     if imported_first:
         load("guest")
-    # The subclass Kitchen goes on with the original, which an error would be made of.
+    # The subclass Kitchen keeps the original as its base. By default that is an error.
     manager = house.armed(patch("core:Room", "value", "house_impl:StillRoom", stale="report"))
-    guest, own = load("guest"), load("house_impl").StillRoom
-    assert core.Room is guest.Room is own
+    guest, still_room = load("guest"), load("house_impl").StillRoom
+    assert core.Room is guest.Room is still_room
     manager.undo()
     assert core.Room is guest.Room is original
-    assert guest.StillRoom is load("house_impl").StillRoom is own
+    assert guest.StillRoom is load("house_impl").StillRoom is still_room
 
 
 def test_a_class_of_the_same_name_cannot_be_told_from_its_own_imports(house):

@@ -1,4 +1,4 @@
-"""The release that decides what is patched: a pre-release counts as the one that it leads to."""
+"""The release number that selects patches; a pre-release counts as the release that it leads to."""
 
 from __future__ import annotations
 
