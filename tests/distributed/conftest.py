@@ -8,11 +8,11 @@ from tests.support.pool import WorkerPool
 
 @pytest.fixture(scope="session")
 def lab(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """Layouts from common initial weights; see ``parity.py``."""
+    """Return a lab that trains layouts for five steps from common initial weights."""
     return Lab(pool, tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture(scope="session")
 def ten_steps(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """The same with twice as many steps."""
+    """Return a lab that trains ten steps."""
     return Lab(pool, tmp_path_factory.mktemp("ten-steps"), steps=10)

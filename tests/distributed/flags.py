@@ -1,4 +1,4 @@
-"""Flags and switches that rows of the registry are made of: layouts, models, features."""
+"""Command-line flags and feature switches of the rows in ``layouts*.py``: layouts, models, features."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MTP = "--mtp-num-layers 1"
 SHALLOW_MTP = f"{SHALLOW} {MTP}"
 TIED = "--no-untie-embeddings-and-output-weights"
 PER_TOKEN = "--calculate-per-token-loss"
-# With per-token loss Megatron weighs a rank's share of the balancing loss by its own tokens only.
+# With per-token loss, Megatron weights a rank's share of the balancing loss by this rank's tokens only.
 PER_TOKEN_ALONE = f"{PER_TOKEN} --moe-router-load-balancing-type none"
 MTP_PER_TOKEN = f"{MTP} {PER_TOKEN_ALONE}"
 NO_LOSS = "--dsa-indexer-loss-coeff 0"
@@ -46,9 +46,9 @@ SHARING = "--dsa-indexer-topk-freq 2"
 # Layers 1, 2, 3 and 7 select, as in the first eight of GLM-5.2.
 GLM_5_2 = "--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3"
 
-# Some samples hold the end of a document.
+# Some samples contain the end of a document.
 PACKS = f"{SHALLOW} --seq-length 256"
-# Ranks have different numbers of rows that count: the loss is that of one rank per token only.
+# Ranks have different numbers of tokens with loss, so their losses only agree per token.
 PACKS_PER_TOKEN = f"{PACKS} {PER_TOKEN_ALONE}"
 PACK = "--micro-batch-size 1 --pack-documents"
 
@@ -65,7 +65,7 @@ ON_HOST = {"swap_attention": True, "swap_attention_min_bytes": 0}
 SWAP = {"swap_optimizer": True, "swap_optimizer_times": 4}
 REUSE = {"reuse_fp32_param": True}
 VIRTUAL = {"virtual_optimizer": ["all"]}
-# What combines with one treatment of the optimizer: --swap-optimizer leaves nothing for the others to do.
+# Combined with at most one optimizer feature: --swap-optimizer moves the whole state, so the others are idle.
 ACTIVATIONS = {**RECOMPUTED, **ON_HOST}
 WITH_SWAP = {**ACTIVATIONS, **SWAP}
 PACKED = {**FUSED, "pack_documents": True}

@@ -1,7 +1,7 @@
-"""The main job after others in the same process that failed in the middle of a step.
+"""The main job, run after other jobs in the same process that failed in the middle of a step.
 
-In between is what Megatron-LM's in-process restart does: process groups are destroyed and made again, and
-nothing else is cleaned up but what the job and the library clean up themselves.
+Between jobs this module acts as Megatron-LM's in-process restart: it destroys the process groups and makes
+new ones. Everything else has to be cleaned up by the job and by the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.support import memory_events
 
 FAILED_STEP = 2
-"""Steps before have filled what is kept from one to the next; microbatches of this one are under way."""
+"""Number of the step that fails: caches are filled by then, and several microbatches are in flight."""
 
 
 class _Failure(Exception):
@@ -32,13 +32,13 @@ class _Failure(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank has of a job.
+    """Results of a job on one rank.
 
     Attributes:
-        steps: loss, indexer loss and gradient norm of each.
-        tensors: digests of parameters and of the optimizer's state.
-        events: of ``memory_events``.
-        failed: how each job before it ended.
+        steps: loss, indexer loss and gradient norm per step.
+        tensors: digests of the parameters and of the optimizer state.
+        events: counts of ``memory_events``.
+        failed: error messages of the earlier jobs.
     """
 
     steps: list[tuple[Any, ...]]
@@ -52,12 +52,12 @@ def train(
     switches: Mapping[str, Any],
     earlier: Sequence[tuple[str, Sequence[str], Mapping[str, Any]]],
 ) -> Job:
-    """Run the main job.
+    """Run jobs that fail, then the main job.
 
     Args:
-        argv: its flags.
-        switches: of the library.
-        earlier: jobs before it: ``"forward"`` or ``"backward"``, where they fail, their flags and switches.
+        argv: command-line flags of the main job.
+        switches: feature switches of the main job.
+        earlier: jobs that fail first: the place (``"forward"`` or ``"backward"``), their flags and switches.
     """
     failed: list[str] = []
     for number, (place, flags, others) in enumerate(earlier):
@@ -86,7 +86,7 @@ def _fail(place: str, argv: Sequence[str], switches: Mapping[str, Any]) -> str:
 
 
 def _let_fail(stepper: Any, place: str) -> None:
-    """Have this rank's second microbatch of a step, or the only one, fail in its last layer that attends."""
+    """Raise in the last attention layer, in the second microbatch of a step or in its only one."""
     modules = [
         module
         for chunk in stepper.model
@@ -115,7 +115,8 @@ def _let_fail(stepper: Any, place: str) -> None:
 
 
 def _close_connections() -> None:
-    """Wake ranks that wait for this one, as the end of a process does; gloo's ``abort`` closes nothing."""
+    """Shut down all connections but the store's, as the end of a process does, to wake waiting ranks."""
+    # gloo's ``abort`` does not close its connections.
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -145,11 +146,11 @@ def _run(argv: Sequence[str], switches: Mapping[str, Any], failed: list[str]) ->
     check(args, World.from_environment())
     mindspeed_dsa.enable(**{**told(args), **switches})
     mindspeed_dsa.validate(args)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with memory_events.counted() as events:
-        records = training.train(args, on_end=lambda stepper: found.update(_digests(stepper)))
+        records = training.train(args, on_end=lambda stepper: digests.update(_digests(stepper)))
     steps = [(each["lm_loss"], each["indexer_loss"], each["grad_norm"]) for each in records]
-    return Job(steps, found, dict(events), failed)
+    return Job(steps, digests, dict(events), failed)
 
 
 def _digests(stepper: Any) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The registry of layouts: each row is one comparison of the main job, run by ``test_parity.py``.
+"""The registry of layouts. Each row is one comparison of the main job, run by ``test_parity.py``.
 
-A row names the feature that it is about, the layout that runs, what that is compared with, how much they may
-differ, and what has to be counted to show that the feature was at work. ``pytest tests/distributed -k fsdp2``
-runs all rows of a feature. Rows without ``quick`` are for ``make test-full``. Those about experts, memory,
-shared selections and padding lie in files beside this one.
+A row names its feature, the layout under test, the reference layout, the permitted differences, and the
+events that prove that the feature ran. ``pytest tests/distributed -k fsdp2`` runs all rows of a feature. Rows
+without ``quick`` run in ``make test-full`` only. Rows about experts, memory, shared selections and padding
+are in the other ``layouts_*.py``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ COMBINATIONS = {
     "recompute": "activation functions and norms recomputed",
     "fused-operators": "all fused operators",
 }
-"""What rows may be about beside a feature."""
+"""Names of feature combinations, which a row may give in place of one feature."""
 
 # -- Megatron's own layouts --------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ ATTENTION = (
 
 # -- data and tensor parallelism ---------------------------------------------------------------
 
-# Five steps of four microbatches, each layer in either direction.
+# Five steps x four microbatches x four layers, gathered in forward and in backward.
 SHARDED = {events.GATHERED: 5 * 4 * 4 * 2, events.GROUPED: 1}
 
 fsdp2 = partial(
@@ -228,7 +228,7 @@ fsdp2 = partial(
     watched=SHARDED,
     use_torch_fsdp2=True,
 )
-# Ten steps of four microbatches, three layers with experts, in either direction.
+# Ten steps of four microbatches; three layers have experts, gathered in forward and in backward.
 with_experts = partial(
     fsdp2,
     own=f"{FULLY_SHARDED} --fsdp2-shard-experts",
@@ -315,7 +315,7 @@ COMMUNICATION = (
         watched=(events.EXPERTS_GATHERED, events.STARTED, events.GROUPED),
         **PAIRS,
     ),
-    # Pairs beside plain DDP in Megatron's usual schedule.
+    # Forward and backward in pairs, compared with plain DDP in Megatron's usual schedule.
     in_pairs("EP2, MTP, pairs", 2, f"{EP2} {FOUR_MICROBATCHES}", model=SHALLOW_MTP),
     in_pairs(
         "PP2 x VPP2 x EP2, loss per token, pairs", 4, f"{PP2} {VPP2} {EP2} {FOUR_MICROBATCHES} {PER_TOKEN}"

@@ -1,4 +1,4 @@
-"""Rows of the registry about experts: where their tokens go, and when; ``layouts.py`` has the others."""
+"""Registry rows about token dispatch and expert placement; the other rows are in ``layouts.py``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ attending = partial(
     row, "moe-batch-overlap", watched=(events.STARTED, events.ATTENDED), **HALVES_OF_ATTENTION
 )
 
-# Buckets start once a fixed number of gradients is there: every forward has as many, whatever moves.
+# Gradient buckets start after a fixed number of gradients, so every forward has equally many moves.
 moved = partial(row, "balanced-moe-experts", watched=(events.MOVED,), **HOT_EXPERTS)
 
 grouped = partial(row, "moe-grouped-gemm", watched=(events.GROUPED,), **GROUP)

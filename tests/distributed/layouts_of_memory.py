@@ -1,4 +1,4 @@
-"""Rows of the registry about memory, most of them to the same bits; ``layouts.py`` has the others."""
+"""Registry rows about memory features, most of them bit for bit; the other rows are in ``layouts.py``."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ MEMORY = (
         both={**FSDP2, **EXPERTS_CUT, **GROUP},
         **WITH_SWAP,
     ),
-    # In fp32 an RMSNorm of several operations is recomputed with gradients that are rounded differently.
+    # In fp32, an RMSNorm of several operations rounds its gradients differently when it is recomputed.
     beside_fsdp2(
         "EP2, fp32, grouped experts, memory",
         2,

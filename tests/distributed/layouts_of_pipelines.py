@@ -1,4 +1,4 @@
-"""Rows of the registry about split backwards, all to the same bits; ``layouts.py`` has the others."""
+"""Registry rows about split backward passes, all of them bit for bit; other rows are in ``layouts.py``."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ paired = partial(split, both={**FUSED, **PAIRS}, watched=(events.WAITED, events.
 
 
 def in_bf16(name: str, *features: str) -> Row:
-    """Return a row of weights with fp32 masters, whose optimizer these features change."""
-    own = {"reuse-fp32-param": REUSE, "virtual-optimizer": VIRTUAL, "swap-optimizer": SWAP}
-    switches = {name: value for feature in features for name, value in own[feature].items()}
+    """Return a row in bf16 with fp32 master weights, for features that change the optimizer."""
+    switches_of = {"reuse-fp32-param": REUSE, "virtual-optimizer": VIRTUAL, "swap-optimizer": SWAP}
+    switches = {name: value for feature in features for name, value in switches_of[feature].items()}
     watched = (events.WAITED, *(events.EVENTS[feature] for feature in features))
     return split(name, 2, f"{PP2} {ZERO}", f"{SHALLOW} {BF16}", both={**FUSED, **switches}, watched=watched)
 

@@ -1,6 +1,6 @@
-"""Rows of the registry about layers that share a selection of keys; ``layouts.py`` has the others.
+"""Registry rows about layers that share a key selection; the other rows are in ``layouts.py``.
 
-Each is compared with one process in which the same layers share, on Megatron's own attention and without
+The reference is one process in which the same layers share, with Megatron's own attention and no
 recomputation.
 """
 
@@ -73,7 +73,7 @@ SHARED_SELECTIONS = (
     fused("PP2, MTP", 2, PP2, model=WITH_MTP),
     fused("EP2", 2, EP2),
     fused("EP2, halves", 2, EP2, **HALVES),
-    # Pairs beside Megatron's usual schedule.
+    # Forward and backward in pairs, compared with Megatron's usual schedule.
     sharing(
         "EP2, pairs, core attention recomputed",
         2,

@@ -1,6 +1,6 @@
-"""Rows of the registry about DualPipeV, ten steps each; ``layouts.py`` has the others.
+"""Registry rows about DualPipeV, ten steps each; the other rows are in ``layouts.py``.
 
-Each is compared with one process, or with the same V without a feature of the row.
+The reference is one process, or DualPipeV without the row's other feature.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ sharded = partial(
 def beside_one_process(
     name: str, ranks: int, flags: str, model: str, microbatches: str = EIGHT, **more: Any
 ) -> Row:
-    """Return a row that is compared with one process and the same microbatches."""
+    """Return a row compared with one process on the same microbatches."""
     alone = Layout(f"dualpipev: one process, {name}", 1, microbatches, model)
     return dualpipev(name, ranks, f"{flags} {microbatches}", model, reference=alone, **more)
 
@@ -86,7 +86,8 @@ UNEVEN = "--num-layers 5 --moe-layer-freq ([0]*2+[1]*3)"
 LAYOUT = "--pipeline-model-parallel-layout Et|tt|t|tL"
 DROPOUT = f"{PP2} --hidden-dropout 0.1"
 WITH_DROPOUT = Layout("dualpipev: dropout", 2, f"{DROPOUT} {DUALPIPEV}", SHALLOW, switches={**V, **FUSED})
-# Gradients of the first step are the same bits; its norm is not, and so the weights after it.
+# The first step's gradients are bit-identical. Their global norm is not, nor are the clipped updates after
+# it.
 SAME_FIRST = replace(ROUNDED, first_gradient=0.0)
 MASTERS = f"{PP2} {ZERO}"
 IN_BF16 = Layout("dualpipev: bf16", 2, f"{MASTERS} {DUALPIPEV}", f"{SHALLOW} {BF16}", switches={**V, **FUSED})
@@ -94,7 +95,7 @@ PACKS_ALONE = Layout("dualpipev: packs, one process", 1, PACK, PACKS, switches=P
 
 
 def in_bf16(name: str, events_of: tuple[str, ...] = (), **switches: Any) -> Row:
-    """Return a row that ends with the bits of DualPipeV itself, with fp32 masters of weights in bf16."""
+    """Return a row with bf16 weights and fp32 masters, bit-identical to DualPipeV without features."""
     watched = (events.HANDED_ON, events.WAITED, *(events.EVENTS[feature] for feature in events_of))
     more = {**FUSED, **switches}
     return dualpipev(

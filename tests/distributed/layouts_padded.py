@@ -1,6 +1,6 @@
-"""Rows of the registry about sequences that ranks do not divide; ``layouts.py`` has the others.
+"""Registry rows about sequence lengths that the ranks do not divide; the other rows are in ``layouts.py``.
 
-Each is compared with one process, which pads nothing: losses, gradients and weights after ten steps.
+The reference is one process without padding: losses, gradients and weights after ten steps.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from tests.distributed.rows import row
 from tests.features.moe.batch_overlap.layer_in_halves import ATTENTION as HALVES_OF_ATTENTION
 from tests.support import memory_events as events
 
-# Rounding leaves a hundredth of it; tokens that count too much or not at all would leave parts in 30.
+# Rounding causes a hundredth of these bounds. A padding token that counts, or a real token that does not,
+# would cause 1/30.
 BOUNDS = Bounds(loss=1e-6, grad_norm=1e-5, first_gradient=1e-5, last_gradient=1e-4, update=1e-3)
 ODD = f"{SHALLOW} --seq-length 29"
-# Losses, counts and biases of routers.
+# Covers the router's losses, token counts and expert biases.
 BALANCED = (
     f"{ODD} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"

@@ -1,23 +1,22 @@
-"""Is a parallel layout the same training as one process?
+"""Check that a parallel layout trains as one process does.
 
-Both start from one checkpoint, so from the same weights whatever the layout, see the same global batches
-and take five steps, or as many as a lab is asked for. Compared are the loss and the gradient norm of every
-step, and parameter by parameter
+Both runs start from one checkpoint, hence from the same weights, see the same global batches and take five
+steps by default. They are compared by the loss and the gradient norm of every step, and per parameter by
 
-* the gradient of the first step: both sides have the same weights then, so nothing but rounding lies
-  between them, and a wrong scale shows, which Adam would hide;
-* the gradient of the last step: errors that need several steps, such as a buffer reused too early;
-* the update, final minus initial weights: errors of the optimizer and of gathering parameters.
+* the gradient of the first step. Both sides have the same weights, so only rounding differs, and a wrong
+  scale shows that Adam would hide;
+* the gradient of the last step, for errors that need several steps, such as a buffer reused too early;
+* the update (final minus initial weights), for errors of the optimizer and of parameter gathering.
 
-Each is measured against the norm of the parameter's own gradient or update: a wrong gradient of one small
-parameter (the bias of the indexer's norm, one norm's weight, a router) is an error of order one there, and
-nothing in the loss or in the norm of all gradients together.
+A difference is relative to the norm of the same parameter's gradient or update. A wrong gradient of one small
+parameter (the indexer's norm bias, a norm weight, a router) is then an error of order one, although it hardly
+changes the loss or the global gradient norm.
 
-A near tie in a router's or an indexer's top-k may fall to the other side by rounding alone, and then the
-sides differ by more than rounding. So may a product close to zero below the indexer's ReLU: its score stays
-the same to rounding, but whether a head gets a gradient does not. Such flips are counted and printed. A
-layout that misses a bound and has flips is run again with the choices and signs of the one process forced
-upon it; the bounds stay.
+Rounding may decide a near tie in the top-k of a router or an indexer, and the two sides then differ by more
+than rounding. The same holds for a product close to zero before the indexer's ReLU: the score stays the same
+to rounding, but a head may or may not get a gradient. These flips are counted and printed. A layout that
+misses a bound and has flips runs again with the reference's choices and signs forced. The bounds stay the
+same.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from tests.support.pool import WorkerPool
 
 STEPS = 5
 REFERENCES = 16
-"""How many outcomes a lab keeps for comparisons."""
+"""Number of reference outcomes that a lab caches."""
 MODEL = """
     --num-layers 8 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32
     --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 1.0
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
     --make-vocab-size-divisible-by 16 --init-method-std 0.1
-"""  # large initial weights: attention far from uniform, so that the indexer has something to learn
+"""  # large initial weights: attention is far from uniform, so the indexer has something to learn
 TRAINING = """
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 0 --lr-decay-style constant
     --eval-iters 0 --no-plot --no-tensorboard
@@ -65,11 +64,11 @@ HEADING = "parity with one process: largest relative differences over all steps"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest relative differences; for fp32, rounding leaves a hundredth of them or less.
+    """Largest relative differences. In fp32, rounding causes at most a hundredth of them.
 
-    Updates, and what comes after them, are bounded less tightly than the first gradient: Adam divides by
-    the gradient's own size, so elements with hardly any gradient move as far as all others, in a direction
-    that rounding decides.
+    The bounds of updates and of later steps are looser than the first gradient's. Adam divides by the
+    gradient's size, so elements with hardly any gradient move as far as all others, in a direction set by
+    rounding.
     """
 
     loss: float = 1e-4
@@ -78,7 +77,7 @@ class Bounds:
     last_gradient: float = 5e-4
     update: float = 5e-3
     forced: bool = True
-    """Whether flips excuse a difference that is gone once the reference's choices are forced."""
+    """Whether a violation is excused if it is gone once the reference's choices are forced."""
 
 
 FP32 = Bounds()
@@ -86,15 +85,15 @@ FP32 = Bounds()
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to run the job.
+    """A configuration of the job.
 
     Attributes:
-        name: for reports.
+        name: label in reports.
         world_size: number of ranks.
-        flags: of the job, as on a command line.
-        model: more flags, for both sides: what makes it another model.
-        stock: Megatron's dense GPT in place of the main job's model.
-        switches: feature switches beside the job's own.
+        flags: command-line flags of the job.
+        model: model flags, also used by the reference.
+        stock: whether the model is Megatron's dense GPT instead of the main job's model.
+        switches: feature switches in addition to the job's own.
     """
 
     name: str
@@ -107,10 +106,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has led to; tensors are whole parameters, by their names in a checkpoint.
+    """Result of a run. Tensors are full parameters by their names in a checkpoint.
 
-    ``signs`` are those of indexers' products with the keys that were chosen; ``memory`` holds the counts of
-    :func:`memory_events.counted`, summed over the ranks.
+    ``signs`` are the signs of the indexer heads' products with the selected keys. ``memory`` holds the counts
+    of :func:`memory_events.counted`, summed over the ranks.
     """
 
     records: list[dict[str, Any]]
@@ -124,10 +123,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relative differences of a layout from the one process; per parameter, largest first.
+    """Relative differences between a layout and its reference; per parameter, largest first.
 
-    ``flips`` holds the number of choices, and of chosen keys with another sign, that differ, and of all, by
-    kind.
+    ``flips`` maps a kind (``"topk"``, ``"router"``, signs) to the number of choices that differ and to the
+    number of all choices.
     """
 
     name: str
@@ -139,16 +138,16 @@ class Comparison:
     flips: dict[str, tuple[int, int]]
 
     def violations(self, bounds: Bounds) -> list[str]:
-        """Everything beyond its bound, not a number included."""
-        found = [("loss", self.loss, bounds.loss), ("gradient norm", self.grad_norm, bounds.grad_norm)]
+        """Return a line for every difference beyond its bound; NaN is beyond any bound."""
+        compared = [("loss", self.loss, bounds.loss), ("gradient norm", self.grad_norm, bounds.grad_norm)]
         for what, values, bound in (
             ("first gradient", self.first_gradients, bounds.first_gradient),
             ("last gradient", self.last_gradients, bounds.last_gradient),
             ("update", self.updates, bounds.update),
         ):
-            found += [(f"{what} of {name}", value, bound) for value, name in values]
+            compared += [(f"{what} of {name}", value, bound) for value, name in values]
         return [
-            f"{what}: {value:.1e}, bound {bound:.0e}" for what, value, bound in found if not value <= bound
+            f"{what}: {value:.1e}, bound {bound:.0e}" for what, value, bound in compared if not value <= bound
         ]
 
     def __str__(self) -> str:
@@ -166,13 +165,13 @@ class Comparison:
 
 
 class Lab:
-    """Runs layouts from common initial weights; the one process of each model runs once.
+    """Runs layouts from common initial weights, and caches the outcomes of their references.
 
     Args:
         pool: worker processes.
-        folder: for data and checkpoints.
-        steps: of every run.
-        timeout_s: of a run.
+        folder: directory for data and checkpoints.
+        steps: number of steps per run.
+        timeout_s: time limit per run, in seconds.
     """
 
     def __init__(self, pool: WorkerPool, folder: Path, steps: int = STEPS, timeout_s: float = 240.0) -> None:
@@ -185,16 +184,18 @@ class Lab:
         (folder / "text" / "input.py").write_text(inspect.getsource(argparse))
 
     def one_process(self, layout: Layout) -> Outcome:
-        """The layout's model in one process, without features."""
+        """Return the outcome of the layout's model in one process, without features."""
         return self.reference(
             Layout(f"{layout.name}, in one process", model=layout.model, stock=layout.stock)
         )
 
     def reference(self, layout: Layout) -> Outcome:
-        """What :meth:`run` returns, made once for what several layouts are compared with."""
+        """Return the cached outcome of :meth:`run` for a layout that serves as reference."""
         key = repr(replace(layout, name="", flags=" ".join(layout.flags.split())))
         outcome = self._references.pop(key, None) or self.run(layout)
-        self._references[key] = outcome  # at the end: the first is the one that nobody asked for the longest
+        self._references[key] = (
+            outcome  # Moved to the end, so that the first entry is the least recently used one.
+        )
         if len(self._references) > REFERENCES:
             del self._references[next(iter(self._references))]
         return outcome
@@ -207,14 +208,14 @@ class Lab:
         function: str = TRAIN,
         **arguments: Any,
     ) -> Outcome:
-        """All steps from the initial weights of the layout's model.
+        """Train all steps from the initial weights of the layout's model.
 
         Args:
-            layout: it.
-            forced: choices to be made.
-            fault: a gradient to spoil.
-            function: what runs the job on a rank, :func:`example_job.train` or a function around it.
-            **arguments: more of its arguments.
+            layout: configuration to run.
+            forced: routing and key choices that replace the model's own.
+            fault: gradient to corrupt.
+            function: import path of the rank's entry point: :func:`example_job.train` or a wrapper of it.
+            **arguments: keyword arguments of ``function``.
         """
         self._runs += 1
         final = self._folder / f"final-{self._runs}"
@@ -243,15 +244,15 @@ class Lab:
     def resume(
         self, layout: Layout, step: int, into: Layout | None = None
     ) -> tuple[list[Any], list[Tensors]]:
-        """A run of all steps, and one, perhaps in another layout, that goes on from its checkpoint.
+        """Train all steps without a stop, and train again from a checkpoint of that run.
 
         Args:
-            layout: of the first.
-            step: that the checkpoint was written after.
-            into: of the second; by default the same.
+            layout: configuration of the uninterrupted run.
+            step: step after which the checkpoint is written.
+            into: configuration of the resumed run. Default: ``layout``.
 
         Returns:
-            the records of the steps after that, and everything in the last checkpoint, of either.
+            the records of both runs after ``step``, and the contents of both last checkpoints.
         """
         self._runs += 1
         whole, resumed = (self._folder / f"{what}-{self._runs}" for what in ("whole", "resumed"))
@@ -265,7 +266,7 @@ class Lab:
         return [first[0].records[step:], second[0].records], contents
 
     def compare(self, layout: Layout, outcome: Outcome, reference: Outcome | None = None) -> Comparison:
-        """Differences from the one process, or from another outcome."""
+        """Return the differences from ``reference``, by default from one process."""
         saved = self._initial_weights(layout)
         if saved not in self._initial_tensors:
             self._initial_tensors[saved] = self._read(saved, 0)
@@ -275,12 +276,12 @@ class Lab:
     def check(
         self, layout: Layout, bounds: Bounds | None = FP32, reference: Outcome | None = None
     ) -> Outcome:
-        """Run the layout, hold it against the one process or another outcome, and return what it has led to.
+        """Run the layout, compare it with its reference and return its outcome.
 
-        Without bounds both have to be the same bit for bit.
+        Without bounds, both have to be bit-identical.
 
         Raises:
-            AssertionError: lists everything that is out of bounds.
+            AssertionError: some difference is out of bounds; the message lists all of them.
         """
         reference = reference or self.one_process(layout)
         outcome = self.run(layout)
@@ -337,7 +338,7 @@ def _layer_by_layer(tensors: Tensors) -> Tensors:
 
 
 def _by_layer(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Stacks of all layers' parameters, as checkpoints of uniform models have them, layer by layer."""
+    """Split a stack of all layers' parameters, which uniform models save, into one parameter per layer."""
     prefix = "decoder.layers."
     if not name.startswith(prefix) or name[len(prefix)].isdigit():
         return [(name, value)]
@@ -345,7 +346,7 @@ def _by_layer(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def merge(ranks: Sequence[RankOutcome]) -> Choices:
-    """Choices of the whole batch, from what each rank saw of it.
+    """Merge the choices that the ranks recorded into choices of the global batch.
 
     Raises:
         AssertionError: two tensor parallel ranks chose differently for the same tokens.
@@ -363,14 +364,14 @@ def merge(ranks: Sequence[RankOutcome]) -> Choices:
             joined = np.concatenate([_of_tensor_ranks(key, ranks) for ranks in of_context], axis=2)
             order = np.concatenate([ranks[0].rows[key] for ranks in of_context], axis=1).argsort(axis=1)
             by_data_rank.append(np.stack([each[:, own] for each, own in zip(joined, order, strict=True)]))
-        # [microbatch, data rank, ...]: a global batch goes to the ranks in turn
+        # [microbatch, data rank, ...]: Megatron deals a global batch to the data parallel ranks in turn.
         whole = np.stack(by_data_rank, axis=1)
         merged[key] = whole.reshape(-1, *whole.shape[2:])
     return merged
 
 
 def _of_tensor_ranks(key: Key, group: list[RankOutcome]) -> npt.NDArray[np.bool_]:
-    """Choices for the rows of one context parallel rank."""
+    """Merge the choices of the tensor parallel ranks with the same context parallel rank."""
     group.sort(key=lambda rank: rank.place.tensor)
     parts = [rank.choices[key] for rank in group]
     if key[0] == "router" and group[0].place.sequence_parallel:
@@ -382,16 +383,16 @@ def _of_tensor_ranks(key: Key, group: list[RankOutcome]) -> npt.NDArray[np.bool_
 
 
 def compare(name: str, outcome: Outcome, reference: Outcome, initial: Tensors) -> Comparison:
-    """Relative differences between two outcomes that began with the same weights."""
+    """Return the relative differences of two outcomes that began with the same weights."""
     assert len(outcome.records) == len(reference.records) > 0
     assert outcome.choices.keys() == reference.choices.keys()
     pairs = list(zip(outcome.records, reference.records, strict=True))
     flips: dict[str, tuple[int, int]] = {}
     ours = {**outcome.choices, **outcome.signs}
     for key, theirs in {**reference.choices, **reference.signs}.items():
-        # [microbatch, batch, row, ...], without rows of padding.
+        # [microbatch, batch, query token, ...], cut to the reference's shape: padded tokens go.
         of_data = ours[key][(slice(None), slice(None), *map(slice, theirs.shape[2:]))]
-        differing = (of_data != theirs).any(axis=-1)  # one token's or query's choice, or one key's signs
+        differing = (of_data != theirs).any(axis=-1)  # one token's experts or keys, or one key's signs
         count, total = flips.get(key[0], (0, 0))
         flips[key[0]] = count + int(differing.sum()), total + differing.size
     return Comparison(
@@ -406,12 +407,13 @@ def compare(name: str, outcome: Outcome, reference: Outcome, initial: Tensors) -
 
 
 def assert_same_bits(ours: Outcome, theirs: Outcome, norm: bool = True) -> None:
-    """Fail where two outcomes differ in anything that :func:`compare` looks at.
+    """Check that two outcomes are bit-identical in everything that :func:`compare` looks at.
 
     Args:
-        ours: one of them.
-        theirs: the other.
-        norm: of all gradients included, which hangs on how parameters are dealt out.
+        ours: outcome under test.
+        theirs: expected outcome.
+        norm: whether the global gradient norm is compared. Its rounding depends on how parameters are
+            sharded.
     """
     for what in ("lm_loss", "grad_norm")[: 1 + norm]:
         assert [record[what] for record in ours.records] == [record[what] for record in theirs.records], what
@@ -433,7 +435,9 @@ def _worst(ours: Tensors, theirs: Tensors) -> list[tuple[float, str]]:
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Norm of the difference over the norm of ``theirs``; infinite if only ``theirs`` is zero."""
+    """Return the norm of the difference relative to the norm of ``theirs``; infinity if only ``theirs`` is
+    zero.
+    """
     difference, size = (ours.double() - theirs.double()).norm().item(), theirs.double().norm().item()
     if size == 0:
         return 0.0 if difference == 0 else math.inf

@@ -1,4 +1,4 @@
-"""The job on the ranks of a pool, with everything that it records on disk at the end."""
+"""Rank entry points of the job that wait until its recorded selections are on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURE = "dsa-recorded-selections"
 
 
 def train(argv: Sequence[str], **arguments: Any) -> example_job.RankOutcome:
-    """Run the job as :func:`example_job.train` does, and wait for its recorder."""
+    """Run :func:`example_job.train`, then close the selection recorder and check that it did not fail."""
     from mindspeed_dsa.features.dsa.selections.record import steps_of
 
     outcome = example_job.train(argv, **arguments)
@@ -31,12 +31,12 @@ def train(argv: Sequence[str], **arguments: Any) -> example_job.RankOutcome:
 
 
 def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) -> example_job.RankOutcome:
-    """Run it with a forward step that hands over the selections of a recording, sequence by sequence.
+    """Train with a forward step that passes recorded selections to ``replay.hand_over``.
 
     Args:
-        argv: as of :func:`train`.
-        handed: folder of the recording.
-        **arguments: likewise.
+        argv: command-line flags, as in :func:`train`.
+        handed: directory of the recording.
+        **arguments: keyword arguments of :func:`train`.
     """
     from dsa_job import step as job_step
     from megatron.core import parallel_state
@@ -46,7 +46,7 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
     from mindspeed_dsa.features.dsa.selections.replay import hand_over
 
     recording, original, calls = Recording.open(Path(handed)), job_step.forward_step, 0
-    # Of a step, on this rank: Megatron's samplers deal each microbatch to the data parallel ranks in turn.
+    # Microbatches of a step on this rank: Megatron's samplers deal them to the data parallel ranks in turn.
     batch, sequences = 2, max(place.sequence for place in recording.places()) + 1
 
     def forward_step(*parts: Any) -> Any:
@@ -60,7 +60,7 @@ def train_handing_over(argv: Sequence[str], *, handed: str, **arguments: Any) ->
         first, calls = (calls * ranks + rank) * batch % sequences, calls + 1
         step = steps_of(context).step
         arrays = [recording.array(step, first + each) for each in range(batch)]
-        # In any order, as an engine's kernels leave them.
+        # Reversed: an inference engine's kernels may return the keys in any order.
         hand_over(torch.from_numpy(np.stack(arrays)[..., ::-1].copy()))
         return original(*parts)
 

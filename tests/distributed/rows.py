@@ -1,4 +1,4 @@
-"""What the rows of the registry ``layouts.py`` are."""
+"""Row type of the registry in ``layouts.py``, its default bounds, and a constructor."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from tests.distributed.parity import FP32, STEPS, Bounds, Layout
 BESIDE_STOCK = Bounds(
     loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradient=5e-5, update=5e-4, forced=False
 )
-"""Beside the same layout in stock's way: the order of a few sums is all that differs."""
-# Sums in another order differ by a part in 256, choices flip, and norm weights, which are close to one, are
-# stored in steps as large as what five updates move them: only a missing or doubled gradient shows.
+"""Bounds against the same layout without the feature: only the order of a few sums differs."""
+# For bf16. Sums in another order differ by 1/256 and choices flip. Norm weights are close to one, where a
+# bf16 step is as large as five updates. Only a missing or doubled gradient shows.
 ROUNDED = Bounds(loss=5e-3, grad_norm=2e-2, first_gradient=0.25, last_gradient=0.4, update=0.9)
-# Each microbatch is computed as in one process and gradients are added up in fp32: only the norm, and with it
-# the clipping, is rounded differently, which may move a weight by one of those steps.
+# Microbatches are computed as in one process, and gradients are summed in fp32. Only the global norm is
+# rounded differently. Through clipping it may move a weight by one bf16 step.
 STEPPED = Bounds(last_gradient=ROUNDED.last_gradient, update=ROUNDED.update)
-# Nothing but the order of sums differs; one sign of an indexer's product near zero may make the last two.
+# Only the order of sums differs. One flipped sign near zero in the indexer can reach the last two bounds.
 AS_DDP = Bounds(loss=1e-6, grad_norm=1e-6, first_gradient=1e-6, last_gradient=1e-4, update=1e-3)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
+    """One comparison of the registry.
 
     Attributes:
-        feature: name of a feature or of one of ``layouts.COMBINATIONS``.
-        layout: what runs; its name begins with the feature's.
-        reference: what it is compared with; by default the same model in one process, without features.
-        bounds: largest differences; ``None`` for the same bits.
-        steps: of both runs.
-        quick: whether ``make test`` runs it.
-        watched: events of ``memory_events`` that have to be counted so often, by all ranks together, where a
-            feature that causes them is on, and never where none is.
+        feature: name of a feature, or of one of ``layouts.COMBINATIONS``.
+        layout: configuration under test; its name begins with the feature's.
+        reference: expected configuration; ``None`` for the same model in one process, without features.
+        bounds: largest differences; ``None`` for bit-identical results.
+        steps: number of steps of both runs.
+        quick: whether ``make test`` runs the row.
+        watched: minimum count per event of ``memory_events``, summed over the ranks. It applies where a
+            feature causes the event; elsewhere the count must be zero.
     """
 
     feature: str
@@ -65,25 +65,25 @@ def row(
     blocks: int = 0,
     **switches: Any,
 ) -> Row:
-    """Return a row.
+    """Build a row.
 
     Args:
-        feature: as in :class:`Row`.
-        name: follows the feature's in the layout's name.
-        ranks: how many.
-        flags: of the job; with ``both`` of the reference, too.
-        model: more of them, which make it another model.
-        own: flags that the reference does not have.
-        both: makes the same layout with these switches alone the reference; the layout has them, too.
-        reference: as in :class:`Row`.
-        bounds: as in :class:`Row`.
-        steps: as in :class:`Row`.
-        quick: as in :class:`Row`.
-        watched: as in :class:`Row`, or the events alone.
-        stock: Megatron's dense GPT in place of the main job's model.
-        cp: context parallel ranks. Megatron's flag is read from the command line and from the settings.
-        blocks: rows of their blocks.
-        **switches: of the layout.
+        feature: feature of the row, as in :class:`Row`.
+        name: suffix of the layout's name, after the feature's.
+        ranks: number of ranks.
+        flags: command-line flags of the job; with ``both``, of the reference, too.
+        model: model flags of both sides.
+        own: flags of the layout only, not of its reference.
+        both: switches of both sides. The reference is then the same layout with only these switches.
+        reference: reference layout, as in :class:`Row`.
+        bounds: largest differences, as in :class:`Row`.
+        steps: number of steps, as in :class:`Row`.
+        quick: whether ``make test`` runs the row.
+        watched: minimum counts as in :class:`Row`, or events with a minimum of 1.
+        stock: whether the model is Megatron's dense GPT instead of the main job's.
+        cp: context parallel size, passed as Megatron's flag and as a switch; 0 leaves both out.
+        blocks: block size of context parallelism in tokens; 0 leaves it out.
+        **switches: feature switches of the layout.
     """
     name = f"{feature}: {name}"
     sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Every axis of parallelism at once, sixteen ranks against one process: ten steps of the main job."""
+"""All axes of parallelism at once: sixteen ranks train ten steps as one process does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.memory_events import EXPERTS_GATHERED, GATHERED, GROUPED, STA
 from tests.support.pool import WorkerPool
 
 RANKS = 16
-"""TP2 x PP2 x CP2 x DP2; experts are sliced over TP2, dealt out over EP2, and two ranks have the same."""
+"""TP2 x PP2 x CP2 x DP2. Experts are sliced over TP2 and distributed over EP2; two ranks hold each slice."""
 SWITCHES = {
     **FUSED,
     **GROUP,
@@ -44,7 +44,7 @@ SWITCHES = {
 def test_all_axes_train_as_one_process(
     tmp_path_factory: pytest.TempPathFactory, name: str, more: str, switches: dict[str, Any]
 ) -> None:
-    """FSDP2 with sharded experts, tensor and sequence, pipeline, expert and context parallelism."""
+    # FSDP2 with sharded experts, tensor, sequence, pipeline, expert and context parallelism.
     flags = f"{TP2} {PP2} {EP2} --context-parallel-size 2 {FULLY_SHARDED} {STACKED} {more}"
     name = f"FSDP2 x TP2+SP x {name} x EP2 x CP2"
     model = f"{SHALLOW} {FOUR_MICROBATCHES}"
@@ -52,7 +52,7 @@ def test_all_axes_train_as_one_process(
     with WorkerPool(size=RANKS) as pool:
         lab = Lab(pool, tmp_path_factory.mktemp("all-axes"), steps=10, timeout_s=1500)
         outcome = lab.check(layout)
-    # Ten steps of four microbatches, on eight ranks of each stage, forward and backward.
+    # 10 steps x 4 microbatches x 8 ranks per stage, in forward and in backward.
     for event in (GATHERED, EXPERTS_GATHERED, GROUPED):
         assert outcome.memory[event] >= 10 * 4 * 8 * 2, event
     assert (outcome.memory[STARTED] > 0) == bool(switches)

@@ -1,7 +1,7 @@
-"""A job after failed ones in the same process is the job of a fresh process, bit for bit.
+"""A job that follows failed jobs in the same process is bit-identical to a job in a fresh process.
 
-So it is after Megatron-LM's in-process restart, and after a second ``enable``: nothing that a feature keeps
-for its process (handles, buffers, streams, views of storage, what it has measured) is of a job that is gone.
+This holds after Megatron-LM's in-process restart and after a second ``enable``: no handle, buffer, stream,
+storage view or measurement that a feature keeps per process belongs to an earlier job.
 """
 
 from __future__ import annotations

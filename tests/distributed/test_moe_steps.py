@@ -1,4 +1,6 @@
-"""Ten steps of the main job with each MoE feature: alone, with all others, beside features of other kinds."""
+"""Ten steps of the main job with each MoE feature: by itself, with all others, and with other kinds of
+features.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.support.memory_events import (
 )
 
 SMALL = "--num-layers 3"
-"""Two layers with experts."""
+"""Model size with two layers of experts."""
 ORDERS = {2: [0, 2, 1, 3], 3: [3, 0, 1, 2]}
 EXPERTS = 2 * 4
 WHOLE = f"{EP2} {ETP1}"
@@ -37,13 +39,13 @@ WHOLE = f"{EP2} {ETP1}"
 
 @dataclass(frozen=True)
 class Features:
-    """MoE features and what shows that they have been at work.
+    """MoE features and the evidence that they ran.
 
     Attributes:
-        switches: for ``mindspeed_dsa.enable``.
-        flags: of Megatron's own.
-        events: what is counted with these features, and not without them.
-        extends: whether the expert parallel ranks are the tensor parallel ones.
+        switches: feature switches for ``mindspeed_dsa.enable``.
+        flags: Megatron flags that the features need.
+        events: memory events that occur with these features, and never without them.
+        extends: whether the tensor parallel ranks are also the expert parallel ranks.
     """
 
     switches: Mapping[str, Any] = field(default_factory=dict)
@@ -87,20 +89,20 @@ Train = Callable[..., Outcome]
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Callable[..., Layout]:
-    """A layout with these features, and with files of their own."""
+    """Return a factory of layouts; placement and load files go to ``tmp_path``."""
     file = tmp_path / "placement.json"
     expert_placement.write(file, Placement(4, 2, ORDERS))
 
     def with_features(name: str, features: Features, flags: str, model: str = "", **more: Any) -> Layout:
         paths = {"FILE": str(file), "FOLDER": str(tmp_path / f"load of {name}")}
-        own = {key: paths.get(value, value) for key, value in features.switches.items()}
-        return Layout(name, 2, f"{flags} {features.flags}", f"{SMALL} {model}", switches={**own, **more})
+        switches = {key: paths.get(value, value) for key, value in features.switches.items()}
+        return Layout(name, 2, f"{flags} {features.flags}", f"{SMALL} {model}", switches={**switches, **more})
 
     return with_features
 
 
 def assert_at_work(outcome: Outcome, features: Features, layout: Layout) -> None:
-    """These features did what they are for, and no other did."""
+    """Check that exactly these features ran, by their events and report files."""
     for event in EVENTS_OF_EXPERTS:
         assert (outcome.memory[event] > 0) == (event in features.events), event
     assert outcome.memory[HELD] == EXPERTS
@@ -113,20 +115,20 @@ def assert_at_work(outcome: Outcome, features: Features, layout: Layout) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, features in CASES.items() if not features.extends])
 def test_alone_and_all_together(ten_steps: Lab, layout: Callable[..., Layout], name: str) -> None:
-    """The training of one process without any of them."""
+    """Training equals one process without any of the features."""
     tried = layout(f"ten steps, {name}", CASES[name], f"{EP2} {ZERO}")
     assert_at_work(ten_steps.check(tried), CASES[name], tried)
 
 
 @pytest.mark.full
 def test_over_tensor_parallel_ranks(ten_steps: Lab, layout: Callable[..., Layout]) -> None:
-    """Beside Megatron's own layout without expert tensor parallelism.
+    """Training equals Megatron's TP2, EP2, ETP1 layout without features.
 
-    One process would differ by more: rounding decides the sign of a score in the indexer, with and without
-    features of ours.
+    A comparison with one process would need looser bounds: rounding decides signs of indexer scores, with or
+    without our features.
     """
-    own = Layout("TP2+SP, EP2, ETP1", 2, f"{TP2} {WHOLE} {ZERO}", SMALL)
-    stock = ten_steps.run(own)
+    megatron_layout = Layout("TP2+SP, EP2, ETP1", 2, f"{TP2} {WHOLE} {ZERO}", SMALL)
+    stock = ten_steps.run(megatron_layout)
     for name, features in (("moe-tp-extend-ep", ON["moe-tp-extend-ep"]), ("all", ALL[True])):
         tried = layout(f"ten steps, {name}, TP2+SP", features, f"{TP2} {ZERO}")
         outcome = ten_steps.run(tried)
@@ -142,7 +144,7 @@ def test_over_tensor_parallel_ranks(ten_steps: Lab, layout: Callable[..., Layout
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Outcome]:
-    """Runs with MoE features only, which several pairs are compared with."""
+    """Return a cache of runs with MoE features only, the references of several pairs."""
     return {}
 
 
@@ -152,7 +154,7 @@ def alone() -> dict[str, Outcome]:
 def test_beside_memory_features(
     ten_steps: Lab, layout: Callable[..., Layout], alone: dict[str, Outcome], name: str, memory: str
 ) -> None:
-    """In bfloat16, bit for bit the training with the MoE feature alone."""
+    """In bf16, a memory feature does not change a bit of the training with a MoE feature."""
     features = CASES[name]
     flags = f"{TP2 if features.extends else EP2} {ZERO}"
     if name not in alone:
@@ -169,7 +171,7 @@ def test_beside_memory_features(
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*ON, "all"])
 def test_beside_chunks(ten_steps: Lab, layout: Callable[..., Layout], name: str) -> None:
-    """TP2 with sequence parallelism and whole experts: the training with the MoE feature alone."""
+    """With TP2, sequence parallelism and full experts, chunks do not change the training."""
     features = {**CASES, "all": ALL[True]}[name]
     flags = TP2 if features.extends else f"{TP2} {WHOLE}"
     without = ten_steps.run(layout(f"{name}, TP2+SP", features, flags))

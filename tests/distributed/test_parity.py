@@ -1,6 +1,6 @@
-"""Every layout of the registry is the same training as its reference; see ``parity.py`` for what is compared.
+"""Every layout of the registry trains as its reference does; ``parity.py`` defines the comparison.
 
-Beside the rows of ``layouts.py``: proof that the model would show a defect, and what no row can say.
+Other tests here show that the model would reveal a defect, and cover comparisons that no row can express.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_layout_trains_as_its_reference(lab: Lab, ten_steps: Lab, row: Row) -> N
 
 
 def assert_at_work(outcome: Outcome, layout: Layout | None, row: Row) -> None:
-    """What the row watches happened if and only if a switch of the layout causes it."""
+    """Check that a watched event occurred if and only if a switch of the layout causes it."""
     switches = layout.switches if layout else {}
     for event, least in row.watched.items():
         if any(switches.get(cause) for cause in CAUSES[event]):
@@ -50,7 +50,7 @@ def test_rows_are_found_by_the_name_of_a_feature() -> None:
 
 
 def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:
-    """Every parameter learns, indexers select, routers route: nothing is equal because it stands still."""
+    # Every parameter learns, indexers select and routers route: equality is not trivial.
     alone = Layout("one process", model=SHALLOW)
     outcome = lab.one_process(alone)
     assert all(gradient.count_nonzero() for gradient in outcome.first_gradients.values())
@@ -62,13 +62,13 @@ def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:
     ):
         assert any(name in parameter for parameter in outcome.first_gradients), name
     assert outcome.records[-1]["lm_loss"] < outcome.records[0]["lm_loss"]
-    for (kind, layer), chosen in outcome.choices.items():
+    for (kind, layer), choices in outcome.choices.items():
         if kind == "topk":
-            assert chosen.sum(axis=-1).max() == 8, f"layer {layer} does not select"
-            assert chosen[:, :, -1].any(axis=(0, 1)).sum() > 16, f"layer {layer} always selects the same"
+            assert choices.sum(axis=-1).max() == 8, f"layer {layer} does not select"
+            assert choices[:, :, -1].any(axis=(0, 1)).sum() > 16, f"layer {layer} always selects the same"
         else:
-            assert (chosen.sum(axis=-1) == 2).all()
-            assert chosen.any(axis=(0, 1, 2)).all(), f"layer {layer} has an expert without tokens"
+            assert (choices.sum(axis=-1) == 2).all()
+            assert choices.any(axis=(0, 1, 2)).all(), f"layer {layer} has an expert without tokens"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_model_is_what_it_is_meant_to_be(lab: Lab) -> None:
     ],
 )
 def test_a_wrong_gradient_of_one_small_parameter_is_noticed(lab: Lab, parameter: str) -> None:
-    """Two percent in one parameter: neither the loss nor the gradient norm would tell."""
+    """An error of 2 % in one parameter's gradient is found, although loss and global norm are in bounds."""
     layout = Layout(f"one process, gradient of {parameter} x 1.02", model=SHALLOW)
     comparison = lab.compare(layout, lab.run(layout, fault=Fault(parameter, 1.02)))
     tell(HEADING, str(comparison))
@@ -100,7 +100,7 @@ def test_a_wrong_gradient_of_one_small_parameter_is_noticed(lab: Lab, parameter:
     ids=lambda layout: layout.name,
 )
 def test_a_defect_of_the_host_does_not_pass(lab: Lab, layout: Layout) -> None:
-    """Without its repair each defect spoils every gradient of the indexer and no other."""
+    """Each defect of the host spoils all gradients of the indexer, and no others, unless it is repaired."""
     comparison = lab.compare(layout, lab.run(layout))
     tell(HEADING, str(comparison))
     wrong = {name for value, name in comparison.first_gradients if value > FP32.first_gradient}
@@ -109,7 +109,7 @@ def test_a_defect_of_the_host_does_not_pass(lab: Lab, layout: Layout) -> None:
 
 @pytest.mark.full
 def test_forced_choices_are_made_in_every_layout(lab: Lab) -> None:
-    """Any choices, here drawn by lot: ties cannot be a reason for a difference."""
+    """With random forced choices, one process and TP2 agree, so ties cannot cause the difference."""
     alone, layout = Layout("one process, choices by lot"), Layout("TP2+SP, choices by lot", 2, TP2)
     generator = np.random.default_rng(0)
     forced = {key: by_lot(key[0], own, generator) for key, own in lab.one_process(alone).choices.items()}
@@ -123,7 +123,7 @@ def test_forced_choices_are_made_in_every_layout(lab: Lab) -> None:
 
 
 def by_lot(kind: str, own: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """As many choices in each row as the model's own, among visible keys or all experts."""
+    """Return random choices, as many per token as in ``own``, among the visible keys or among all experts."""
     draw = generator.random(own.shape)
     if kind == "topk":
         length = own.shape[-1]
@@ -133,23 +133,23 @@ def by_lot(kind: str, own: np.ndarray, generator: np.random.Generator) -> np.nda
     return chosen
 
 
-# -- what no row can say -----------------------------------------------------------------------
+# -- comparisons that no row can express -------------------------------------------------------
 
 
 @pytest.mark.full
 def test_moe_tp_extend_ep_is_megatrons_own_layout_without_expert_tensor_parallelism(lab: Lab) -> None:
-    """Bit for bit; the sliced experts of the same command line without the flag add up otherwise."""
-    own = lab.run(Layout("TP2+SP, EP2, ETP1", 2, f"{TP2} {EP2} {ETP1}"))
+    """``moe_tp_extend_ep`` is bit-identical to Megatron's EP2, ETP1; sliced experts round differently."""
+    megatron_layout = lab.run(Layout("TP2+SP, EP2, ETP1", 2, f"{TP2} {EP2} {ETP1}"))
     switches = {"moe_tp_extend_ep": True}
     extended = lab.run(Layout("TP2+SP, experts over its ranks", 2, TP2, switches=switches))
     sliced = lab.run(Layout("TP2+SP", 2, TP2))
-    assert all(extended.weights[name].equal(weight) for name, weight in own.weights.items())
+    assert all(extended.weights[name].equal(weight) for name, weight in megatron_layout.weights.items())
     assert not all(extended.weights[name].equal(weight) for name, weight in sliced.weights.items())
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_dualpipev_has_the_bits_of_1f1b(lab: Lab, ranks: int) -> None:
-    """Microbatches are computed alike and gradients added in their order; but the norm of all is not."""
+    """Gradients are bit-identical to 1F1B, because they are added in the same order; the norm is not."""
     flags = f"--pipeline-model-parallel-size {ranks} --micro-batch-size 1 --clip-grad 0"
     model = SHALLOW if ranks == 2 else ""
     by_1f1b = lab.run(Layout("1F1B", ranks, flags, model))
@@ -160,7 +160,7 @@ def test_dualpipev_has_the_bits_of_1f1b(lab: Lab, ranks: int) -> None:
 
 @pytest.mark.full
 def test_pack_documents_is_other_training(lab: Lab) -> None:
-    """Documents that see each other give another loss: the packs are packs."""
+    """Packed documents give another loss than documents that attend to each other."""
     whole_flags = PACK.replace("--pack-documents", "")
     switches = {name: value for name, value in PACKED.items() if name != "pack_documents"}
     whole = lab.run(Layout("whole", 1, whole_flags, PACKS, switches=switches))

@@ -1,4 +1,4 @@
-"""The main job with its experts held elsewhere: the same training, whatever its checkpoints went through."""
+"""Moving experts between ranks does not change the main job's training, also across checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.pool import WorkerPool
 
 STEPS, FIRST = 6, 3
 SMALL = "--num-layers 3 --hidden-size 32 --dsa-indexer-n-heads 4 --mtp-num-layers 1"
-# Three layers with experts, one of multi-token prediction among them.
+# Orders of experts for three layers, the last of them in the multi-token prediction block.
 HERE = {2: [0, 2, 1, 3], 3: [3, 0, 1, 2], 4: [2, 3, 0, 1]}
 THERE = {2: [3, 1, 0, 2], 3: [0, 1, 2, 3], 4: [1, 2, 3, 0]}
 Run = Callable[..., list[dict[str, Any]]]
@@ -28,7 +28,7 @@ Run = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def train(pool: WorkerPool, tmp_path: Path) -> Run:
-    """Run the job on two ranks; returns the records of its steps."""
+    """Return a function that trains on two ranks and returns the records of its steps."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "input.py").write_text(inspect.getsource(argparse))
     data = f"--data {tmp_path / 'text'} --data-cache-path {tmp_path / 'cache'} --train-iters {STEPS}"
@@ -82,7 +82,7 @@ def test_the_placement_may_change_at_a_checkpoint(
     second: Any,
     grouped: dict[str, Any],
 ) -> None:
-    """Weights and both moments of every expert go to the expert of the same number."""
+    """Weights and both moments of every expert are loaded into the expert with the same number."""
     stock, middle, final = (str(tmp_path / name) for name in ("stock", "middle", "final"))
     load = str(tmp_path / "load")
     unbroken = train(f"{optimizer} --save {stock}")
@@ -92,21 +92,21 @@ def test_the_placement_may_change_at_a_checkpoint(
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     read = "tests.support.example_job:read"
-    before, expected, found = pool.run(
+    before, expected, resumed = pool.run(
         read, 1, checkpoints=[(middle, FIRST), (stock, STEPS), (final, STEPS)]
     )[0]
-    assert found.keys() == expected.keys()
-    assert sum("exp_avg" in name for name in found) > 20
+    assert resumed.keys() == expected.keys()
+    assert sum("exp_avg" in name for name in resumed) > 20
     for name, tensor in expected.items():
-        # Against how far it moved in the last steps; the moments are in the checkpoint as well.
+        # Relative to the update of the last steps, because a checkpoint also has the moments.
         moved = (tensor.double() - before[name].double()).norm().item()
-        difference = (found[name].double() - tensor.double()).norm().item()
+        difference = (resumed[name].double() - tensor.double()).norm().item()
         assert difference <= 5e-3 * max(moved, 1e-12), f"{name}: {difference / max(moved, 1e-12):.1e}"
     _check_ranks(Path(load), first, second)
 
 
 def _check_ranks(report: Path, first: Any, second: Any) -> None:
-    """The ranks had the tokens of the experts that the placement gives them."""
+    """Check in the load report that each rank got its placed experts' tokens."""
     records = expert_load.read(report)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:
@@ -128,7 +128,7 @@ def test_experts_begin_with_the_same_weights_wherever_they_are(
         "tests.support.example_job:read", 1, checkpoints=[(folder, 0) for folder in folders]
     )[0]
     experts = stock["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"]
-    assert relative(experts[0], experts[2]) > 1  # of different ranks
+    assert relative(experts[0], experts[2]) > 1  # experts of different ranks differ
     assert stock.keys() == placed.keys()
     assert all(torch.equal(placed[name], weight) for name, weight in stock.items())
 
@@ -136,7 +136,7 @@ def test_experts_begin_with_the_same_weights_wherever_they_are(
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout("EP2, placed", 2, EP2), Layout("EP2 x DP2, placed", 4, EP2)])
 def test_placed_experts_train_as_one_process(lab: Lab, layout: Layout, tmp_path: Path) -> None:
-    """Eight layers, of which seven have experts, each in another order."""
+    # Eight layers, seven with experts, each of them in another order.
     file = tmp_path / "placement.json"
     orders = [HERE[2], HERE[3], THERE[2], HERE[4], THERE[4], HERE[2], HERE[3]]
     expert_placement.write(file, Placement(4, 2, dict(enumerate(orders, start=2))))

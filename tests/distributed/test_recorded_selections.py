@@ -1,6 +1,6 @@
-"""Recorded selections: a run that replays them repeats the one that recorded them bit for bit.
+"""A run that replays recorded selections is bit-identical to the run that recorded them.
 
-In another layout it attends to the same keys, where near ties would fall to the other side.
+In another layout it attends to the same keys, where near ties would otherwise flip.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def recording(lab: Lab, layout: Layout, folder: Path, **switches: object) -> Out
 
 def replaying(lab: Lab, layout: Layout, folder: Path) -> Outcome:
     switches = {**layout.switches, "dsa_replay_selections": str(folder)}
-    # Without a loss nobody asks for the indexer's scores, and no indexer runs.
+    # Without the indexer loss, a replay needs no indexer scores, so no indexer runs.
     return lab.run(replace(layout, switches=switches), selects=NO_LOSS not in layout.model)
 
 
@@ -101,20 +101,20 @@ def test_another_layout_attends_to_the_same_keys(lab, tmp_path, layout, how):
     assert a.places() == b.places()
     for place in a.places():
         assert np.array_equal(a.array(place.step, place.sequence), b.array(place.step, place.sequence))
-    # The indexer's own choices, which are noted beside, may flip; nothing follows from them.
+    # The lab also records the indexer's own choices. They may flip, but a replay does not use them.
     comparison = lab.compare(layout, outcome, reference)
     assert not comparison.violations(Bounds(forced=False)), str(comparison)
 
 
 @pytest.mark.full
 def test_a_foreign_selection_changes_the_run(lab, tmp_path):
-    """A recording of other weights is attended to, wherever it comes from."""
+    """A replay of another model's recording attends to the recorded keys, which changes the losses."""
     other = replace(ONE, flags="--lr 1e-1")
     recording(lab, other, tmp_path / "other")
     plain = lab.run(ONE)
     outcome = recording(lab, ONE, tmp_path / "again", dsa_replay_selections=str(tmp_path / "other"))
     losses, others = ([record["lm_loss"] for record in each.records] for each in (outcome, plain))
-    # The first step has the same weights on both sides, and so the same selection.
+    # In the first step both sides have the same weights, hence the same selection.
     assert losses[0] == others[0]
     assert losses[1:] != others[1:]
     a, b = (Recording.open(tmp_path / name) for name in ("other", "again"))

@@ -1,7 +1,6 @@
-"""A run goes on from a checkpoint, in its layout or another, with the optimizer's state as it was saved.
+"""A run resumes from a checkpoint in its own or another layout, with the saved optimizer state.
 
-Megatron keeps the parameters that expert parallel ranks do not share in an optimizer of their own, in some
-layouts.
+In some layouts, Megatron keeps expert parameters in a separate optimizer.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ LAYOUTS = {
 }
 SHARDED, PP2_EP2, GROUPED = "FSDP2, EP2", "PP2 x EP2", "EP2, stacked"
 ELSEWHERE = {PP2_EP2, GROUPED, "PP2 x VPP2", "DualPipeV", "DualPipeV x EP2", "DualPipeV x EP2, FSDP2"}
-"""Layouts with cases of their own below."""
+"""Layouts that have their own tests below."""
 PLAIN = ""
 LATE_EXPERTS = "--moe-layer-freq [0,0,1,1]"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run that never stopped, with a checkpoint of it on the way."""
+    """An uninterrupted run and the folder of its intermediate checkpoint."""
 
     folder: Path
     losses: list[tuple[float, float]]
@@ -86,7 +85,7 @@ Go = Callable[[str, str, str, str, str], None]
 
 @pytest.fixture(scope="module")
 def go(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Go:
-    """From one layout and optimizer to another; whole runs are made once."""
+    """Return a check that resumes from one layout into another; uninterrupted runs are cached."""
     tmp_path = tmp_path_factory.mktemp("layouts")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "input.py").write_text(inspect.getsource(argparse))
@@ -146,7 +145,7 @@ PAIRS = [
     for second in LAYOUTS
     for optimizer in (PLAIN, ZERO)
     if not ELSEWHERE & {first, second}
-    and (optimizer == PLAIN or first != SHARDED)  # which has no such optimizer
+    and (optimizer == PLAIN or first != SHARDED)  # FSDP2 has no distributed optimizer
 ]
 
 
@@ -179,7 +178,7 @@ def test_stacked_experts_go_along(go: Go, first: str, second: str, optimizer: st
 @pytest.mark.parametrize("model", [LATE_EXPERTS, f"{LATE_EXPERTS} {BF16}"], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("first", "second"), [("one process", PP2_EP2), (PP2_EP2, "one process")])
 def test_a_first_stage_without_experts(go: Go, first: str, second: str, model: str) -> None:
-    """Rank 0, which writes what is common to all, has an empty optimizer of experts."""
+    # Rank 0 writes the common state, although its optimizer of experts is empty.
     go(first, PLAIN, second, PLAIN, model)
 
 
@@ -188,7 +187,7 @@ def test_a_first_stage_without_experts(go: Go, first: str, second: str, model: s
 @pytest.mark.parametrize("model", ["", f"{BF16} {TIED}", MTP], ids=["", "bf16, tied embeddings", "MTP"])
 @pytest.mark.parametrize("other", ["one process", "PP2", "PP2 x VPP2", "DualPipeV x EP2"])
 def test_dualpipev_goes_along(go: Go, other: str, model: str, optimizer: str) -> None:
-    """The second half of the layers is on the ranks in reverse order."""
+    # DualPipeV places the second half of the layers on the ranks in reverse order.
     go("DualPipeV", optimizer, other, optimizer, model)
     go(other, optimizer, "DualPipeV", optimizer, model)
 
@@ -263,7 +262,7 @@ def test_fsdp2_goes_on_from_the_distributed_optimizer(
     lab: Lab, model: str, loss: float, norm: float, switches: dict[str, bool]
 ) -> None:
     layout = Layout("EP2, distributed optimizer", 2, f"{EP2} {ZERO}", f"{SHALLOW} {model}", switches=FUSED)
-    # Experts are sharded where two ranks have the same ones.
+    # Experts are only sharded where two ranks hold the same ones, hence four ranks.
     into = with_fsdp2("into", 4, EP2 if switches else f"{PP2} {EP2}", model, **switches)
     (whole, resumed), _ = lab.resume(layout, 3, into)
     for ours, theirs in zip(resumed, whole, strict=True):
@@ -271,19 +270,20 @@ def test_fsdp2_goes_on_from_the_distributed_optimizer(
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norm)
 
 
-# -- what the ranks do -------------------------------------------------------------------------
+# -- the ranks' work --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on from a checkpoint, as one rank saw it.
+    """A resumed run, seen by one rank.
 
     Attributes:
-        losses: loss and gradient norm of each step.
-        counts: steps that the optimizers of torch have counted, right after loading.
-        groups: ``(is_expert_parallel, wd_mult, weight_decay, lr, betas, eps)`` of those with parameters.
-        experts: how many parameters Megatron marks as an expert parallel rank's own.
-        optimizers: how many Megatron has chained.
+        losses: loss and gradient norm per step.
+        counts: distinct step counts of the torch optimizers right after loading.
+        groups: ``(is_expert_parallel, wd_mult, weight_decay, lr, betas, eps)`` of the param groups that have
+            parameters.
+        experts: number of parameters that Megatron marks as expert parallel.
+        optimizers: number of optimizers that Megatron has chained.
     """
 
     losses: list[tuple[float, float]]
@@ -294,27 +294,27 @@ class Resumed:
 
 
 def go_on(argv: Sequence[str], again: str, switches: Mapping[str, Any]) -> Resumed:
-    """Run the job, and write what it has loaded to the folder ``again`` before the first step."""
+    """Run the job, and save the loaded state to the folder ``again`` before the first step."""
     from dsa_job import checkpoint
 
     load = checkpoint.load
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
 
     def load_and_save(args: Any, folder: Path, model: Any, optimizer: Any, scheduler: Any) -> Any:
         progress = load(args, folder, model, optimizer, scheduler)
-        parts = [each.optimizer for each in optimizer.chained_optimizers]
-        found["counts"] = _counts(parts)
-        found["groups"] = [_facts(group) for part in parts for group in part.param_groups if group["params"]]
-        parameters = [each for chunk in model for each in chunk.parameters()]
-        found["experts"] = sum(not getattr(each, "allreduce", True) for each in parameters)
-        found["optimizers"] = len(parts)
+        parts = [chained.optimizer for chained in optimizer.chained_optimizers]
+        facts["counts"] = _counts(parts)
+        facts["groups"] = [_facts(group) for part in parts for group in part.param_groups if group["params"]]
+        parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+        facts["experts"] = sum(not getattr(parameter, "allreduce", True) for parameter in parameters)
+        facts["optimizers"] = len(parts)
         checkpoint.save(args, Path(again), progress, model, optimizer, scheduler).execute_sync()
         return progress
 
     with mock.patch.object(checkpoint, "load", load_and_save):
         outcome = example_job.train(argv, switches=switches)
     losses = [(each["lm_loss"], each["grad_norm"]) for each in outcome.records]
-    return Resumed(losses, **found)
+    return Resumed(losses, **facts)
 
 
 def _counts(parts: Sequence[Any]) -> set[float]:
@@ -327,14 +327,14 @@ def _facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def contents(checkpoints: Sequence[tuple[str, int]]) -> list[tuple[dict[str, torch.Tensor], set[float]]]:
-    """Tensors by name, and the steps that the optimizers have counted, of distributed checkpoints."""
+    """Return tensors by name, and the optimizers' step counts, of some distributed checkpoints."""
     from megatron.core import dist_checkpointing
 
-    found = []
+    results = []
     for (folder, step), tensors in zip(checkpoints, example_job.read(checkpoints), strict=True):
         common = dist_checkpointing.load_common_state_dict(str(Path(folder) / f"iter_{step:07d}"))
-        found.append((tensors, set(_saved_counts(common["optimizer"]))))
-    return found
+        results.append((tensors, set(_saved_counts(common["optimizer"]))))
+    return results
 
 
 def _saved_counts(state: Any) -> Any:
