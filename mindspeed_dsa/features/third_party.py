@@ -23,9 +23,9 @@ class Plugin:
 
     Attributes:
         distribution: name and version.
-        entry: the entry point's name.
-        features: what it declares, as far as that is known.
-        problem: why none of it can be used; empty if it can.
+        entry: name of the entry point.
+        features: declared features; empty if loading failed.
+        problem: reason why the plug-in cannot be used; empty if it can.
     """
 
     distribution: str
@@ -35,12 +35,12 @@ class Plugin:
 
     @property
     def flags(self) -> list[Flag]:
-        """Flags of all its features."""
+        """Flags of all features of the plug-in."""
         return [flag for feature in self.features for flag in feature.flags]
 
     @property
     def message(self) -> str:
-        """The problem, with the distribution that has it."""
+        """Problem, with the name of the distribution."""
         return f"plug-in {self.distribution} (entry point {self.entry!r}) cannot be used: {self.problem}"
 
 
@@ -48,25 +48,25 @@ def read(group: str, known: Iterable[Feature], flags: Iterable[Flag]) -> tuple[P
     """Load every entry point of the group, sorted by distribution.
 
     Args:
-        group: the entry points' group.
-        known: features whose names and flags are taken.
-        flags: flags that are taken beside those.
+        group: group of the entry points.
+        known: features of mindspeed_dsa; their names and flags are reserved.
+        flags: other reserved flags.
     """
     taken = _Taken(flags)
     for feature in known:
         taken.add(feature, "mindspeed_dsa")
-    found = []
+    plugins = []
     for plugin in sorted(map(_load, entry_points(group=group)), key=lambda p: (p.distribution, p.entry)):
         problem = plugin.problem or next(taken.problems(plugin.features), "")
         if not problem:
             for feature in plugin.features:
                 taken.add(feature, plugin.distribution)
-        found.append(replace(plugin, problem=problem))
-    return tuple(found)
+        plugins.append(replace(plugin, problem=problem))
+    return tuple(plugins)
 
 
 class _Taken:
-    """Names of features and spellings of flags, each with its owner."""
+    """Reserved feature names and flag spellings, with their owners."""
 
     def __init__(self, flags: Iterable[Flag]) -> None:
         self._names: dict[str, str] = {}
@@ -74,7 +74,7 @@ class _Taken:
         self._add_flags(flags, "mindspeed_dsa")
 
     def add(self, feature: Feature, owner: str) -> None:
-        """Take a feature's name and flags."""
+        """Reserve a feature's name and flags."""
         self._names.setdefault(feature.name, owner)
         self._add_flags(feature.flags, owner)
 
@@ -84,7 +84,7 @@ class _Taken:
                 self._flags.setdefault(spelling, (flag, owner))
 
     def problems(self, features: Sequence[Feature]) -> Iterator[str]:
-        """Why these features cannot be added."""
+        """Yield the reasons why these features cannot be added."""
         names: set[str] = set()
         for feature in features:
             if feature.name in self._names or feature.name in names:
@@ -112,7 +112,7 @@ class _Taken:
 
 
 def _spellings(flag: Flag) -> Iterator[str]:
-    """Yield the spellings that may not mean two things: destination, names on the command line, negations."""
+    """Yield all spellings of a flag: destination, command line names and negations."""
     yield flag.dest
     yield from (flag.name, *flag.aliases)
     if flag.kind == "auto":
@@ -131,10 +131,10 @@ def _load(point: EntryPoint) -> Plugin:
 
 
 def _declared(found: Any, name: str) -> Iterator[Feature]:
-    """The features that an entry point stands for.
+    """Yield the features of an entry point.
 
     Raises:
-        TypeError: it is neither a feature, nor a module with ``FEATURE`` or ``FEATURES``, nor a sequence
+        TypeError: the object is neither a feature, nor a module with ``FEATURE`` or ``FEATURES``, nor a sequence
             of these.
     """
     if isinstance(found, Feature):

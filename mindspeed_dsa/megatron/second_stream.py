@@ -108,7 +108,6 @@ def gathers_for_itself(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers and frees weights in calls of this module or of a submodule."""
     # It does so on the stream of the call, and does not know that another stream reads the weights.
     return any(hasattr(submodule, "_get_fsdp_state") for submodule in module.modules())
-    return any(hasattr(each, "_get_fsdp_state") for each in module.modules())
 
 
 # -- projections of hidden states that an indexer finds already computed -----------------------------
