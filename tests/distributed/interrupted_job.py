@@ -38,7 +38,7 @@ class Job:
         steps: loss, indexer loss and gradient norm per step.
         tensors: digests of the parameters and of the optimizer state.
         events: counts of ``memory_events``.
-        failed: error messages of the earlier jobs.
+        failed: ``"failed"`` or the error text of each earlier job.
     """
 
     steps: list[tuple[Any, ...]]

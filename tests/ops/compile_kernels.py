@@ -1,16 +1,16 @@
-"""Compile all Triton kernels for GPUs that are not there, and hold them to what they took before.
+"""Compile all Triton kernels for GPUs that need not be present, and check their resources against budgets.
 
     python -m tests.ops.compile_kernels [--target 90 ...] [--dtype bf16 ...] [--quick | --odd]
                                         [--write | --recorded]
 
-Prints one JSON object per kernel and configuration, with what is wrong with it; exits with 1 if anything is.
-Every kernel must fit into the shared memory of its target; no products of warp groups may run one at a time;
-where a tile has 64 rows for them, products run on warp groups and not on single warps. What else a kernel may
-take is in ``kernel_budgets.json``: bytes spilled, and waits for products over products. ``--write`` takes
-over what was found. Both half precisions take the same tiles and have one budget.
+Prints one JSON object per kernel and configuration, with its problems, and exits with 1 if there are any.
+A kernel must fit into the shared memory of its target, and its warp group products must not be serialised.
+Tiles with at least 64 rows must use warp group products (WGMMA), not products of single warps (MMA).
+Budgets for spilled bytes and for waits per product are in ``kernel_budgets.json``; both half precisions
+share one. ``--write`` raises budgets to the measured values.
 
-``kernel_record.json`` has fingerprints of kernels that passed: of their source, what they are compiled for,
-and Triton's version. ``--recorded`` compiles those only that it does not have; ``--quick --write`` writes it.
+``kernel_record.json`` has fingerprints of kernels that passed: their source, compile-time constants, target
+and Triton's version. ``--recorded`` skips recorded kernels; ``--quick --write`` updates the record.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from benchmarks.kernels.compiled import SHARED_MEMORY, Kernel, compiled, without
 
 BUDGETS = Path(__file__).with_name("kernel_budgets.json")
 RECORD = Path(__file__).with_name("kernel_record.json")
-# Rows of a warp group's product, and warps that make a group.
+# Rows of a WGMMA tile, and warps of a warp group.
 _GROUP_ROWS, _GROUP_WARPS = 64, 4
-# The constants whose least is the number of rows of a kernel's products.
+# Per kernel, the constants whose minimum is the number of rows of its products.
 _ROWS = {
     "forward_kernel": ("BLOCK_H",),
     "attention_sum_kernel": ("BLOCK_N",),
@@ -46,54 +46,57 @@ _ROWS = {
     "weight_gradient_kernel": ("BLOCK_K",),
 }
 _HALF = ("bf16", "fp16")
-# Products of fp32 run on the slow units, which no overlap makes fast: one bound for all kernels.
+# fp32 products do not run on tensor cores, so overlap does not matter: one bound for all kernels.
 _FP32_BUDGET: dict[str, float] = {"spilled": 1536, "waits": 0}
-# What ptxas makes of a kernel changes a little with what surrounds it.
+# Spills and waits vary a little with unrelated code in the kernel, so both have a tolerance.
 _TOLERATED_BYTES, _TOLERATED_RATIO = 32, 0.05
 
 
 def problems(kernel: Kernel, dtype: str, budget: dict[str, float] | None) -> list[str]:
-    """What is wrong with a kernel, in sentences.
+    """Return the problems of a compiled kernel, as sentences.
 
     Args:
-        kernel: as compiled.
-        dtype: of the operator's inputs.
-        budget: ``spilled`` bytes and ``waits`` for each product of a warp group; None is nothing of either.
+        kernel: compiled kernel.
+        dtype: name of the operator's input dtype.
+        budget: ``spilled`` bytes, and ``waits`` per warp group product; ``None`` allows neither.
     """
     budget = budget or {"spilled": 0, "waits": 0}
-    found = []
+    sentences = []
     limit = SHARED_MEMORY[kernel.target]
     serialised = [number for number in kernel.advisories if number.startswith("C75")]
     if serialised:
-        found.append(f"its products run one at a time ({', '.join(serialised)})")
+        sentences.append(f"its products run one at a time ({', '.join(serialised)})")
     if kernel.shared > limit:
-        found.append(f"it needs {kernel.shared} bytes of shared memory, and there are {limit}")
+        sentences.append(f"it needs {kernel.shared} bytes of shared memory, and there are {limit}")
     if kernel.spilled > budget["spilled"] + _TOLERATED_BYTES:
-        found.append(f"it spills {kernel.spilled} bytes, and {budget['spilled']:.0f} are budgeted")
+        sentences.append(f"it spills {kernel.spilled} bytes, and {budget['spilled']:.0f} are budgeted")
     ratio = waits_per_product(kernel)
     if ratio > budget["waits"] + _TOLERATED_RATIO:
-        found.append(f"it waits {ratio:.2f} times for each product, and {budget['waits']:.2f} are budgeted")
+        sentences.append(
+            f"it waits {ratio:.2f} times for each product, and {budget['waits']:.2f} are budgeted"
+        )
     if dtype in _HALF and takes_warp_groups(kernel) and (kernel.wgmma == 0 or kernel.mma > 0):
-        found.append(f"{kernel.mma} of its products are of single warps, and its tiles allow warp groups")
-    return found
+        sentences.append(f"{kernel.mma} of its products are of single warps, and its tiles allow warp groups")
+    return sentences
 
 
 def waits_per_product(kernel: Kernel) -> float:
-    """Waits for each product of a warp group, 0 without any."""
+    """Return the number of waits per warp group product, 0 for a kernel without them."""
     return kernel.waits / kernel.wgmma if kernel.wgmma else 0.0
 
 
 def takes_warp_groups(kernel: Kernel) -> bool:
-    """Whether the tiles of a kernel's products are as large as a warp group's, on a target that has them."""
+    """Whether the target has warp group products and the kernel's tiles are large enough for them."""
     rows = min((kernel.constants[name] for name in _ROWS.get(kernel.name, ())), default=0)
     return kernel.target == 90 and rows >= _GROUP_ROWS and kernel.warps >= _GROUP_WARPS
 
 
 def checked(target: int, dtype: str, calls: Iterable[Call]) -> Iterator[tuple[str, Kernel, list[str]]]:
-    """Every kernel of some calls: the words of the call, the kernel, and what is wrong with it."""
+    """Yield each kernel of some calls: the description of the call, the kernel and its problems."""
     budgets = json.loads(BUDGETS.read_text())
     for words, kernel in compiled(target, calls):
-        # Of operands in fp32, quantised ones are multiplied by warp groups.
+        # A kernel for fp32 inputs that uses WGMMA multiplies quantised operands, hence the half-precision
+        # budget.
         in_half = dtype in _HALF or kernel.wgmma > 0
         budget = budgets.get(kernel.name, {}).get(f"sm_{target}") if in_half else _FP32_BUDGET
         yield words, kernel, problems(kernel, dtype, budget)
@@ -108,11 +111,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="take over spills and waits as budgets")
     parser.add_argument("--recorded", action="store_true", help="not those that passed as they are")
     options = parser.parse_args()
-    known: dict[str, str] = json.loads(RECORD.read_text()) if options.recorded else {}
-    with without(known) as fingerprints:
+    recorded: dict[str, str] = json.loads(RECORD.read_text()) if options.recorded else {}
+    with without(recorded) as fingerprints:
         wrong = _check(options)
     for own, name in fingerprints.items():
-        if own in known:
+        if own in recorded:
             print(json.dumps({"name": name, "case": "as recorded", "problems": []}), flush=True)
     if options.write and options.quick and not wrong:
         RECORD.write_text(json.dumps(fingerprints, indent=1) + "\n")
@@ -120,7 +123,7 @@ def main() -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Print every kernel, and write budgets if asked to; how many have problems."""
+    """Print every kernel, write budgets if requested, and return the number of kernels with problems."""
     budgets: dict[str, dict[str, dict[str, float]]] = json.loads(BUDGETS.read_text())
     wrong = 0
     for target in options.target:
@@ -129,10 +132,10 @@ def _check(options: argparse.Namespace) -> int:
                 entries.pop(f"sm_{target}", None)
         for dtype in options.dtype:
             calls = quick_cases(DTYPES[dtype]) if options.quick else all_cases(DTYPES[dtype], options.odd)
-            for words, kernel, found in checked(target, dtype, calls):
-                wrong += bool(found)
+            for words, kernel, sentences in checked(target, dtype, calls):
+                wrong += bool(sentences)
                 print(
-                    json.dumps({"dtype": dtype, "case": words, **asdict(kernel), "problems": found}),
+                    json.dumps({"dtype": dtype, "case": words, **asdict(kernel), "problems": sentences}),
                     flush=True,
                 )
                 if options.write and dtype in _HALF:
@@ -143,7 +146,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _raise_budget(budgets: dict[str, Any], name: str, kernel: Kernel) -> None:
-    """To what this configuration takes, if that is more; what takes nothing has no entry."""
+    """Raise a kernel's budget to this configuration's spills and waits; zeros need no entry."""
     waits = round(waits_per_product(kernel), 2)
     if kernel.spilled == 0 and waits == 0:
         return
@@ -153,7 +156,7 @@ def _raise_budget(budgets: dict[str, Any], name: str, kernel: Kernel) -> None:
 
 
 def _text(budgets: dict[str, Any]) -> str:
-    """One line for each kernel and target, so that a change is seen where it is."""
+    """Format budgets with one line per kernel and target, for small diffs."""
     kernels = []
     for name, entries in sorted(budgets.items()):
         if entries:

@@ -7,13 +7,15 @@ import torch
 
 from mindspeed_dsa.ops import checks
 
-# With it cuBLAS adds in a fixed order, without it torch refuses its products under `poisoned_memory`.
+# Fixed-order sums in cuBLAS. Without it, torch refuses cuBLAS products under `poisoned_memory`.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Uninitialised memory holds NaN, so that reading it shows; nondeterministic operators raise."""
+    """Fill uninitialised memory with NaN, so that a read of it shows, and forbid nondeterministic
+    operators.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -29,5 +31,5 @@ def checked_indices():
 
 @pytest.fixture
 def operands_that_are_no_numbers(checked_indices):
-    """Debug checks refuse them."""
+    """Switch off the debug checks, which refuse NaN and infinite operands."""
     checks.set_debug_checks(False)

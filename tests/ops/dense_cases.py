@@ -1,4 +1,4 @@
-"""Causal attention cut into three parts, and what it must give: for every backend, on every device."""
+"""Causal attention in three parts against attention in one piece, for every backend and device."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ SHAPES = (
     Shape(2, 18, 3, 1, 8, 20),  # one key head, longer values
 )
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Of the largest entry."""
+"""Bounds relative to the largest entry."""
 
 
 def problem(
     dtype: torch.dtype, shape: Shape, device: str = "cpu"
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Query, key and value, ``[batch, rows, heads, dim]``, views of sequence-first ones; gradient of out."""
+    """Return query, key, value ``[batch, rows, heads, dim]``, views of sequence-first tensors, and the output
+    gradient.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def states(heads: int, dim: int) -> Tensor:
@@ -50,7 +52,7 @@ def problem(
 
 
 def whole(query: Tensor, key: Tensor, value: Tensor, scale: float = SCALE) -> Tensor:
-    """Causal attention in one piece, differentiable, fp64."""
+    """Return causal attention in one piece, differentiable, in fp64."""
     query, key, value = (one.double() for one in (query, key, value))
     group = query.shape[2] // key.shape[2]
     key, value = (one.repeat_interleave(group, dim=2) for one in (key, value))
@@ -60,20 +62,21 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float = SCALE) -> Te
 
 
 def check(backend: str, dtype: torch.dtype, shape: Shape, device: str = "cpu") -> None:
-    """The first half's keys and those of the second half, which see both, against the whole."""
+    """Compare attention in three parts with attention in one piece, forward and backward."""
     (query, key, value), grad = problem(dtype, shape, device)
     leaves = [one.detach().double().requires_grad_() for one in (query, key, value)]
     expected = whole(*leaves)
     wanted = torch.autograd.grad(expected, leaves, grad.double())
 
+    # Early queries see early keys causally. Late queries see all early keys, and late keys causally.
     half = shape.rows // 2
     early, late = slice(0, half), slice(half, None)
     parts = ((early, early, True), (late, early, False), (late, late, True))
-    found = [
+    results = [
         dense_attention(query[:, rows], key[:, keys], value[:, keys], SCALE, causal=causal, backend=backend)
         for rows, keys, causal in parts
     ]
-    (first, first_lse), (old, old_lse), (new, new_lse) = found
+    (first, first_lse), (old, old_lse), (new, new_lse) = results
     assert first.dtype == query.dtype
     assert first_lse.dtype == torch.promote_types(dtype, torch.float32)
     late_lse = torch.logaddexp(old_lse, new_lse)
@@ -107,7 +110,7 @@ def assert_close(found: Tensor, right: Tensor, tolerance: float, what: str) -> N
 
 
 def check_parts(backend: str, dtype: torch.dtype, batch: int = 1) -> None:
-    """Queries and keys whose rotary part is apart, 40 rows, against the whole in fp64."""
+    """Compare attention with separate rotary parts, on 40 tokens, with attention in one piece in fp64."""
     heads, plain, rope, value_dim = 6, 16, 8, 16
     (query, key, value), grad = problem(dtype, Shape(batch, 40, heads, heads, plain + rope, value_dim))
     parts = [*query.split([plain, rope], dim=-1), *key.split([plain, rope], dim=-1), value]

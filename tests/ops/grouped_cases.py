@@ -1,4 +1,4 @@
-"""Problems of the grouped matmul and what they come to, one group at a time, in fp64 and by autograd."""
+"""Grouped matmul problems and their expected results: one group at a time, in fp64, by autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, t
 
 
 def problem(sizes, dtype=torch.float32, layout="kn", width_in=24, width_out=20, device="cpu", seed=0):
-    """Rows, weights and the gradient of the output."""
+    """Return rows, weights and the gradient of the output."""
     noise = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -33,7 +33,7 @@ def problem(sizes, dtype=torch.float32, layout="kn", width_in=24, width_out=20, 
 
 
 def expected(rows, weight, grad, sizes, layout):
-    """Output, and gradients of rows and weight, in fp64."""
+    """Return the output and the gradients of rows and weight, in fp64."""
     rows, weight = (tensor.detach().double().cpu().requires_grad_() for tensor in (rows, weight))
     parts = rows.split(sizes)
     out = torch.cat(
@@ -51,10 +51,10 @@ def assert_close(found, wanted, dtype, what):
 
 
 def check(backend, sizes, dtype, layout, main_grad=None, device="cpu", **widths):
-    """One call and its backward against the groups one at a time.
+    """Compare one call and its backward with a product per group.
 
-    ``main_grad`` is the dtype of a buffer that the weight's gradient is added to, twice; without one autograd
-    gets it.
+    With ``main_grad``, the weight gradient is added twice to a buffer of that dtype. Without it, autograd
+    returns the weight gradient.
     """
     rows, weight, grad = problem(sizes, dtype, layout, device=device, **widths)
     out_wanted, rows_wanted, weight_wanted = expected(rows, weight, grad, sizes, layout)
@@ -66,16 +66,16 @@ def check(backend, sizes, dtype, layout, main_grad=None, device="cpu", **widths)
         assert weight.grad.dtype == dtype
     else:
         buffer = torch.full(weight.shape, 3.0, dtype=main_grad, device=device)
-        given = []
+        gradients = []
 
         def take(gradient):
-            given.append(gradient)
+            gradients.append(gradient)
             gradient.add_to(buffer)
 
         out = grouped_matmul(rows, weight, Groups(sizes), layout=layout, take_gradient=take, backend=backend)
         out.backward(grad)
         assert weight.grad is None
-        given[0].add_to(buffer)
+        gradients[0].add_to(buffer)
         worse = dtype if TOLERANCES[dtype] > TOLERANCES[main_grad] else main_grad
         assert_close(buffer, 3 + 2 * weight_wanted, worse, "main_grad")
         for index, size in enumerate(sizes):

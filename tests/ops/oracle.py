@@ -1,7 +1,7 @@
-"""The operators in fp64 with dense masks: what every backend is measured against.
+"""The operators in fp64 with dense masks, the expected values for every backend.
 
-Written from the formulas, in another form than the references (masks of size length x length, no
-gathering), and given the indices that the operator under test has chosen.
+They are written from the formulas, unlike the references: with ``length x length`` masks, and without
+gathering. They take the indices that the operator under test has selected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def selected_mask(topk_indices: Tensor, key_length: int) -> Tensor:
-    """``[batch, rows, keys]`` bool; an extra column takes the -1 entries."""
+    """Return a bool mask ``[batch, rows, keys]`` of the selected keys."""
+    # One extra column collects the -1 entries.
     mask = torch.zeros(*topk_indices.shape[:2], key_length + 1, dtype=torch.bool)
     at = topk_indices.long()
     return mask.scatter(-1, torch.where(at < 0, key_length, at), True)[..., :key_length]
@@ -24,7 +25,7 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor, use_relu: bool = T
 
 
 def attention(query: Tensor, key_value: Tensor, mask: Tensor, scale: float, value_dim: int):
-    """``out``, ``lse`` and the probabilities ``[batch, rows, heads, keys]``."""
+    """Return ``out``, ``lse`` and the probabilities ``[batch, rows, heads, keys]``."""
     scores = scale * (query.double() @ key_value.double()[:, None].transpose(-1, -2))
     exponentials = scores.exp() * mask[:, :, None]
     total = exponentials.sum(-1, keepdim=True)
@@ -33,7 +34,7 @@ def attention(query: Tensor, key_value: Tensor, mask: Tensor, scale: float, valu
 
 
 def divergence(scores: Tensor, probabilities: Tensor, mask: Tensor) -> Tensor:
-    """Divergence of every row, ``[batch, rows]``; ``probabilities`` are per head."""
+    """Return the divergence per row, ``[batch, rows]``, from per-head ``probabilities``."""
     target = probabilities.detach().sum(2)
     target = target / target.sum(-1, keepdim=True).clamp_min(1e-300)
     exponentials = scores.exp() * mask
@@ -43,7 +44,7 @@ def divergence(scores: Tensor, probabilities: Tensor, mask: Tensor) -> Tensor:
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """Largest deviation over the largest expected magnitude."""
+    """Return the largest deviation relative to the largest expected magnitude."""
     difference = (value.double() - expected.double()).abs().max()
     return float(difference / expected.double().abs().max().clamp_min(1e-300))
 
@@ -54,7 +55,9 @@ def cosine_distance(value: Tensor, expected: Tensor) -> float:
 
 
 def assert_close(value: Tensor, expected: Tensor, *, backward: bool = False) -> None:
-    """The bars of the library: 1e-5 of the largest value in fp32; cosine 1e-5, backward 1e-4, in bf16."""
+    """Check the library's bounds: 1e-5 of the largest value in fp32; in bf16 cosine distance 1e-5, backward
+    1e-4.
+    """
     assert value.shape == expected.shape
     assert torch.isfinite(value).all()
     if value.dtype == torch.bfloat16:

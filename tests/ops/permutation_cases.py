@@ -1,4 +1,4 @@
-"""Routings of every kind, and what a permutation makes of them, written with matrices in fp64."""
+"""Expert routings of every kind, and permutations of them computed with matrices in fp64."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch
 
 
 def routing_of(tokens: int, experts: int, kind: str) -> Tensor:
-    """``[tokens, experts]`` bool."""
+    """Return a bool routing map ``[tokens, experts]``."""
     noise = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens + experts))
-    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
     if kind.startswith("top"):
-        chosen.scatter_(1, noise.topk(int(kind[4:]), 1).indices, True)
+        routing_map.scatter_(1, noise.topk(int(kind[4:]), 1).indices, True)
     elif kind.startswith("capacity"):
-        chosen.scatter_(0, noise.topk(int(kind[9:]), 0).indices, True)
+        routing_map.scatter_(0, noise.topk(int(kind[9:]), 0).indices, True)
     elif kind == "one expert":
-        chosen[:, 2] = True
-    elif kind == "ragged":  # a token without an expert, an expert without a token
-        chosen = noise < 0.4
-        chosen[3], chosen[:, 1] = False, False
-    return chosen
+        routing_map[:, 2] = True
+    elif kind == "ragged":  # a token without an expert, and an expert without a token
+        routing_map = noise < 0.4
+        routing_map[3], routing_map[:, 1] = False, False
+    return routing_map
 
 
 def uniform(chosen: Tensor) -> int | None:
-    """Experts of every token, where all have equally many."""
+    """Return the number of experts per token, or ``None`` if it varies."""
     counts = chosen.sum(1)
     return int(counts[0]) if len(counts) and bool((counts == counts[0]).all()) else None
 
@@ -53,7 +53,7 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def matrix(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """``[rows, tokens]`` in fp64, one 1 in every row; and the expert of each row."""
+    """Return the permutation matrix ``[rows, tokens]`` in fp64, and the expert of each row."""
     pairs = [(t, e) for e in range(chosen.shape[1]) for t in range(len(chosen)) if chosen[t, e]]
     placed = torch.zeros(len(pairs), len(chosen), dtype=torch.float64)
     for row, (token, _) in enumerate(pairs):
@@ -72,21 +72,22 @@ def check(
     weighted: bool = False,
     added: bool = False,
 ) -> None:
-    """Permutation, what experts might do, and the way back: results and gradients against the matrices.
+    """Compare permute, a stand-in for experts, and unpermute with the matrices: results and gradients.
 
     Args:
-        backend: to run.
-        routing: of :data:`ROUTINGS`.
-        dtype: of tokens.
-        probs_dtype: of probabilities, or None: without.
-        hidden: width of tokens.
-        device: where it runs.
-        weighted: whether they weight the sum, in place of being permuted.
-        added: whether a shared expert's output is added.
+        backend: backend under test.
+        routing: an entry of :data:`ROUTINGS`.
+        dtype: dtype of the tokens.
+        probs_dtype: dtype of the probabilities; ``None`` for no probabilities.
+        hidden: width of a token.
+        device: device of the operands.
+        weighted: whether ``unpermute`` weights its sums by the probabilities, instead of ``permute``
+            permuting them.
+        added: whether the output of a shared expert is added.
     """
-    chosen = routing_of(*routing)
-    count, experts = chosen.shape
-    placed, expert = matrix(chosen)
+    routing_map = routing_of(*routing)
+    count, experts = routing_map.shape
+    placed, expert = matrix(routing_map)
     rows = len(placed)
     tokens = noise(count, hidden, dtype=dtype, seed=1)
     probs = None if probs_dtype is None else noise(count, experts, dtype=probs_dtype, seed=2)
@@ -104,10 +105,10 @@ def check(
         return [x.detach() for x in (row_values, row_probs, total, *grads) if x is not None]
 
     def ours(tokens: Tensor, probs: Tensor | None, addend: Tensor | None) -> tuple[Any, ...]:
-        rows_known = {"rows": rows, "topk": uniform(chosen)} if backend != "cpu" else {}
+        rows_known = {"rows": rows, "topk": uniform(routing_map)} if backend != "cpu" else {}
         moved = permute(
             tokens,
-            chosen.to(tokens.device),
+            routing_map.to(tokens.device),
             None if weighted else probs,
             backend=backend,
             **rows_known,
@@ -127,20 +128,20 @@ def check(
 
     leaves = [None if x is None else x.to(device).detach().requires_grad_() for x in (tokens, probs, addend)]
     wide = [None if x is None else x.double().detach().requires_grad_() for x in (tokens, probs, addend)]
-    found, theirs = run(ours, leaves), run(expected, wide)
+    results, theirs = run(ours, leaves), run(expected, wide)
     again = run(ours, leaves)
-    assert [x.dtype for x in found[:1]] == [dtype]
-    for mine, same, other in zip(found, again, theirs, strict=True):
+    assert [x.dtype for x in results[:1]] == [dtype]
+    for mine, same, other in zip(results, again, theirs, strict=True):
         assert mine.shape == other.shape
         assert torch.equal(mine, same), "two runs differ"
         if other.numel():
             kinds = {mine.dtype, dtype, *([probs_dtype] if weighted and probs_dtype else [])}
             assert relative_error(mine.cpu(), other) <= max(BOUNDS[kind] for kind in kinds)
-    assert torch.equal(found[0].cpu().double(), theirs[0]), "permuted tokens are copies"
+    assert torch.equal(results[0].cpu().double(), theirs[0]), "permuted tokens are copies"
 
 
 def check_chunks(backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Chunks, some without rows, in another order and back again."""
+    """Sort chunks, some of them empty, into another order and back again."""
     sizes, order = torch.tensor([3, 0, 5, 1, 0, 4]), torch.tensor([4, 2, 0, 5, 1, 3])
     rows = noise(13, 10, dtype=dtype, seed=5).to(device).requires_grad_()
     probs = noise(13, dtype=torch.float32, seed=6).to(device).requires_grad_()

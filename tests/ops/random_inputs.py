@@ -1,4 +1,4 @@
-"""Random inputs of the operators, and rows of every kind."""
+"""Random inputs of the operators, including empty, packed and tied rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def indexer_inputs(
 
 
 def tied_inputs(batch: int = 2, rows: int = 40, heads: int = 3, dim: int = 8, seed: int = 0) -> IndexerInputs:
-    """Small integers: scores are exact in fp32, and most rows have ties, many of them zeros of both signs."""
+    """Return small integers: scores are exact in fp32, and most rows have ties, many between zeros of both
+    signs.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape: int) -> Tensor:
@@ -50,7 +52,7 @@ def tied_inputs(batch: int = 2, rows: int = 40, heads: int = 3, dim: int = 8, se
 
 
 def packed_ranges(*lengths: int) -> tuple[Tensor, Tensor]:
-    """``starts, ends`` of sequences laid end to end, causal within each."""
+    """Return ``starts, ends`` of concatenated sequences, causal within each sequence."""
     starts, ends, offset = [], [], 0
     for length in lengths:
         starts += [offset] * length
@@ -62,7 +64,7 @@ def packed_ranges(*lengths: int) -> tuple[Tensor, Tensor]:
 def random_indices(
     batch: int, rows: int, keys: int, topk: int, seed: int = 0, empty_rows: tuple[int, ...] = ()
 ) -> Tensor:
-    """Rows with 1 to topk entries in random order, -1 at the tail, and rows without any."""
+    """Return rows with 1 to ``topk`` entries in random order, -1 at the tail, and empty rows."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(batch, rows, keys, generator=generator).argsort(-1)[..., :topk].int()
     counts = torch.randint(1, topk + 1, (batch, rows, 1), generator=generator)
@@ -73,9 +75,9 @@ def random_indices(
 def drifting_indices(
     batch: int, rows: int, keys: int, topk: int, seed: int = 0, drift: float = 0.1
 ) -> Tensor:
-    """Ascending selections of causal rows, of which neighbours have most keys in common; -1 at the tail.
+    """Return ascending causal selections, -1 at the tail, that overlap strongly between neighbouring rows.
 
-    The last row sees all keys, the first ones fewer than they may select.
+    The last row sees all keys; the first rows see fewer than ``topk``.
     """
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(batch, 1, keys, generator=generator) + drift * torch.rand(

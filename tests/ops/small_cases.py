@@ -1,4 +1,4 @@
-"""Small operators beside Megatron's own code: results, gradients, bytes kept, operations launched."""
+"""Small operators against Megatron's code: results, gradients, saved bytes and dispatched operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Function = Callable[..., Tensor]
 
 
 class Dispatched(TorchDispatchMode):
-    """Names of the operations that reach a device."""
+    """Records the names of dispatched operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class Dispatched(TorchDispatchMode):
 
 @dataclass
 class Found:
-    """What a function has come to.
+    """Result of a function, forward and backward.
 
     Attributes:
-        tensors: the output, and the gradients of all inputs.
-        kept: bytes of the tensors that backward keeps.
-        dispatched: operations, forward and backward.
+        tensors: the output, then the gradients of all inputs.
+        kept: bytes of the tensors saved for backward.
+        dispatched: number of dispatched operations, forward and backward.
     """
 
     tensors: list[Tensor]
@@ -49,14 +49,14 @@ class Found:
 
 @dataclass
 class Case:
-    """An operator and Megatron's code.
+    """An operator and the same function in Megatron.
 
     Attributes:
-        ours: of the inputs and ``backend``.
-        theirs: of the inputs.
-        inputs: shapes; the first has the dtype of the case.
-        same_bits: of outputs, and of gradients, on CPUs.
-        wide: inputs that stay in fp32.
+        ours: function of the inputs and ``backend``.
+        theirs: Megatron's function of the inputs.
+        inputs: shapes of the inputs; the first input has the dtype of the case.
+        same_bits: whether outputs, and gradients, are bit-identical on CPUs.
+        wide: indices of inputs that stay in fp32.
     """
 
     ours: Function
@@ -66,7 +66,7 @@ class Case:
     wide: Sequence[int] = field(default=())
 
     def run(self, function: Function, dtype: torch.dtype) -> Found:
-        """Forward and backward of seeded inputs."""
+        """Run forward and backward on seeded inputs."""
         generator = torch.Generator().manual_seed(3)
         leaves = []
         for place, shape in enumerate(self.inputs):
@@ -79,9 +79,9 @@ class Case:
             return tensor
 
         seen = Dispatched()
-        # What Megatron would have compiled runs as it is written.
+        # Run Megatron's torch.compile functions eagerly.
         with torch.compiler.set_stance("force_eager"):
-            function(*leaves)  # what is made once is made now
+            function(*leaves)  # warm-up call, for objects that are made once and cached
             with seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 output = function(*leaves)
         gradient = torch.randn(output.shape, generator=generator).to(output.dtype)
@@ -118,7 +118,7 @@ def _rotary(layout: Any, dim: int, scale: float = 1.0, width: int = 16, rows: in
 
 
 def cases() -> dict[str, Case]:
-    """All of them, by name."""
+    """Return all cases by name."""
 
     def norm(hidden: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
         return rms_norm(hidden, weight, 1e-5, backend=backend)

@@ -1,4 +1,4 @@
-"""Products and sums are in fp32 under torch.autocast too, with any number of threads."""
+"""Operators compute products and sums in fp32 under torch.autocast too, with any number of threads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_autocast_changes_nothing(call, backend, threads):
         leaves = [*index, *main_inputs()]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             value = call(index, leaves[3:], backend).sin().sum()
-            # The reference is differentiated by autograd, outside of autocast as PyTorch wants it.
+            # Autograd differentiates the reference, and PyTorch wants backward outside of autocast.
             if backend != "reference":
                 value.backward()
         if backend == "reference":

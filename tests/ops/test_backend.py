@@ -24,7 +24,7 @@ def warnings_of(caplog):
 
 @pytest.fixture(autouse=True)
 def fresh_choices(monkeypatch):
-    monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)  # caplog listens at the root
+    monkeypatch.setattr(logging.getLogger(log.NAME), "propagate", True)  # caplog listens at the root logger
     choose.cache_clear()
     log.forget()
     yield
@@ -49,19 +49,19 @@ def test_explicit_request_that_cannot_be_met_is_an_error():
 
 @pytest.mark.parametrize("operator", ["lightning_indexer", "sparse_flash_attention", "indexer_kl_loss"])
 def test_on_a_gpu_auto_never_takes_what_gathers_all_keys(operator, monkeypatch, caplog):
-    """Where its kernels do not fit, the backend that works in chunks of bounded memory; it says why."""
     triton = pytest.importorskip(f"mindspeed_dsa.ops.{operator}.triton")
+    # Without fitting kernels, `auto` takes the backend that works in chunks of bounded memory, and says why.
     monkeypatch.setattr(triton, "unsupported", lambda shape: "the GPU is too small")
     with caplog.at_level(logging.WARNING, logger=log.NAME):
         for _ in range(2):
-            chosen = choose(operator, "auto", GPU)
-    assert chosen.__name__ == f"mindspeed_dsa.ops.{operator}.chunked"
-    assert chosen.unsupported(GPU) is None
+            selected = choose(operator, "auto", GPU)
+    assert selected.__name__ == f"mindspeed_dsa.ops.{operator}.chunked"
+    assert selected.unsupported(GPU) is None
     (record,) = warnings_of(caplog)
     assert "backend 'triton' is skipped" in record.getMessage()
     assert record.getMessage().endswith("the GPU is too small")
-    # A limit that no shape shows leads to the same place.
-    assert backend.plan(operator, "auto", triton, "it is raining") == (chosen, None)
+    # A limit found only at the call, not from the shape, leads to the same backend.
+    assert backend.plan(operator, "auto", triton, "it is raining") == (selected, None)
 
 
 def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
@@ -91,7 +91,7 @@ def test_missing_package_is_named(monkeypatch):
 
 
 class Gone:
-    """A package of another release, from which names have gone."""
+    """Import hook for a package of another release, in which names are missing."""
 
     def __init__(self, error):
         self.error = error
@@ -103,7 +103,7 @@ class Gone:
 
 
 def test_a_package_that_has_changed_is_a_reason_to_fall_back(monkeypatch, caplog):
-    """A name that moved, in an import or at the top of a module, and a library that does not load."""
+    # A name that moved, at the import or at the top of a module, and a library that does not load.
     errors = (
         ImportError("cannot import name 'Kernel' from 'triton.runtime'", name="triton.runtime"),
         AttributeError("module 'triton' has no attribute 'jit'", name="jit", obj=logging),
@@ -184,7 +184,8 @@ def test_operators_import_no_megatron():
 
 
 def test_a_call_that_the_chosen_backend_declines(monkeypatch, caplog):
-    """Limits that no shape class shows: an error by name, the reference and one line for auto."""
+    # A limit that depends on the call, not on its shape class: an error for a named backend, the reference
+    # and one log line for `auto`.
     from mindspeed_dsa.ops.lightning_indexer import cpu
 
     monkeypatch.setattr(cpu, "plan_call", lambda *_: "rows are upside down", raising=False)

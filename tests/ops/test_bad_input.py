@@ -114,9 +114,11 @@ def test_operands_of_the_indexer_that_are_no_numbers_are_named_in_debug_mode(sel
     ):
         select(**operands, topk=3)
     checks.set_debug_checks(False)
-    chosen = select(**operands, topk=3)
-    if place == "key" and value != value:  # what the check is for: nothing else says so
-        assert not (getattr(chosen, "topk_indices", chosen)[0, ROWS - 1] == 4).any()
+    selected = select(**operands, topk=3)
+    if (
+        place == "key" and value != value
+    ):  # only the debug check finds a NaN key, because no row may select it
+        assert not (getattr(selected, "topk_indices", selected)[0, ROWS - 1] == 4).any()
 
 
 CALLS = {**TAKE_INDICES, "lightning_indexer-select": selection, "indexer_kl_loss-dense": dense}
@@ -147,9 +149,11 @@ def test_the_cpu_backend_names_the_device_it_cannot_take(name):
 @pytest.mark.parametrize("backend", ["triton", "npu"])
 @pytest.mark.parametrize("name", CALLS)
 def test_backends_of_other_devices_refuse_cpu_tensors(name, backend, monkeypatch):
-    """For lack of their package or for the device, whichever comes first; never a silent fallback."""
+    """Backends of other devices name the missing package or the wrong device; they never fall back
+    silently.
+    """
     if importlib.util.find_spec("triton"):
-        # As without the interpreter, in which this process may have defined its kernels.
+        # Switch off interpreter mode, in which this process may have defined its kernels.
         monkeypatch.setattr("mindspeed_dsa.ops.triton.common.interpreted", lambda: False)
     choose.cache_clear()
     operator = name.partition("-")[0]
@@ -163,7 +167,7 @@ def test_backends_of_other_devices_refuse_cpu_tensors(name, backend, monkeypatch
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operator", TAKE_INDICES)
 def test_indices_that_are_none(operator, backend):
-    """Checked without debug mode: they cost nothing."""
+    """These checks are free, so they also run without debug mode."""
     checks.set_debug_checks(False)
     indices = random_indices(1, ROWS, ROWS, 3)
     bad = {

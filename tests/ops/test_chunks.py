@@ -1,4 +1,4 @@
-"""What accelerators compute by PyTorch in chunks, cut into many of them."""
+"""Chunked PyTorch implementations for accelerators, cut into many chunks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_scores_and_their_gradients(dtype, use_relu):
     assert (scores[~valid] == -torch.inf).all()
 
     factors = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
-    # What arrives at the tail does not count.
+    # Incoming gradients at the -1 tail must be ignored.
     grads = indexer.score_gradients(call, indices, factors.masked_fill(~valid, torch.nan))
     expected_grads = torch.autograd.grad((expected[valid] * factors[valid]).sum(), wide)
-    # The keys' is a sum over rows, which callers may go on adding to.
+    # Keys get the wide dtype: their gradient is a sum over rows that callers may add to.
     kinds = dtype, precision.wide(dtype), dtype
     for grad, kind, expected_grad in zip(grads, kinds, expected_grads, strict=True):
         assert grad.dtype == kind

@@ -1,4 +1,4 @@
-"""What every backend makes of indices outside of the keys, of NaN, and of calls with nothing in them."""
+"""The contract of every backend for indices out of range, for NaN and for empty calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def leaves(batch, rows, keys):
 
 
 def everything(inputs, indices, backend):
-    """All that the operators which take indices return, and the gradients of their inputs."""
+    """Return all results of the operators that take indices, and the gradients of their inputs."""
     index, main = inputs[:3], inputs[3:]
     scores = selected_scores(*index, indices, backend=backend)
     received = []
@@ -64,14 +64,14 @@ def everything(inputs, indices, backend):
     factors = torch.randn(out.shape, generator=generator)
     total = (out * factors).sum() + sum(losses)
     grads = torch.autograd.grad(total, inputs, retain_graph=True)
-    # An arriving gradient at entries that are no key must not matter, and here it is not a number.
+    # An incoming gradient at -1 entries must be ignored; NaN shows if it is not.
     gradient = torch.randn(scores.shape, generator=generator).masked_fill(scores.isneginf(), torch.nan)
     grads += torch.autograd.grad(scores, inputs[:3], gradient)
     assert len(received) == 1
     return [scores, out, lse, attention_sum, *losses, *received[0], *grads]
 
 
-# As int64 some of them would be keys if they were cut to 32 bits.
+# Truncated to 32 bits, some of the int64 values would be valid keys.
 OUTSIDE = {
     torch.int32: (40, 41, 10**6, 2**31 - 1, -2, -(2**31)),
     torch.int64: (40, 2**32 + 3, 2**62, -2, -(2**32) + 5, -(2**63)),
@@ -86,7 +86,7 @@ def test_indices_outside_of_the_keys_are_no_keys(backend, dtype):
     outside = torch.tensor(OUTSIDE[dtype], dtype=dtype)
     picks = torch.randint(0, len(outside), indices.shape, generator=torch.Generator().manual_seed(1))
     wrong = torch.where(indices < 0, outside[picks], indices)
-    # Not only at the tail: the first entry of every row but one names no key either.
+    # Not only at the tail: in most rows the first entry names no key either.
     without = indices.clone()
     without[:, 5:, 0] = -1
     wrong[:, 5:, 0] = outside[picks[:, 5:, 0]]
@@ -106,7 +106,7 @@ def test_indices_outside_of_the_keys_are_no_keys(backend, dtype):
 
 
 def test_indices_outside_of_the_keys_in_chunks():
-    """What NPUs compute in PyTorch."""
+    # The PyTorch implementations that NPUs use.
     *inputs, main_query, main_key = (x.detach() for x in leaves(2, 23, 40))
     index = IndexerCall(*inputs)
     indices = random_indices(2, 23, 40, 30, empty_rows=(3,)).long()
@@ -124,8 +124,8 @@ def test_indices_outside_of_the_keys_in_chunks():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_behind_the_last_are_not_read(backend):
-    """The keys are part of a larger tensor, in whose rest an index outside of them would land."""
     checks.set_debug_checks(False)
+    # The keys are a slice. The rest of the memory is where an out-of-range index would read.
     query, memory = main_inputs(1, 4, 64)
     memory[:, 32:] = torch.nan
     indices = torch.tensor([0, 5, 33, 40, -1]).int().expand(1, 4, 5)
@@ -137,7 +137,7 @@ def test_keys_behind_the_last_are_not_read(backend):
 
 
 def scores_to_inputs(scores):
-    """Inputs of one head and one dimension whose index scores are these, for use_relu=False."""
+    """Return inputs of one head and one dimension with these index scores, for ``use_relu=False``."""
     rows = scores.shape[0]
     query, weights = scores.new_ones(1, rows, 1, 1), scores.new_ones(1, rows, 1)
     return query, scores[0][None, :, None], weights
@@ -161,9 +161,9 @@ SELECTIONS = {
 def test_nan_comes_after_every_number(backend, dtype, name):
     scores, topk, expected = SELECTIONS[name]
     scores = torch.tensor(scores, dtype=dtype)
-    # What a row does not see, before and behind what it sees, is higher than all of it.
+    # Invisible keys on both sides have the highest scores.
     surrounded = torch.cat([scores.new_full((3,), 9), scores, scores.new_full((2,), 9)])[None].expand(4, -1)
-    indices, found = lightning_indexer(
+    indices, topk_scores = lightning_indexer(
         *scores_to_inputs(surrounded),
         topk,
         starts=torch.full((4,), 3),
@@ -172,7 +172,7 @@ def test_nan_comes_after_every_number(backend, dtype, name):
         backend=backend,
     )
     assert indices.tolist() == [[[at + 3 for at in expected]] * 4]
-    torch.testing.assert_close(found[0, 0], scores[expected], equal_nan=True)
+    torch.testing.assert_close(topk_scores[0, 0], scores[expected], equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -219,17 +219,17 @@ EMPTY = [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0), (0, 0, 0)]
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
 def test_nothing_comes_of_nothing(backend, sizes):
-    """Results are empty, zero where they are not, and gradients are zero; memory is poisoned meanwhile."""
+    """Empty results, or zeros where the result is not empty, and zero gradients; fresh memory holds NaN."""
     batch, rows, keys = sizes
     inputs = leaves(*sizes)
     ends = torch.full((batch, rows), keys)
-    chosen, scores = lightning_indexer(*inputs[:3], 4, ends=ends, backend=backend)
-    assert chosen.shape == scores.shape == (batch, rows, min(4, keys))
-    assert (chosen.dtype, scores.dtype) == (torch.int32, torch.float32)
-    for indices in (chosen, torch.full((batch, rows, 3), -1)):
-        at = selected_scores(*inputs[:3], indices, backend=backend)
-        assert at.shape == indices.shape
-        assert (at == -torch.inf).all()
+    topk_indices, scores = lightning_indexer(*inputs[:3], 4, ends=ends, backend=backend)
+    assert topk_indices.shape == scores.shape == (batch, rows, min(4, keys))
+    assert (topk_indices.dtype, scores.dtype) == (torch.int32, torch.float32)
+    for indices in (topk_indices, torch.full((batch, rows, 3), -1)):
+        scores_at = selected_scores(*inputs[:3], indices, backend=backend)
+        assert scores_at.shape == indices.shape
+        assert (scores_at == -torch.inf).all()
         called = []
 
         def score_gradient(attention_sum, called=called):
@@ -242,7 +242,7 @@ def test_nothing_comes_of_nothing(backend, sizes):
             SCALE,
             value_dim=7,
             return_attention_sum=True,
-            topk_scores=scores if indices is chosen else at,
+            topk_scores=scores if indices is topk_indices else scores_at,
             score_gradient=score_gradient,
             backend=backend,
         )
@@ -259,7 +259,7 @@ def test_nothing_comes_of_nothing(backend, sizes):
         ]
         losses.append(dense_indexer_kl_loss(*inputs, SCALE, ends=ends, backend=backend))
         assert all(loss.item() == 0 and loss.shape == () for loss in losses)
-        for value in (scores.sum(), at.nan_to_num(neginf=0).sum(), out.sum(), *losses):
+        for value in (scores.sum(), scores_at.nan_to_num(neginf=0).sum(), out.sum(), *losses):
             for grad in torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True):
                 assert grad is None or (grad == 0).all()
         total = out.sum() + sum(losses) + scores.sum()

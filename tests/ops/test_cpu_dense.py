@@ -1,4 +1,4 @@
-"""Both forms of the CPU attention, keys gathered and all keys masked, whatever the sizes would choose."""
+"""Both forms of CPU attention, gathered keys and all keys masked, at sizes that would choose either."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FORMS = ("gathered", "dense")
 
 @pytest.fixture
 def dense_calls(monkeypatch):
-    """Which functions of the dense form were called."""
+    """Return the list of dense-form functions that were called."""
     return noted(monkeypatch, cpu_dense.forward, cpu_dense.backward)
 
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch, dense_calls):
-    """One form for all calls; afterwards, whether it was that one."""
+    """Force one form for all calls, and check afterwards that it was used."""
     most_keys = 0 if request.param == "gathered" else 10**9
     monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk: most_keys)
     yield request.param
@@ -35,7 +35,7 @@ def form(request, monkeypatch, dense_calls):
 
 @pytest.fixture(params=["whole", "one row", "odd"])
 def chunks(request, monkeypatch):
-    """How the dense form cuts: everything at once, or into many chunks of which few are alike."""
+    """Set the chunking of the dense form: no chunks, or many, few of them equal."""
     size, rows, step = {"whole": (1 << 30, 10**6, 64), "one row": (1, 128, 1), "odd": (1 << 30, 7, 5)}[
         request.param
     ]
@@ -96,7 +96,7 @@ def test_no_allocation_has_two_sequence_axes(form, monkeypatch):
 
 
 def attend(query, key_value, indices, factors, backend, scale=0.3):
-    """Everything that a call returns, its gradients, and the sum that its backward formed."""
+    """Return the results of a call, its gradients, and the attention sum computed in backward."""
     received = []
     scores = torch.zeros(indices.shape, requires_grad=True)
     result = sparse_flash_attention(
@@ -145,7 +145,7 @@ def test_packed_sequences_are_multiplied_with_their_own_keys_only(chunks, form):
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish(form):
-    """A masked score may be far above all that count, and what counts far below one that does not."""
+    # A masked score may be far above all selected scores, and the selected far below it.
     query, key_value, factors = inputs()
     indices = random_indices(2, 23, 89, 30, empty_rows=(4,)) + 1
     indices = indices.masked_fill(indices == 0, -1)
@@ -154,11 +154,11 @@ def test_scores_far_apart_neither_overflow_nor_vanish(form):
         key_value[:, 0] = 1e4
         key_value[:, 1:].mul_(20)
     expected = attend(query, key_value, indices, factors, "reference", 3.0)
-    found = attend(query, key_value, indices, factors, "cpu", 3.0)
-    for value, other in zip(found, expected, strict=True):
+    results = attend(query, key_value, indices, factors, "cpu", 3.0)
+    for value, other in zip(results, expected, strict=True):
         assert torch.equal(value.isfinite(), other.isfinite())
         assert oracle.relative_error(value.nan_to_num(neginf=0), other.nan_to_num(neginf=0)) < 1e-4
-    assert (found[4][:, 0] == 0).all()
+    assert (results[4][:, 0] == 0).all()
 
 
 SPOILT = {
@@ -172,7 +172,8 @@ SPOILT = {
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e38])
 @pytest.mark.parametrize("where", SPOILT)
 def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkeypatch, dense_calls):
-    """The dense form would multiply it with zeros: it leaves such calls to the other one."""
+    # The dense form would multiply NaN or infinity by zero, so the operator uses the gathered form for such
+    # calls.
     indices = random_indices(2, 23, 80, 30, empty_rows=(4,))
     tensors = inputs()
     operand, at = SPOILT[where]
@@ -187,7 +188,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkey
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4, equal_nan=True)
         assert where != "a key that no row selects" or not one.isnan().any()
-    # Whoever did not select the key gets no gradient that is not a number.
+    # Keys that only the affected rows did not select get finite gradients.
     assert results[0][4][:, 80:].isfinite().all()
 
 
@@ -200,7 +201,7 @@ def test_gradients_are_deterministic(form):
     [(1, 48, 576), (4, 48, 576), (16, 512, 2112), (128, 2048, 3744)],
 )
 def test_which_form_a_call_takes(heads, topk, most, dense_calls):
-    """So many keys, and not one more: the measured sizes are on the side where they were faster."""
+    """At the measured limit the dense form runs; with one more key the gathered form does."""
     for keys in (most, most + 1):
         query, key_value = operator.attention_inputs(1, 1, keys, heads, 8, torch.float32)
         indices = torch.arange(topk).expand(1, 1, topk).int()

@@ -1,4 +1,6 @@
-"""Both forms of the index gradients on CPU, keys gathered and all keys, whatever the sizes would choose."""
+"""Both forms of the index gradients on CPUs, gathered keys and all keys, at sizes that would choose
+either.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.ops.random_inputs import DTYPES, indexer_inputs, random_indices
 
 @pytest.fixture
 def dense_calls(monkeypatch):
-    """A list that grows with every call of the dense form."""
+    """Return a list that grows with every call of the dense form."""
     calls, original = [], cpu_dense.score_gradients
 
     def counted(*args):
@@ -28,7 +30,7 @@ def dense_calls(monkeypatch):
 
 @pytest.fixture(params=["gathered", "dense"])
 def form(request, monkeypatch, dense_calls):
-    """One form for all calls; afterwards, whether it was that one."""
+    """Force one form for all calls, and check afterwards that it was used."""
     most_keys = 0 if request.param == "gathered" else 10**9
     monkeypatch.setattr(cpu_dense, "most_keys", lambda heads, topk: most_keys)
     yield request.param
@@ -37,7 +39,7 @@ def form(request, monkeypatch, dense_calls):
 
 @pytest.fixture(params=["whole", "one row", "odd", "pairs"])
 def chunks(request, monkeypatch):
-    """How the dense form cuts: not at all, or into rows of one or of several sequences, and into few keys."""
+    """Set the chunking of the dense form: none, rows of one or several sequences, and few keys."""
     size, fewest, most, step, keys = {
         "whole": (1 << 30, 1, 10**6, 64, 10**6),
         "one row": (1, 1, 128, 1, 16),
@@ -88,7 +90,8 @@ SPOILT = ("query", "a key that no row selects", "weights", "gradient")
 @pytest.mark.parametrize("where", SPOILT)
 @pytest.mark.usefixtures("operands_that_are_no_numbers")
 def test_what_is_not_finite_reaches_what_depends_on_it_only(where, value, monkeypatch, dense_calls):
-    """The dense form would multiply it with zeros: it leaves such calls to the other one."""
+    # The dense form would multiply NaN or infinity by zero, so the operator uses the gathered form for such
+    # calls.
     inputs, indices = leaves(), random_indices(3, 40, 35, 12, empty_rows=(4,))
     grad = torch.ones(indices.shape).masked_fill(indices < 0, 0)
     with torch.no_grad():

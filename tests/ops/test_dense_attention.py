@@ -1,4 +1,4 @@
-"""Dense attention in parts, of every backend that runs here, against softmax over all keys by autograd."""
+"""Dense attention in parts, for every backend available here, against softmax over all keys by autograd."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_rotary_parts_that_are_apart(backend, dtype):
 
 def test_rotary_parts_that_do_not_fit_are_refused():
     query, rope = torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 8)
-    for given, message in (
+    for operands, message in (
         ((query, rope[:, :4], query, rope[:, :, :1], query), "query_rope must be"),
         ((query, rope, query, rope, query), "key_rope must be"),
         ((query, rope, query[:, :, :1], rope[:, :, :1], query), "key must be"),
         ((query, rope.double(), query, rope[:, :, :1], query), "must have the dtype"),
     ):
         with pytest.raises(ValueError, match=message):
-            attention_of_parts(*given, 0.3)
+            attention_of_parts(*operands, 0.3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -68,15 +68,15 @@ def test_no_keys_are_zero_and_minus_infinity(backend):
     assert out.eq(0).all()
     assert lse.isneginf().all()
     zero = torch.zeros_like(lse)
-    found = dense_attention_backward(
+    gradients = dense_attention_backward(
         grad, query, key[:, :0], value[:, :0], out, zero, 0.3, causal=False, backend=backend
     )
-    assert found[0].eq(0).all()
-    assert [one.shape[1] for one in found[1:]] == [0, 0]
+    assert gradients[0].eq(0).all()
+    assert [one.shape[1] for one in gradients[1:]] == [0, 0]
 
 
 def test_the_cuda_backend_calls_what_torch_has():
-    """Arguments and shapes only: PyTorch's own shape functions stand for the kernels."""
+    # Checks arguments and shapes only: PyTorch's meta functions replace the kernels.
     query, key, value, grad = (
         torch.empty(2, rows, heads, dim, dtype=torch.bfloat16, device="meta")
         for rows, heads, dim in ((16, 8, 20), (24, 2, 20), (24, 2, 12), (16, 8, 12))

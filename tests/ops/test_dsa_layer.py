@@ -1,6 +1,6 @@
-"""A layer's sparse attention as a library: function and module against formulas in fp64, and its page.
+"""A layer's sparse attention as a library: function, module and documentation page.
 
-Selections are compared with those of the formula; outputs, losses and gradients with dense masks in fp64.
+Selections are compared with the formula; outputs, losses and gradients with dense masks in fp64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECORD = Path(__file__).with_name("dsa_interface.json")
 BATCH, ROWS, HEADS, DIM, VALUE, TOPK = 2, 24, 3, 10, 6, 7
 SCALE = 0.3
 INDEX_HEADS = 24
-"""So many that no score is exactly 0: of equal scores torch.topk takes any."""
+"""So many heads that no score is exactly 0, because torch.topk breaks ties arbitrarily."""
 
 
 def main_inputs(absorbed, dtype=torch.float64):
@@ -39,12 +39,12 @@ def main_inputs(absorbed, dtype=torch.float64):
 
 
 def expected(query, key, value, index, mask):
-    """Output and loss with the keys of ``mask``, in fp64."""
+    """Return the output and the loss over the keys of ``mask``, in fp64."""
     if value is None:
         key, value = (x[:, :, None].expand(-1, -1, HEADS, -1) for x in (key, key[..., :VALUE]))
     scores = SCALE * torch.einsum("bthd,bshd->bths", query, key)
     counts = mask.any(-1)
-    # Rows that see nothing give zeros, and count in the mean.
+    # Rows without a visible key give zeros, and count in the mean.
     probabilities = scores.masked_fill(~(mask | ~counts[..., None])[:, :, None], -torch.inf).softmax(-1)
     out = torch.einsum("bths,bshd->bthd", probabilities, value) * counts[..., None, None]
     rows = oracle.divergence(oracle.index_scores(*index), probabilities, mask | ~counts[..., None])
@@ -65,7 +65,7 @@ ROW_KINDS = {
         torch.stack([visible(*packed_ranges(*lengths))[0] for lengths in ((10, 14), (20, 4))]),
     ),
     "holes": (
-        # Rows 5, 11 and 12 see nothing: padding inside of a document.
+        # Rows 5, 11 and 12 see no key, like padding inside of a document.
         {"ends": HOLES},
         visible(torch.zeros(ROWS), HOLES),
     ),
@@ -190,10 +190,10 @@ WRONG = {
 def test_bad_input_is_named(name):
     options, message = WRONG[name]
     index = {f"index_{name}": x for name, x in indexer_inputs(BATCH, ROWS)._asdict().items()}
-    given = {"topk": TOPK, "softmax_scale": SCALE, **index, **options}
+    arguments = {"topk": TOPK, "softmax_scale": SCALE, **index, **options}
     main = main_inputs(False, torch.float32)
     with pytest.raises(ValueError, match=message):
-        dsa.deepseek_sparse_attention(*main, **given)
+        dsa.deepseek_sparse_attention(*main, **arguments)
 
 
 NARROW = torch.zeros(BATCH, ROWS, HEADS, DIM)
@@ -223,7 +223,7 @@ UNLIKE = {
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 @pytest.mark.parametrize("name", UNLIKE)
 def test_operands_that_do_not_fit_are_named_where_attention_is_dense(name, stage):
-    """PyTorch's attention broadcasts some of them; there it would be another function without an error."""
+    # PyTorch's attention would broadcast these operands and silently compute another function.
     main, options, message = UNLIKE[name]
     options = {"topk": ROWS, "softmax_scale": SCALE, "stage": stage, **options}
     with pytest.raises(ValueError, match=message):
@@ -239,12 +239,12 @@ def test_nothing_to_attend_to_is_nothing_in_every_form():
 
 
 def test_without_numpy_the_indexer_is_the_slow_one(monkeypatch):
-    """torch runs without NumPy, which the fast selection on CPUs needs."""
+    # torch runs without NumPy, but the fast selection on CPUs needs it.
     monkeypatch.setattr(
         cpu, "find_spec", lambda name: None if name == "numpy" else pytest.fail(f"{name} was asked for")
     )
     with pytest.raises(dsa.BackendUnavailable, match="needs NumPy, which is not installed"):
-        # A shape class that no other call has: choices are remembered.
+        # Five heads: a shape class that no other test uses, because choices are cached.
         dsa.lightning_indexer(*indexer_inputs(BATCH, ROWS, heads=5), TOPK, backend="cpu")
 
 
@@ -274,7 +274,7 @@ def test_compiled_models_run_the_operators_between_graphs():
 
 @pytest.mark.parametrize("layout", ["halves", "pairs"])
 def test_the_indexer_is_the_formula(layout):
-    """By rotation of complex numbers, in fp64."""
+    # The expected rotation multiplies complex numbers, in fp64.
     torch.manual_seed(1)
     indexer = dsa.Indexer(12, 9, heads=4, head_dim=8, rope_dim=6, rope_layout=layout).double()
     hidden, latent = (torch.randn(BATCH, ROWS, width, dtype=torch.float64) for width in (12, 9))
@@ -288,7 +288,7 @@ def test_the_indexer_is_the_formula(layout):
 
     plain_query = (latent @ indexer.wq_b.weight.T).view(BATCH, ROWS, 4, 8)
     plain_key = torch.layer_norm(hidden @ indexer.wk.weight.T, (8,), None, None, 1e-6)[:, :, None]
-    # In what order the coordinates lie is the layout's; products of queries and keys know none.
+    # The layout decides the order of coordinates; dot products do not depend on it.
     products = torch.einsum("bthd,bsd->bths", query, key)
     oracle.assert_close(products, torch.einsum("bthd,bsid->bths", turned(plain_query), turned(plain_key)))
     projected = (hidden.float() @ indexer.weights_proj.weight.T.float()).double()
@@ -296,7 +296,7 @@ def test_the_indexer_is_the_formula(layout):
 
 
 def test_the_indexer_under_autocast_has_operands_of_one_dtype_and_weights_of_its_projection():
-    """Accelerators have a norm's result in fp32 under autocast; a hook has it so here."""
+    # On accelerators, a norm under autocast returns fp32. The hook imitates that.
     indexer = dsa.Indexer(12, heads=4, head_dim=8, rope_dim=0)
     indexer.k_norm.register_forward_hook(lambda module, given, out: out.float())
     hidden = torch.randn(BATCH, ROWS, 12)
@@ -360,28 +360,28 @@ def test_the_module_gives_what_the_function_does():
 
 
 def interface():
-    """Every exported name: parameters of what is called, fields of results, values of the others."""
-    found = {}
+    """Return each exported name with its parameters, its fields, or its value."""
+    entries = {}
     for name in dsa.__all__:
         thing = getattr(dsa, name)
         if hasattr(thing, "_fields"):
-            found[name] = list(thing._fields)
+            entries[name] = list(thing._fields)
         elif inspect.isfunction(thing) or inspect.isclass(thing):
             called = thing.__init__ if inspect.isclass(thing) else thing
             parameters = inspect.signature(called).parameters.values()
-            found[name] = [str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters]
+            entries[name] = [str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters]
             if issubclass(type(thing), type) and issubclass(thing, torch.nn.Module):
                 forward = inspect.signature(thing.forward).parameters.values()
-                found[f"{name}.forward"] = [
+                entries[f"{name}.forward"] = [
                     str(one.replace(annotation=inspect.Parameter.empty)) for one in forward
                 ]
         else:
-            found[name] = str(thing)
-    return found
+            entries[name] = str(thing)
+    return entries
 
 
 def test_the_interface_is_the_recorded_one():
-    """Whoever changes it raises INTERFACE, as its docstring says, and records it."""
+    """A change of the interface needs a new INTERFACE number and a new record; see its docstring."""
     current = interface()
     assert json.loads(RECORD.read_text()) == current, (
         f"write this to {RECORD.relative_to(ROOT)}:\n{json.dumps(current, indent=1)}"
@@ -394,7 +394,7 @@ def test_the_page_names_everything_that_is_exported():
 
 
 def run_example(capsys, example):
-    """Losses of the model and of the indexer, at the first and the last step."""
+    """Return the losses of the model and the indexer, at the first and at the last step."""
     torch.manual_seed(0)
     exec(compile(example, "docs/hosts/operators.md", "exec"), {"__name__": "page"})
     lines = [tuple(map(float, line.split())) for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""Gradients in fp16 survive where those that arrive are smaller than what fp16 holds."""
+"""fp16 gradients survive incoming gradients that are too small for fp16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UPSTREAM = (1.0, 1e-4, 1e-6, 1e-7)
 
 
 def leaves_of(inputs, *, factor):
-    """fp16 leaves whose gradients are large enough to be returned in fp16, and the same in fp32."""
+    """Return fp16 leaves scaled so that fp16 can hold their gradients, and the same leaves in fp32."""
     narrow = [(x * f).half().requires_grad_() for x, f in zip(inputs, factor, strict=True)]
     return narrow, [x.detach().float().requires_grad_() for x in narrow]
 
@@ -26,7 +26,7 @@ def leaves_of(inputs, *, factor):
 def check(narrow, wide):
     for grad, expected in zip(narrow, wide, strict=True):
         assert grad.dtype == torch.float16
-        # Half of the least number that fp16 holds is lost in what is returned.
+        # Rounding loses at most half of fp16's smallest subnormal, 2^-24 / 2.
         lost = 2**-25 / expected.abs().max()
         assert oracle.relative_error(grad, expected) < 3e-3 + lost
         assert lost < 0.02
@@ -53,10 +53,8 @@ def test_index_scores(backend, upstream):
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**14, 2.0**17])
 def test_dense_loss_under_a_loss_scale(backend, scale):
-    """It arrives after the gradients were formed: they are too small for fp16 without it.
-
-    The mean is over few rows here; small weights stand for many. fp16 ends before the last of these scales.
-    """
+    """A loss scale arrives in backward, after the forward has computed gradients that fp16 cannot hold."""
+    # The mean is over few rows; small weights imitate many rows. fp16 ends before the last of these scales.
     device = device_of(backend)
     narrow, wide = leaves_of(indexer_inputs(1, 12), factor=(1, 1, 1e-3))
     query, key = main_inputs(1, 12, 4, 24, torch.float16)
@@ -78,7 +76,7 @@ def test_attention(backend, upstream):
         *(x.to(device) for x in narrow), indices.to(device), 0.005, value_dim=16, backend=backend
     ).out.cpu()
     expected = sparse_flash_attention(*wide, indices, 0.005, value_dim=16, backend="reference").out
-    # What arrives is in fp16 already.
+    # The incoming gradient is fp16, so compare with its rounded values.
     factors = (upstream * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).half()
     grads = torch.autograd.grad(out, narrow, factors)
     expected_grads = torch.autograd.grad(expected, wide, factors.float())

@@ -1,4 +1,4 @@
-"""The grouped matmul of every backend that runs here against its groups one at a time."""
+"""The grouped matmul of every backend available here, against one product per group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gradients_are_added_to_what_is_there(backend, dtype, main_grad, layout)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_of_rows_and_of_their_gradient(backend):
-    """Rows that are columns of something else, and the gradient of a sum, which is expanded."""
+    """Rows may be a transposed view, and the output gradient may be expanded, as the gradient of a sum is."""
     sizes = SIZES["uneven"]
     rows, weight, grad = problem(sizes)
     wanted = expected(rows, weight, torch.ones_like(grad), sizes, "kn")
@@ -73,14 +73,14 @@ def test_autocast_does_not_reach_in():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = grouped_matmul(rows, weight, sizes)
         out.backward(grad)
-    for found, right in zip(
+    for result, right in zip(
         (out, rows.grad, weight.grad), expected(rows, weight, grad, sizes, "kn"), strict=True
     ):
-        assert_close(found, right, torch.float32, "autocast")
+        assert_close(result, right, torch.float32, "autocast")
 
 
 class _Copies(TorchDispatchMode):
-    """Counts tensors as large as the weight that operators make or fill."""
+    """Records operations that return a tensor as large as the weight."""
 
     def __init__(self, size):
         super().__init__()
@@ -124,7 +124,7 @@ def test_calls_that_do_not_fit_are_refused_by_name():
 
 
 def test_numbers_on_a_device_are_not_read():
-    """A device's numbers would have to be waited for; the meta device has none to give."""
+    # Reading sizes from a device would wait for it. The meta device has no values to read.
     groups = Groups(torch.empty(2, dtype=torch.int64, device="meta"))
     checks.set_debug_checks(False)
     groups.check("grouped_matmul", 2, 7)
@@ -134,7 +134,7 @@ def test_numbers_on_a_device_are_not_read():
 
 
 def test_bf16_products_into_fp32_are_those_of_a_linear_layer():
-    """Rounded to bf16, then added in fp32: as a layer without a fused kernel does it, to the bit."""
+    """Bit-identical to a linear layer without fused accumulation: rounded to bf16, then added in fp32."""
     sizes = SIZES["uneven"]
     rows, weight, grad = problem(sizes, torch.bfloat16, "nk")
     buffer = torch.zeros(weight.shape)
@@ -145,7 +145,7 @@ def test_bf16_products_into_fp32_are_those_of_a_linear_layer():
 
 
 def test_numbers_of_no_rows_are_not_read(monkeypatch):
-    """Counts of a rank without tokens may be on a device; here on one that cannot be read."""
+    # A rank without tokens may have its counts on a device; here on the meta device, which has no values.
     monkeypatch.setattr(checks, "enabled", lambda: False)
     rows, weight = torch.randn(0, 8, requires_grad=True), torch.randn(3, 8, 4, requires_grad=True)
     out = grouped_matmul(rows, weight, torch.zeros(3, dtype=torch.int64, device="meta"))

@@ -24,7 +24,7 @@ def main_inputs(batch, rows, heads, dim, dtype=torch.float32, per_head=False, ke
 
 
 def expected_loss(index_inputs, query, key, mask, row_mask, reduction, use_relu=True):
-    """The loss and its gradients, in fp64."""
+    """Return the loss and its gradients, in fp64."""
     leaves = [x.detach().double().requires_grad_() for x in index_inputs]
     per_head = key if key.dim() == 4 else key[:, :, None].expand(-1, -1, query.shape[2], -1)
     scores = SCALE * torch.einsum("bshd,bthd->bsht", query.double(), per_head.double())
@@ -39,7 +39,7 @@ def expected_loss(index_inputs, query, key, mask, row_mask, reduction, use_relu=
 
 def check(loss, inputs, expected, expected_grads):
     assert abs(loss.item() - expected.item()) < 2e-5 * max(1, abs(expected.item()))
-    # A factor other than one: the gradient that arrives must be honoured.
+    # A factor of 3 shows that the incoming gradient is used.
     for grad, expected_grad in zip(torch.autograd.grad(3 * loss, inputs), expected_grads, strict=True):
         oracle.assert_close(grad, 3 * expected_grad, backward=True)
 
@@ -126,7 +126,7 @@ def test_sparse_form_over_all_keys_equals_dense_form(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["sparse", "dense"])
 def test_finite_differences(backend, form):
-    """In fp64 on a tiny shape: the gradient is that of the loss value that is returned."""
+    """In fp64 on a tiny shape, the gradient agrees with finite differences of the returned loss."""
     inputs = [x.double().requires_grad_() for x in indexer_inputs(1, 6, heads=2, dim=3, seed=4)]
     query, key = (x.double() for x in main_inputs(1, 6, 2, 5))
     indices = random_indices(1, 6, 6, 4, empty_rows=(2,))
@@ -186,7 +186,7 @@ def test_no_row_counts(backend):
 
 
 def test_sharp_attention_stays_finite():
-    """Scores so large that most probabilities underflow to zero."""
+    """The loss stays finite for scores so large that most probabilities underflow to zero."""
     inputs = [x.requires_grad_() for x in indexer_inputs(1, 30)]
     query, key = main_inputs(1, 30, 4, 16)
     indices, scores = lightning_indexer(*(100 * x for x in inputs), 12, backend="cpu")
@@ -210,7 +210,7 @@ def test_bad_input_is_refused():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("index_dtype", [torch.float64, torch.float32])
 def test_dtype_is_that_of_the_indexer(backend, index_dtype):
-    """Beside a main attention in the other dtype; a row that sees nothing adds nothing."""
+    """The loss has the indexer's dtype when the main attention has another; an empty row adds nothing."""
     main_dtype = torch.float32 if index_dtype == torch.float64 else torch.float64
     starts, ends = packed_ranges(11, 26)
     ends[5] = starts[5]
@@ -228,7 +228,7 @@ def test_dtype_is_that_of_the_indexer(backend, index_dtype):
     for mask, loss in losses.items():
         assert loss.dtype == index_dtype
         expected, expected_grads = expected_loss(inputs, query, key, mask, None, "mean")
-        # As exact as the main attention's fp32 allows.
+        # fp32 accuracy, because either the indexer or the main attention is in fp32.
         assert oracle.relative_error(loss.detach(), expected.detach()) < 1e-5
         for grad, expected_grad in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
             assert grad.dtype == index_dtype

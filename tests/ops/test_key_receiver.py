@@ -1,4 +1,4 @@
-"""What takes the gradient of keys in their place gets the operators' sums, not rounded to bf16."""
+"""A receiver of the key gradient gets the operator's wide sum, not rounded to bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the arguments lie in memory changes nothing: slices, permuted and expanded tensors, int32 and int64."""
+"""Memory layouts change nothing: slices, permuted and expanded tensors, int32 and int64 indices."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ BATCH, ROWS, KEYS, HEADS, DIM = 2, 19, 90, 5, 12
 
 
 def sliced(tensor: Tensor) -> Tensor:
-    """Part of a larger tensor along every axis; what surrounds it is not to be read."""
+    """Return a copy inside of a larger tensor, whose other entries must not be read."""
     around = torch.full([size + 3 for size in tensor.shape], 77, dtype=tensor.dtype)
     part = around[tuple(slice(1, 1 + size) for size in tensor.shape)]
     return part.copy_(tensor)
 
 
 def permuted(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """The same tensor with its axes in another order in memory."""
+    """Return the same tensor with its axes in another order in memory."""
     order = torch.randperm(tensor.dim(), generator=generator).tolist()
     back = [order.index(axis) for axis in range(tensor.dim())]
     return tensor.permute(order).contiguous().permute(back)
 
 
 def expanded(tensor: Tensor, axis: int) -> Tensor:
-    """The first entry along an axis stands for all: another tensor, with stride 0."""
+    """Return a tensor of the first entry along an axis, expanded with stride 0."""
     return tensor.narrow(axis, 0, 1).expand_as(tensor)
 
 
@@ -48,26 +48,26 @@ def any_layout(tensor: Tensor, generator: torch.Generator, expandable: tuple[int
     if kind == 2:
         return permuted(tensor, generator)
     if kind == 3:
-        # Every second entry along the last axis.
+        # Every second entry along the last axis: stride 2.
         return tensor.repeat_interleave(2, dim=-1)[..., ::2]
     return expanded(tensor, expandable[int(torch.randint(0, len(expandable), (), generator=generator))])
 
 
 class Case:
-    """One set of arguments in random layouts, and the same values in plain tensors."""
+    """One set of arguments in random layouts, and the same values in contiguous tensors."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        # 64 is what widths are rounded up to: entries behind it may be cut off, or none.
+        # topk is rounded up to multiples of 64: less, equal and more.
         topk = (7, 64, 80)[seed % 3]
-        # Small integers: scores are exact, and every backend decides ties alike.
+        # Small integers give exact scores, so all backends break ties alike.
         index = [x.round() for x in indexer_inputs(BATCH, ROWS, KEYS, heads=3, dim=8, seed=seed)]
         indices = random_indices(BATCH, ROWS, KEYS, topk, seed, empty_rows=(4,))
         if seed % 2:
-            # Most entries are behind the last valid one, and cut off.
+            # Only the tail is -1, and operators cut it off.
             indices[..., topk // 2 :] = -1
         if seed % 5 == 4:
-            # No -1 at all, and another order.
+            # No -1 at all, in random order.
             indices = torch.rand(BATCH, ROWS, KEYS, generator=self.generator).argsort(-1)[..., :topk].int()
         self.index = [self.lay(x) for x in index]
         self.query = self.lay(torch.randn(BATCH, ROWS, HEADS, DIM, generator=self.generator), (0, 1, 2))
@@ -123,7 +123,7 @@ def sparse_loss(case, index, query, key, per_head, scores, sums, backend):
 def score_gradient(case, index, query, key, per_head, scores, sums, backend):
     options = {"row_mask": case.mask, "backend": backend}
     loss, gradient = divergence_and_score_gradient(scores.detach(), sums, case.indices, **options)
-    # So that there is something to differentiate.
+    # The divergence has no gradient of its own.
     return [loss + 0 * scores.sum(), gradient]
 
 
@@ -136,7 +136,7 @@ CALLS = [select, score, attend, sparse_loss, score_gradient, dense_loss]
 
 
 def results(call, case, plain, backend):
-    """What a call returns, and the gradients of all its arguments."""
+    """Return the results of a call and the gradients of all its arguments."""
     leaves = [*case.index, case.query, case.key, case.per_head, case.scores, case.sums]
     if plain:
         leaves = [x.contiguous().clone() for x in leaves]
@@ -155,7 +155,7 @@ def results(call, case, plain, backend):
 def test_layouts_change_nothing(call, backend, monkeypatch):
     name, _, products = backend.partition(", ")
     if products == "looped":
-        # One oneDNN call per product, as for large ones on processors that MKL does not know.
+        # One oneDNN call per product, as for large products on processors that MKL does not know.
         monkeypatch.setattr(cpu_products, "_LOOP_MIN_FLOPS", 0)
         monkeypatch.setattr(cpu_products, "_MKL_IS_FAST", False)
     for seed in SEEDS:
@@ -171,7 +171,7 @@ def test_layouts_change_nothing(call, backend, monkeypatch):
 
 @pytest.mark.parametrize("width", [64, 65])
 def test_wide_rows_of_int64_indices(width):
-    """As wide as 100 entries, of which the last ones are -1 in every row: the rest is a slice."""
+    # Only the first 64 or 65 of 100 entries are valid in every row, so operators work on a slice.
     query, key, weights = indexer_inputs(1, 5, 200)
     indices = torch.full((1, 5, 100), -1)
     indices[..., :width] = torch.arange(width)

@@ -14,7 +14,9 @@ from tests.ops.test_memory import LargestStorage
 
 
 def best_of(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """First ``topk`` of a stable descending sort, ascending positions, -1 for invisible keys at the tail."""
+    """Return the first ``topk`` keys of a stable descending sort, in ascending order, -1 for invisible
+    keys.
+    """
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     order = torch.where(values == -torch.inf, scores.shape[-1], order)[..., :topk].sort(-1).values
     return torch.where(order == scores.shape[-1], -1, order).int()
@@ -45,7 +47,7 @@ def test_ties_go_to_the_lower_position(backend, use_relu):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selects_the_highest_scores(backend, dtype):
-    # More keys than the CPU backend multiplies at once, so that its seams are crossed.
+    # More keys than the CPU backend multiplies at once, so that block borders are crossed.
     inputs = indexer_inputs(1, 40, 2600, heads=16, dim=32, dtype=dtype)
     ends = torch.linspace(1, 2600, 40).int()
     scores = masked_scores(inputs, torch.zeros(40, dtype=torch.int32), ends)
@@ -53,10 +55,10 @@ def test_selects_the_highest_scores(backend, dtype):
     result = lightning_indexer(*inputs, 50, ends=ends, backend=backend)
 
     best = scores.topk(51).values
-    chosen = result.topk_scores.double().sort(descending=True).values
+    chosen_scores = result.topk_scores.double().sort(descending=True).values
     seen = best[..., :50] > -torch.inf
-    assert torch.equal(chosen > -torch.inf, seen)
-    assert oracle.relative_error(chosen[seen], best[..., :50][seen]) < 1e-6
+    assert torch.equal(chosen_scores > -torch.inf, seen)
+    assert oracle.relative_error(chosen_scores[seen], best[..., :50][seen]) < 1e-6
     apart = best[..., 49] - best[..., 50] > 1e-4
     assert apart.float().mean() > 0.5
     assert torch.equal(result.topk_indices[apart], best_of(scores, 50)[apart])
@@ -126,11 +128,11 @@ def test_scores_and_their_gradients(backend, dtype, use_relu):
         assert grad.dtype == tensor.dtype
         oracle.assert_close(grad, expected_grad, backward=True)
 
-    at = selected_scores(*inputs, indices, use_relu=use_relu, backend=backend)
-    oracle.assert_close(at[valid], expected[valid])
-    assert (at[~valid] == -torch.inf).all()
+    scores_at = selected_scores(*inputs, indices, use_relu=use_relu, backend=backend)
+    oracle.assert_close(scores_at[valid], expected[valid])
+    assert (scores_at[~valid] == -torch.inf).all()
     for grad, expected_grad in zip(
-        torch.autograd.grad((at[valid] * factors[valid]).sum(), inputs), expected_grads, strict=True
+        torch.autograd.grad((scores_at[valid] * factors[valid]).sum(), inputs), expected_grads, strict=True
     ):
         oracle.assert_close(grad, expected_grad, backward=True)
 
@@ -149,12 +151,14 @@ def test_strided_inputs_in_megatron_layout():
 @pytest.mark.parametrize("threads", [1, 2, 16])
 @pytest.mark.parametrize(("backend", "least", "most"), [("cpu", 0, 4.1), ("reference", 15, 17)])
 def test_nothing_of_size_length_squared_is_held(backend, least, most, threads, monkeypatch):
-    """Four times the length takes up to four times the memory; the reference, which holds all, sixteen."""
+    """Four times the length takes at most four times the memory; the reference, which is dense, sixteen
+    times.
+    """
 
     def one_after_the_other(items, work, workers):
         return [work(items[first::workers]) for first in range(workers)]
 
-    # Where the mode sees them; and slabs at their smallest, so that what grows is not hidden behind them.
+    # Work stays in this thread, where the mode sees it; minimal slabs do not hide growth.
     monkeypatch.setattr(indexer_cpu, "share_out", one_after_the_other)
     monkeypatch.setattr(indexer_cpu, "_PRODUCT_ELEMENTS", 1)
     before = torch.get_num_threads()

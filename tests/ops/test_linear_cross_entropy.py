@@ -1,4 +1,6 @@
-"""Linear cross entropy is the formula's, forward and backward, whatever the chunks, ranks and weights are."""
+"""Linear cross entropy equals its formula, forward and backward, for all chunkings, ranks and token
+weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.support import model
 TOKENS, VOCABULARY, HIDDEN, ROWS = 37, 101, 16, 8
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 RUNS = [("cpu", "forward"), ("cpu", "backward"), ("reference", "forward")]
-# What accelerators run is PyTorch's operations on every device.
+# Accelerator backends consist of PyTorch operations, so they run on CPUs too.
 ELSEWHERE = [(name, gradient) for name in ("cuda", "npu") for gradient in ("forward", "backward")]
 
 
@@ -40,7 +42,7 @@ def assert_near(found, expected, dtype):
 
 
 def weights_of_tokens(kind):
-    """What the gradients are, and what the operator is told that they are."""
+    """Return the gradients of the losses, and the token weights passed to the operator."""
     mask = (torch.rand(TOKENS) > 0.3).float()
     return {
         "all alike": (torch.full((TOKENS,), 0.01), None),
@@ -61,7 +63,7 @@ def test_losses_and_gradients_are_the_formulas(name, gradient, dtype):
     for kind in ("all alike", "masked", "masked, unknown", "shifted mask", "any", "none"):
         inputs = problem(dtype)
         grad, told = weights_of_tokens(kind)
-        found = linear_cross_entropy(
+        result = linear_cross_entropy(
             *inputs,
             token_weights=told,
             logit_scale=0.5,
@@ -70,13 +72,13 @@ def test_losses_and_gradients_are_the_formulas(name, gradient, dtype):
             rows=ROWS,
             backend=name,
         )
-        gradients = torch.autograd.grad(found.loss, inputs[:2], grad.to(found.loss.dtype))
+        gradients = torch.autograd.grad(result.loss, inputs[:2], grad.to(result.loss.dtype))
         assert [each.dtype for each in gradients] == [dtype, dtype]
         expected = by_formula(*inputs, grad, 0.5)
-        assert_near((found.loss.detach(), *gradients), expected, dtype)
-        logits = (inputs[0] @ inputs[1].t()).to(found.top.dtype) * 0.5
-        assert torch.equal(found.top_index, logits.argmax(-1))
-        torch.testing.assert_close(found.top, logits.amax(-1))
+        assert_near((result.loss.detach(), *gradients), expected, dtype)
+        logits = (inputs[0] @ inputs[1].t()).to(result.top.dtype) * 0.5
+        assert torch.equal(result.top_index, logits.argmax(-1))
+        torch.testing.assert_close(result.top, logits.amax(-1))
 
 
 @pytest.mark.parametrize(("told", "again"), [(True, 0), (False, 11)])
@@ -84,7 +86,7 @@ def test_logits_are_computed_twice_for_tokens_that_count_otherwise_alone(monkeyp
     hidden, weight, labels = problem()
     mask = torch.ones(TOKENS)
     mask[:11] = 0
-    found = linear_cross_entropy(hidden, weight, labels, token_weights=mask if told else None, backend="cpu")
+    result = linear_cross_entropy(hidden, weight, labels, token_weights=mask if told else None, backend="cpu")
     rows = []
     original = backends._scaled
     monkeypatch.setattr(
@@ -92,12 +94,12 @@ def test_logits_are_computed_twice_for_tokens_that_count_otherwise_alone(monkeyp
         "_scaled",
         lambda call, room, logits: (rows.append(len(logits)), original(call, room, logits))[1],
     )
-    (found.loss * mask).mean().backward()
+    (result.loss * mask).mean().backward()
     assert sum(rows) == again
 
 
 class _Largest(TorchDispatchMode):
-    """Numbers of the largest result of any operation."""
+    """Records the element count of the largest result of any operation."""
 
     def __init__(self):
         super().__init__()
@@ -105,9 +107,9 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, torch.Tensor):
-                self.numbers = max(self.numbers, each.numel())
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
         return result
 
 
@@ -150,7 +152,7 @@ def test_backward_runs_twice_and_for_one_operand(gradient):
     [(True, 1, 1), (False, 30, 1), (True, 3000, 1), (False, 1, 1e-8), (False, 1, 1e5), (True, 30, 1e5)],
 )
 def test_no_sum_over_tokens_in_fp16_overflows(backend, gradient, one_label, channel, factor):
-    """Weights of tokens are one factor of the mean's, which backward divides by."""
+    # Token weights are the expected loss gradient up to a factor, by which backward divides.
     tokens = 600
     hidden, weight = torch.rand(tokens, HIDDEN) + 0.5, torch.randn(VOCABULARY, HIDDEN)
     hidden[:, 3], weight[:, 3] = channel, 0
@@ -163,7 +165,7 @@ def test_no_sum_over_tokens_in_fp16_overflows(backend, gradient, one_label, chan
 
 
 class _Sum:
-    """Buffer in fp32 in which a gradient is accumulated."""
+    """fp32 buffer that accumulates a gradient."""
 
     def __init__(self, start):
         self.total = start.clone()
@@ -183,10 +185,10 @@ def test_an_accumulator_gets_the_gradient_in_place_of_autograd(gradient, dtype):
     start = torch.randn(VOCABULARY, HIDDEN) * 1e-3
     accumulator = _Sum(start)
     grad, mask = weights_of_tokens("shifted mask")
-    found = linear_cross_entropy(
+    result = linear_cross_entropy(
         *inputs, token_weights=mask, gradient=gradient, accumulator=accumulator, rows=ROWS
     )
-    found.loss.backward(grad)
+    result.loss.backward(grad)
     assert inputs[1].grad is None
     assert accumulator.results == 1
     assert_near((accumulator.total - start,), (by_formula(*inputs, grad)[2],), dtype)
@@ -219,11 +221,11 @@ def test_without_a_token_there_is_nothing():
 
 
 def beside_megatron(inputs: list[Tensor], gradient: Any) -> dict[str, list[Tensor]]:
-    """Losses and gradients of a rank: ours, of the reference, and of Megatron's two functions.
+    """Return a rank's losses and gradients: ours, the reference's, and Megatron's.
 
     Args:
-        inputs: hidden states, weight, labels and mask, of all ranks.
-        gradient: when that of the weight is formed.
+        inputs: hidden states, weight, labels and loss mask of all ranks.
+        gradient: pass in which the weight gradient is formed, ``"forward"`` or ``"backward"``.
     """
     model.start(tp=2)
     from megatron.core import parallel_state
@@ -272,15 +274,15 @@ def test_ranks_that_share_the_vocabulary(pool, gradient):
     labels = labels.clamp(max=99)
     labels[3] = 1000
     mask = (torch.rand(TOKENS) > 0.3).float()
-    for found in pool.run(
+    for results in pool.run(
         f"{__name__}:beside_megatron",
         2,
         inputs=[hidden.detach(), weight, labels, mask],
         gradient=gradient,
     ):
-        for one, other in zip(found["ours"], found["megatron's"], strict=True):
+        for one, other in zip(results["ours"], results["megatron's"], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-        for one, other in zip(found["reference"], found["megatron's"], strict=True):
+        for one, other in zip(results["reference"], results["megatron's"], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 

@@ -1,4 +1,4 @@
-"""What the CPU operators allocate, and that they read nothing which they have not written."""
+"""CPU operators allocate bounded memory, and read no memory that they have not written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPE = torch.float32
 
 
 class LargestStorage(TorchDispatchMode):
-    """Bytes of the largest memory that any operation of this thread returned."""
+    """Records the bytes of the largest storage that any operation of this thread returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LargestStorage(TorchDispatchMode):
 
 @pytest.fixture
 def one_thread():
-    """With one thread the operators stay in the calling one, where modes see them."""
+    """Run operators in the calling thread, where dispatch modes see their operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -122,7 +122,7 @@ def largest_of(run: Callable[[int, str], None], length: int, backend: str) -> in
 
 @pytest.mark.parametrize("run", [*RUNS, LONG])
 def test_no_allocation_has_two_sequence_axes(run, one_thread, monkeypatch):
-    # Blocks are at their smallest, so that what grows is not hidden behind them.
+    # Minimal blocks, so that they do not hide growth.
     monkeypatch.setattr(loss_cpu, "_DENSE_BLOCK", 4096)
     monkeypatch.setattr(blocks, "_BLOCK_BYTES", 4096)
     small, large = (largest_of(run, length, "cpu") for length in (512, 2048))
@@ -138,7 +138,7 @@ def test_the_measurement_sees_two_sequence_axes(run, one_thread):
 
 @pytest.mark.parametrize("run", [run_attention, run_loss])
 def test_scratch_does_not_grow_with_the_sequence(run, one_thread):
-    """Beside inputs and results there are blocks; the whole of the gathered keys would be the largest."""
+    """Apart from inputs and results there are only blocks, smaller than all gathered keys."""
     assert largest_of(run, 2048, "cpu") < 2048 * TOPK * 12 * 4
 
 
@@ -182,7 +182,7 @@ def results(run: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("run", ["indexer", "selected", "attention", "heads", "loss", "dense"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_stale_scratch_is_never_read(run, threads, monkeypatch):
-    """NaN in fresh memory and in scratch that a block before has used changes nothing."""
+    """NaN in fresh memory, and in scratch reused from an earlier block, changes nothing."""
     assert torch.empty(1000).isnan().all(), "the fixture poisons fresh memory"
     monkeypatch.setattr(blocks, "_TILE_BYTES", 1)
     before = torch.get_num_threads()
@@ -197,11 +197,11 @@ def test_stale_scratch_is_never_read(run, threads, monkeypatch):
     try:
         expected = results(run)
         monkeypatch.setattr(blocks.Scratch, "__call__", poison)
-        found = results(run)
+        results_with_nan = results(run)
     finally:
         torch.set_num_threads(before)
     assert poisoned or run == "dense", "the dense form has no scratch"
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results_with_nan, expected, strict=True):
         assert not one.isnan().any()
         assert torch.equal(one, other)
 

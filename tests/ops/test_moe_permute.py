@@ -1,4 +1,4 @@
-"""Permutation of tokens by expert: every backend that runs here, against matrices in fp64."""
+"""Permutation of tokens by expert, for every backend available here, against matrices in fp64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_there_and_back(backend, routing, dtype):
 @pytest.mark.parametrize("probs", [None, torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("added", [False, True])
 def test_weighted_sums(backend, probs, added):
-    """Weights of the rows' own dtype, and wider and narrower ones."""
+    """Weights may be wider or narrower than the rows, or have the same dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         cases.check(backend, (19, 5, "ragged"), dtype, probs, weighted=True, added=added)
 
@@ -53,7 +53,7 @@ def test_chunks_that_are_in_order_are_not_copied():
 
 
 def test_rows_before_of_chunks():
-    """What accelerators gather by, which know no chunk's size on the host."""
+    # Accelerators gather by these rows, without chunk sizes on the host.
     sizes, order = torch.tensor([3, 0, 5, 1, 0, 4]), torch.tensor([4, 2, 0, 5, 1, 3])
     expected = torch.cat([torch.arange(13).split(sizes.tolist())[chunk] for chunk in order.tolist()])
     assert torch.equal(chunk_rows(sizes, order, 13), expected)
@@ -61,29 +61,29 @@ def test_rows_before_of_chunks():
 
 @pytest.mark.parametrize("routing", cases.ROUTINGS, ids=cases.NAMES)
 def test_a_map_without_a_search(routing):
-    """Row maps as accelerators build them where the number of rows is known."""
+    """Row maps built from a known row count equal the ones built by search."""
     chosen = cases.routing_of(*routing)
-    found, expected = of_counted_routing(chosen, int(chosen.sum())), of_routing(chosen, None)
-    for part, wanted in zip(found, expected, strict=True):
+    counted, expected = of_counted_routing(chosen, int(chosen.sum())), of_routing(chosen, None)
+    for part, wanted in zip(counted, expected, strict=True):
         assert part.dtype == torch.int32
         assert torch.equal(part, wanted)
 
 
 @pytest.mark.parametrize("wrong", [-3, 5])
 def test_a_wrong_number_of_rows_stays_in_the_tokens(wrong):
-    chosen = cases.routing_of(19, 5, "ragged")
-    rows = int(chosen.sum()) + wrong
-    found = of_counted_routing(chosen, rows)
+    routing_map = cases.routing_of(19, 5, "ragged")
+    rows = int(routing_map.sum()) + wrong
+    found = of_counted_routing(routing_map, rows)
     for part, most in ((found.tokens, 19), (found.experts, 5), (found.slots(5), 95)):
         assert part.shape == (rows,)
         assert 0 <= int(part.min()) <= int(part.max()) < most
     assert checks.enabled()
     with pytest.raises(ValueError, match=f"and the caller says {rows}"):
-        permute(torch.randn(19, 2), chosen, rows=rows)
+        permute(torch.randn(19, 2), routing_map, rows=rows)
 
 
 class Written(TorchDispatchMode):
-    """Bytes of all results that are not views of an argument."""
+    """Counts the bytes of all results that are not views of an argument."""
 
     def __init__(self):
         super().__init__()
@@ -102,13 +102,14 @@ def _returns(function):
 
 
 def test_every_row_is_written_once():
-    """One copy of the rows out, one of the tokens back, and the same in backward; the rest is integers."""
-    chosen = cases.routing_of(64, 8, "top 2")
+    """Each direction writes every row once, plus integers."""
+    routing_map = cases.routing_of(64, 8, "top 2")
     tokens = torch.randn(64, 512, requires_grad=True)
     with Written() as forward:
-        moved = permute(tokens, chosen)
+        moved = permute(tokens, routing_map)
         total = unpermute(moved.tokens, moved.row_map, 64)
     integers = 64 * 2 * 200
+    # 128 rows out and 64 tokens back, 512 x 4 bytes = 2048 bytes each.
     assert forward.bytes < (128 + 64) * 2048 + integers
     upstream = torch.randn_like(total)
     with Written() as backward:
@@ -117,26 +118,26 @@ def test_every_row_is_written_once():
 
 
 def test_rows_that_the_map_does_not_have_are_refused():
-    chosen = cases.routing_of(13, 4, "top 2")
+    routing_map = cases.routing_of(13, 4, "top 2")
     tokens = torch.randn(13, 8)
     with pytest.raises(ValueError, match="sends its 13 tokens to 26 rows in all, and the caller says 27"):
-        permute(tokens, chosen, rows=27)
+        permute(tokens, routing_map, rows=27)
     with pytest.raises(ValueError, match="every token goes to 3 experts, and the map says otherwise"):
-        permute(tokens, chosen, topk=3)
-    moved = permute(tokens, chosen, rows=26, topk=2)
+        permute(tokens, routing_map, topk=3)
+    moved = permute(tokens, routing_map, rows=26, topk=2)
     with pytest.raises(ValueError, match="not that of 12 tokens in 26 rows"):
         unpermute(moved.tokens, moved.row_map, 12)
 
 
 def test_wrong_operands_are_refused():
-    chosen, tokens = cases.routing_of(13, 4, "top 2"), torch.randn(13, 8)
-    moved = permute(tokens, chosen)
+    routing_map, tokens = cases.routing_of(13, 4, "top 2"), torch.randn(13, 8)
+    moved = permute(tokens, routing_map)
     for problem, call in {
-        r"routing_map must be bool on cpu, got torch.int64": lambda: permute(tokens, chosen.long()),
-        r"routing_map must be \[13, experts\]": lambda: permute(tokens, chosen[:5]),
-        r"probs must be \[13, 4\]": lambda: permute(tokens, chosen, torch.randn(13, 3)),
-        r"tokens must be floating point": lambda: permute(tokens.int(), chosen),
-        r"row_map must be what permute returned": lambda: unpermute(tokens, chosen[0], 13),
+        r"routing_map must be bool on cpu, got torch.int64": lambda: permute(tokens, routing_map.long()),
+        r"routing_map must be \[13, experts\]": lambda: permute(tokens, routing_map[:5]),
+        r"probs must be \[13, 4\]": lambda: permute(tokens, routing_map, torch.randn(13, 3)),
+        r"tokens must be floating point": lambda: permute(tokens.int(), routing_map),
+        r"row_map must be what permute returned": lambda: unpermute(tokens, routing_map[0], 13),
         r"addend must be \[13, 8\]": lambda: unpermute(
             moved.tokens, moved.row_map, 13, addend=torch.randn(13, 7)
         ),
@@ -144,11 +145,11 @@ def test_wrong_operands_are_refused():
         with pytest.raises(ValueError, match=problem):
             call()
     with pytest.raises(BackendUnavailable, match="it runs on NPU tensors only"):
-        permute(tokens, chosen, backend="npu")
+        permute(tokens, routing_map, backend="npu")
 
 
 def test_a_map_without_offsets_is_that_of_equally_many_rows():
-    """What the NPU backend makes, and any other may have to read."""
+    # The NPU backend makes such maps, and any other backend may have to read them.
     chosen, tokens = cases.routing_of(13, 4, "top 2"), torch.randn(13, 8)
     moved = permute(tokens, chosen)
     short = unpack(moved.row_map, 13, 26)._replace(offsets=None).pack()

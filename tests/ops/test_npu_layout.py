@@ -1,4 +1,4 @@
-"""How the NPU backend finds out what rows see, and when it has to ask the device."""
+"""How the NPU backend finds the keys that rows see, and when it has to read from the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_everything_else_is_read_once_per_question(reads):
     assert len(reads) == 2
 
 
-# As collectives do, without a trace in the tensor's version.
+# Changes that, like collectives, may leave no trace in the tensor's version counter.
 UNSEEN = {
     "data": lambda tensor: tensor.data.__setitem__((0, 29, 15), -1),
     "numpy": lambda tensor: tensor.numpy().__setitem__((0, 29, 15), -1),
@@ -46,7 +46,7 @@ UNSEEN = {
 def test_indices_that_changed_have_another_layout(change):
     indices = packed_indices((10, 20), 16)[None]
     assert layout_of_indices(indices, 30) == Layout(1, 30, 30, (10, 20), CPU)
-    # As part of more keys these indices are another matter.
+    # With one more key, these indices are no packed layout.
     assert isinstance(layout_of_indices(indices, 31), str)
     UNSEEN[change](indices)
     assert isinstance(layout_of_indices(indices, 30), str)
@@ -54,7 +54,7 @@ def test_indices_that_changed_have_another_layout(change):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_ranges_that_changed_have_another_layout(plain):
-    """One tensor of ends with other starts, and one that was the causal default once."""
+    # The layout cache must notice other starts for the same ends, and ends that used to be causal.
     ranges = visible_ranges("test", 1, 30, 30, *((None, None) if plain else packed_ranges(10, 20)), CPU)
     assert not isinstance(layout_of_ranges(ranges, 30), str)
     starts, ends = ranges.starts.clone(), ranges.ends
@@ -99,24 +99,24 @@ def test_what_the_host_knows_is_not_read_and_is_what_reading_finds(debug_checks,
     assert said == of_indices == layout_of_ranges(visible_ranges("test", 1, 30, keys, *ranges, CPU), keys)
     assert of_indices == layout_of_indices(indices, keys)
     assert len(reads) == 2
-    # Layers share what was brought to the device.
+    # Layers share the layout that was copied to the device.
     assert said is of_indices
 
 
 @pytest.mark.parametrize("debug_checks", [True], indirect=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_debug_checks_read_what_the_host_says(debug_checks, form):
-    known, (starts, ends), keys, indices = FORMS[form]
-    visible_ranges("test", 1, 30, keys, starts, ends, CPU, known)
-    layout_of_selection("test", indices, keys, known)
+    form_of_rows, (starts, ends), keys, indices = FORMS[form]
+    visible_ranges("test", 1, 30, keys, starts, ends, CPU, form_of_rows)
+    layout_of_selection("test", indices, keys, form_of_rows)
     others = ends.clone()
     others[7] = 3
     with pytest.raises(ValueError, match="test: starts and ends are not those of the form"):
-        visible_ranges("test", 1, 30, keys, starts, others, CPU, known)
+        visible_ranges("test", 1, 30, keys, starts, others, CPU, form_of_rows)
     indices = indices.clone()
     indices[0, 29, 15] = -1
     with pytest.raises(ValueError, match="test: topk_indices do not list what rows of the form"):
-        layout_of_selection("test", indices, keys, known)
+        layout_of_selection("test", indices, keys, form_of_rows)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_offsets_of_sequences_start_afresh_in_each_row_of_the_batch():
     assert layout.query_lengths.dtype == torch.int32
     indices = torch.stack([packed_indices((2, 3), 4), packed_indices((5,), 4)])
     packed = layout.pack_indices(indices)
-    # The second row of the batch and the first sequence count from zero already.
+    # The second batch row and the first sequence begin at zero already.
     assert torch.equal(packed[5:], indices[1])
     assert torch.equal(packed[2:5], torch.where(indices[0, 2:] < 0, -1, indices[0, 2:] - 2))
     assert torch.equal(layout.unpack_indices(packed), indices)
@@ -151,7 +151,7 @@ def test_offsets_of_sequences_start_afresh_in_each_row_of_the_batch():
 
 @pytest.mark.parametrize("outside", [30, 2**31 + 3, 2**32 + 3, -2, -(2**32) + 5])
 def test_indices_outside_of_the_keys_are_like_minus_one(outside):
-    """Neither as a key nor, cut to int32, as another one."""
+    """Such an index counts neither as a key nor, truncated to int32, as another key."""
     indices = packed_indices((10, 20), 16)[None].long()
     wrong = indices.masked_fill(indices < 0, outside)
     layout = layout_of_indices(wrong, 30)

@@ -1,4 +1,4 @@
-"""Selections by FP8 scores: DeepSeek's formulas, bit for bit, by every backend of PyTorch's."""
+"""Selections by FP8 scores: bit-identical to DeepSeek's formulas for every PyTorch backend."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ every_factor = pytest.mark.parametrize("ue8m0", FACTORS.values(), ids=FACTORS)
 def same_bits(rows, ue8m0):
     values, factors = arithmetic.quantise(rows, ue8m0)
     expected, scale = engine_formulas.act_quant(rows, ue8m0)
-    known = rows.isfinite().all(-1)
+    finite = rows.isfinite().all(-1)
     assert torch.equal(
-        values.to(torch.float8_e4m3fn)[known].view(torch.uint8), expected[known].view(torch.uint8)
+        values.to(torch.float8_e4m3fn)[finite].view(torch.uint8), expected[finite].view(torch.uint8)
     )
-    assert torch.equal(values[known], expected.float()[known])
-    assert torch.equal(factors[known], scale[known])
-    assert factors[~known].isnan().all()
+    assert torch.equal(values[finite], expected.float()[finite])
+    assert torch.equal(factors[finite], scale[finite])
+    assert factors[~finite].isnan().all()
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def same_bits(rows, ue8m0):
 
 @every_factor
 def test_every_number_of_bf16_as_the_largest_of_a_row(ue8m0):
-    """Zeros, subnormal numbers, all powers of two, infinities and NaN among them."""
+    """All bf16 values as a row's maximum: zeros, subnormals, powers of two, infinities and NaN."""
     largest = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     rest = torch.linspace(-1, 1, 31, dtype=torch.float64)
     same_bits(torch.cat([largest[:, None], (largest.double()[:, None] * rest).bfloat16()], 1), ue8m0)
@@ -51,7 +51,7 @@ def test_every_number_of_bf16_as_the_largest_of_a_row(ue8m0):
 
 @every_factor
 def test_largest_magnitudes_around_powers_of_two(ue8m0):
-    """448 times one, and its neighbours in fp32, where a logarithm would be off by one."""
+    # 448 x 2^n and its fp32 neighbours, where an exponent from a logarithm would be off by one.
     powers = 448 * 2.0 ** torch.arange(-60, 60)
     around = torch.cat(
         [powers, powers.nextafter(torch.tensor(torch.inf)), powers.nextafter(torch.tensor(0.0))]
@@ -74,7 +74,7 @@ def test_numbers_between_those_of_e4m3_go_to_the_even_one():
     between = (numbers[1:] + numbers[:-1]) / 2
     around = torch.cat([between, between.nextafter(torch.tensor(0.0)), between.nextafter(torch.tensor(1e3))])
     rows = torch.cat([numbers, around, -around])
-    # The factor is 1.
+    # The second column makes the scale 1.
     rows = torch.stack([rows, torch.full_like(rows, 448.0)], dim=1)
     assert (arithmetic.quantise(rows, True)[1] == 1).all()
     same_bits(rows, True)
@@ -84,7 +84,7 @@ def test_numbers_between_those_of_e4m3_go_to_the_even_one():
 
 
 def test_products_are_exact_and_rounded_once():
-    """43 bits: fp32 sums of them are not what is right, in whatever order."""
+    # Products need 43 bits, so fp32 sums are wrong in any order.
     generator = torch.Generator().manual_seed(3)
     numbers = torch.arange(0, 256).to(torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[~numbers.isnan()]
@@ -93,10 +93,10 @@ def test_products_are_exact_and_rounded_once():
     query[0], key[0] = 448.0, 2.0**-9
     query[1], key[1] = 448.0, 448.0
     query[1, 0], key[1, 0] = 2.0**-9, 2.0**-9
-    found = arithmetic.exact_scores(query[:, None], key, torch.ones(20, 1), torch.ones(60), False)
+    scores = arithmetic.exact_scores(query[:, None], key, torch.ones(20, 1), torch.ones(60), False)
     expected = [[engine_formulas.exact_product(q, k) for k in key] for q in query]
-    assert found.tolist() == expected
-    assert found.tolist() != (query @ key.T).tolist()
+    assert scores.tolist() == expected
+    assert scores.tolist() != (query @ key.T).tolist()
 
 
 @every_factor
@@ -137,7 +137,7 @@ def test_other_sums_lie_within_the_bound(dtype):
         difference = (other - exact).abs().amax(-1)
         assert (difference <= bound).all()
         assert (difference > 0).any()
-        # Far from every score.
+        # The bound is much smaller than the scores.
         assert (bound < 1e-2 * exact.abs().amax(-1)).all()
 
 
@@ -152,15 +152,15 @@ def test_selections_are_those_of_the_formulas(backend, dtype, use_relu, ue8m0):
     starts, ends = packed_ranges(25, 1, 34)
     ends[7] = starts[7]
     expected = engine_formulas.selection(inputs, 9, starts, ends, ue8m0, use_relu)
-    found = quantised_indexer(
+    topk_indices = quantised_indexer(
         *inputs, 9, powers_of_two=ue8m0, starts=starts, ends=ends, use_relu=use_relu, backend=backend
     )
-    assert found.dtype == torch.int32
-    assert torch.equal(found, expected)
-    assert (found[:, 7] == -1).all()
-    # And another one than without FP8.
+    assert topk_indices.dtype == torch.int32
+    assert torch.equal(topk_indices, expected)
+    assert (topk_indices[:, 7] == -1).all()
+    # FP8 does change the selection.
     full = lightning_indexer(*inputs, 9, starts=starts, ends=ends, use_relu=use_relu, backend=backend)
-    assert 0.6 < (found == full.topk_indices).float().mean() < 1
+    assert 0.6 < (topk_indices == full.topk_indices).float().mean() < 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -171,9 +171,9 @@ def test_ties_go_to_the_lower_position(backend):
 
 
 def equal_in_exact_sums() -> IndexerInputs:
-    """Keys of the same numbers in other orders: equal scores, which fp32 rounds apart.
+    """Return keys with permuted coordinates: equal scores in exact sums, which fp32 sums round apart.
 
-    So are half of them; the others are that much lower that no rounding matters.
+    Every second key is halved, so that rounding cannot lift it above the others.
     """
     generator = torch.Generator().manual_seed(5)
     numbers = (2 ** (torch.rand(128, generator=generator) * 17 - 8)).bfloat16()
@@ -209,7 +209,7 @@ def test_rows_and_keys_that_are_not_finite(backend):
     expected = engine_formulas.selection(inputs, 8, *causal(50), True)
     for one in ("reference", backend):
         assert torch.equal(quantised_indexer(*inputs, 8, backend=one), expected)
-    # NaN behind every number, and listed where there are no eight numbers.
+    # NaN comes after all numbers, and is listed where there are fewer than eight numbers.
     assert not (found := quantised_indexer(*inputs, 8, backend=backend)[0, 12:20]).eq(3).any()
     assert (found >= 0).all()
     assert quantised_indexer(*inputs, 8, backend=backend)[0, 5].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]

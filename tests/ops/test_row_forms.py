@@ -1,6 +1,6 @@
-"""Packs told by their lengths: what every operator makes of them, and which it refuses.
+"""Packed sequences given by their lengths (``RowForm``) or bounds (``cu_seqlens``), for every operator.
 
-Expected are the same operators with the packs told by starts and ends, and rows of one document alone.
+The expected results come from the same operators with starts and ends, or from one document at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BY_RANGES = {
         dsa.deepseek_sparse_attention(QUERY, KEY, KEY, *INDEX, topk=TOPK, softmax_scale=0.3, **rows).out
     ),
 }
-"""Operators that take starts and ends as well, by the name in their messages."""
+"""Operators that also take starts and ends, by the name in their messages."""
 OPERATORS = [
     *BY_RANGES.items(),
     (
@@ -89,7 +89,7 @@ def test_a_form_alone_says_which_of_more_keys_rows_see():
 @pytest.mark.parametrize("name", BY_RANGES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_bounds_of_sequences_say_what_their_lengths_do(name, dtype):
-    """Sequences without a row, which frameworks pad such tensors with, change nothing."""
+    """Empty sequences, with which frameworks pad ``cu_seqlens``, change nothing."""
     operator = BY_RANGES[name]
     bounds = torch.tensor([0, 3, 3, 8, 16, 16], dtype=dtype)
     assert torch.equal(operator(cu_seqlens=bounds), operator(form=dsa.RowForm((3, 5, 8))))
@@ -98,7 +98,7 @@ def test_bounds_of_sequences_say_what_their_lengths_do(name, dtype):
 
 
 def test_operators_on_selected_keys_take_bounds_too():
-    """There the form says nothing that the indices do not: it spares a device."""
+    # Indices already imply the form. Passing it avoids a read from the device.
     bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
     for name, operator in OPERATORS[len(BY_RANGES) :]:
         with_bounds, plain = operator(cu_seqlens=bounds), operator()

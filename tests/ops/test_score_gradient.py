@@ -1,4 +1,4 @@
-"""The indexer loss formed inside the attention backward equals the loss formed from the forward's sum."""
+"""The indexer loss formed inside the attention backward equals the loss from the forward's attention sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 37
 
 
 class Case:
-    """Leaves of an indexer and an attention, and both ways to the loss."""
+    """Leaves of an indexer and an attention, and both ways to compute the loss."""
 
     def __init__(self, backend, dtype=torch.float32, reduction="mean"):
         self.starts, self.ends = packed_ranges(11, 26)
@@ -50,7 +50,7 @@ class Case:
         )
 
     def from_the_forward(self):
-        """The loss, and gradients of ``sum of sin(out) + loss``."""
+        """Return the loss, and the gradients of ``sum of sin(out) + loss``."""
         indices, scores = self.select()
         out, _, attention_sum = self.attend(indices, return_attention_sum=True)
         loss = indexer_kl_loss(
@@ -116,7 +116,7 @@ def test_every_backward_calls_once(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backwards_that_do_not_reach_the_scores_do_not_call(backend):
-    """A callback may reduce over ranks and log: a backward for other leaves must not."""
+    # A callback may reduce over ranks and log, so a backward for other leaves must not call it.
     case = Case(backend)
     expected = case.from_the_forward()
     out = case.hooked().sin().sum()
@@ -186,7 +186,7 @@ def test_recomputed_forwards_do_not_call(backend, use_reentrant, whole):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_frozen_parts(backend):
-    """A frozen indexer needs no sum; a frozen attention still trains its indexer."""
+    """A frozen indexer needs no attention sum; a frozen attention still trains its indexer."""
     case = Case(backend)
     _, expected = case.from_the_forward()
     indices, scores = case.select()
@@ -227,7 +227,7 @@ def test_an_output_without_gradient_still_trains_the_indexer(backend):
 
 
 def test_the_cpu_backward_recomputes_the_sum():
-    """The forward forms no sum, so none is kept between forward and backward."""
+    """The forward computes no attention sum, so none is saved between forward and backward."""
     case = Case("cpu")
     indices, scores = case.select()
     kept = []

@@ -1,4 +1,4 @@
-"""Operators under selective checkpointing that keeps products, as TorchTitan's policy does."""
+"""Operators under selective checkpointing that saves matrix products, as TorchTitan's policy does."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_gradients_are_those_without(backend, stage):
         )
         return done.out.square().sum() + done.loss
 
-    expected, found = inputs(), inputs()
+    expected, checkpointed = inputs(), inputs()
     attend(*expected).backward()
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    checkpoint(attend, *found, use_reentrant=False, context_fn=contexts).backward()
-    for got, wanted in zip(found, expected, strict=True):
+    checkpoint(attend, *checkpointed, use_reentrant=False, context_fn=contexts).backward()
+    for got, wanted in zip(checkpointed, expected, strict=True):
         assert (got.grad is None) == (wanted.grad is None)
         assert got.grad is None or torch.equal(got.grad, wanted.grad)

@@ -1,7 +1,7 @@
-"""Logits that share an offset have the gradients of those without it: no sum is stored with its maximum.
+"""A large offset shared by all logits does not change gradients, so no sum is stored added to its maximum.
 
-All numbers are multiples of 1/8, so that fp32 holds every product and sum of logits as it is: what differs
-from the formula in fp64 was lost behind them.
+All numbers are multiples of 1/8, so fp32 holds logits exactly. Any difference from fp64 was lost to the
+offset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def eighths(*shape):
 
 
 def offset_by(offset, left, right):
-    """Add the offset to all products of two operands, by a channel of its own."""
+    """Add an offset to all dot products of two operands, by an extra channel."""
     left[..., -1], right[..., -1] = 100, offset / 100
 
 
@@ -35,14 +35,14 @@ def offset_by(offset, left, right):
 def test_linear_cross_entropy(backend, gradient, offset):
     hidden, weight, labels = eighths(ROWS, DIM), eighths(101, DIM), torch.randint(101, (ROWS,))
     offset_by(offset, hidden, weight)
-    leaves = [each.requires_grad_() for each in (hidden, weight)]
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight)]
     loss = linear_cross_entropy(*leaves, labels, gradient=gradient, rows=7, backend=backend).loss
-    wide = [each.detach().double().requires_grad_() for each in leaves]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = F.cross_entropy(wide[0] @ wide[1].t(), labels)
-    for found, right in zip(
+    for grad, right in zip(
         torch.autograd.grad(loss.mean(), leaves), torch.autograd.grad(expected, wide), strict=True
     ):
-        assert oracle.relative_error(found, right) < TOLERANCE
+        assert oracle.relative_error(grad, right) < TOLERANCE
 
 
 def attention_case(offset):
@@ -53,7 +53,7 @@ def attention_case(offset):
     return query, key, indices
 
 
-# Few keys of many are gathered on CPU; where they are most of all, the others are masked.
+# Few of many keys: the CPU gathers them. Most of few keys: it masks the others.
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize(("backend", "others"), [("cpu", 0), ("cpu", 1000), ("chunked", 0)])
 def test_sparse_attention(backend, others, offset):

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding against Megatron's own code, forward and backward."""
+"""RMSNorm, SwiGLU and rotary embedding against Megatron's code, forward and backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_as_megatron_with_fewer_bytes_and_operations(name, dtype):
     assert not gradients or all(a.equal(b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
     assert ours.kept <= theirs.kept
     assert ours.dispatched <= (0.72 if "probabilities" in name else 0.67) * theirs.dispatched
-    if name == "norm":  # one number for each row beside the input
+    if name == "norm":  # besides the input, one number per row is saved
         assert ours.kept <= theirs.kept * (0.6 if dtype == torch.float32 else 0.35)
 
 
@@ -84,8 +84,8 @@ def test_what_does_not_fit_is_named():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "swiglu" in name])
 def test_liger_kernels(monkeypatch, name):
-    """The library's own, where it is installed; the interpreter has neither its norm nor bf16 right."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read where its kernels are defined
+    # In the interpreter, neither Liger's norm nor its bf16 results are right.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernel definitions read it
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(liger, "takes_device", lambda device: device == "cpu")
     choose.cache_clear()

@@ -1,4 +1,4 @@
-"""Attention with a key and a value for each head, on CPU with the other keys masked, against the oracle."""
+"""CPU attention with one key and value per head, other keys masked, against the oracle."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def inputs(batch, rows, keys, heads, dim, value_dim, dtype=torch.float32, seed=0
 
 
 def expected_of(tensors, indices, scale, grad):
-    """Output, sum and gradients in fp64, each head by the oracle of a single one."""
+    """Return output, attention sum and gradients in fp64, computed head by head by the oracle."""
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     query, key, value = leaves
     mask = oracle.selected_mask(indices, key.shape[1])
     scores = scale * torch.einsum("bshd,bthd->bsht", query, key)
     probabilities = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1).nan_to_num(0)
     out = torch.einsum("bsht,bthc->bshc", probabilities, value)
-    at = indices.clamp_min(0).long()
-    summed = probabilities.sum(2).gather(-1, at).masked_fill(indices < 0, 0)
+    keys_at = indices.clamp_min(0).long()
+    summed = probabilities.sum(2).gather(-1, keys_at).masked_fill(indices < 0, 0)
     return out, summed, torch.autograd.grad(out, leaves, grad.double())
 
 
 @pytest.fixture(autouse=True)
 def masked_calls(monkeypatch):
-    """Which functions of the masked form were called."""
+    """Return the list of masked-form functions that were called."""
     return noted(monkeypatch, cpu_heads.forward, cpu_heads.backward)
 
 
@@ -86,7 +86,7 @@ def test_every_cut_and_share_gives_the_same(threads, masked_calls, monkeypatch):
 
 
 def test_entries_without_a_key_may_stand_anywhere(masked_calls):
-    """As in the other operators: none may take the place of a key, the first one's neither."""
+    # As in the other operators, an entry without a key must not replace a key, not even key 0.
     checks.set_debug_checks(False)
     tensors, grad = inputs(1, 8, 80, 3, 12, 8)
     indices = random_indices(1, 8, 70, 20)
@@ -161,7 +161,7 @@ DEEPSEEK, GLM = (192 + 128, 576 + 512), (256 + 256, 576 + 512)
     [(16, DEEPSEEK, 14), (64, DEEPSEEK, 7.3), (16, GLM, 8.7), (64, GLM, 4.5), (1, DEEPSEEK, 17)],
 )
 def test_up_to_how_many_keys_it_is_faster(heads, widths, times):
-    """Fewer heads and narrower ones: more keys are masked before gathering is the better way."""
+    """With fewer and narrower heads, masking beats gathering up to more keys."""
     cpu = torch.device("cpu")
     assert is_faster_by_head(cpu, int(times * 512), 512, heads, widths)
     assert not is_faster_by_head(cpu, int((times + 0.2) * 512), 512, heads, widths)
@@ -172,7 +172,7 @@ def test_where_it_is_faster():
     assert not is_faster_by_head(cpu, by_head._FEWEST_KEYS - 1, 64, 16, DEEPSEEK)
     assert not is_faster_by_head(cpu, 4096, 512, 16, DEEPSEEK, "chunked")
     assert not is_faster_by_head(cuda, 4096, 512, 16, DEEPSEEK)
-    # Every key is selected: dense.
+    # Every key is selected: dense attention.
     assert is_faster_by_head(cuda, 512, 512, 16, DEEPSEEK, "triton")
 
 

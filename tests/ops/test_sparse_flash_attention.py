@@ -116,7 +116,7 @@ def test_gradients_are_deterministic():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_that_nobody_selected_are_not_touched(backend):
-    """Garbage in padding, even in position 0 where -1 entries could point, must not spread."""
+    """NaN in padding must not spread, not even from position 0, where -1 entries could point."""
     query, key_value = attention_inputs(1, 12, 40, 2, 16, torch.float32)
     indices = random_indices(1, 12, 39, 20, empty_rows=(3,))
     indices = torch.where(indices >= 0, indices + 1, -1).int()
@@ -131,7 +131,7 @@ def test_keys_that_nobody_selected_are_not_touched(backend):
 @pytest.mark.parametrize("way", ["mkl", "onednn"])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_way_to_multiply_gives_the_same(threads, way, monkeypatch):
-    """Thread counts decide whether products are batched or looped over, and how rows are cut."""
+    """Batched or looped products, chosen by thread count, and the partition of rows give the same result."""
     monkeypatch.setattr(products, "_MKL_IS_FAST", way == "mkl")
     query, key_value = attention_inputs(1, 40, 600, 16, 576, torch.float32)
     indices = random_indices(1, 40, 600, 512)

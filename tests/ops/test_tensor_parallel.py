@@ -1,4 +1,4 @@
-"""The indexer loss with heads spread over ranks equals the loss of one process that has them all."""
+"""The indexer loss with heads distributed over ranks equals the loss of one process with all heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_dsa.ops.sparse_flash_attention import sparse_flash_attention
 from tests.ops import oracle
 from tests.ops.random_inputs import indexer_inputs
 
-# -- what runs in the pool's workers ---------------------------------------------------------------
+# -- functions that run in the pool's workers --------------------------------------------------------
 
 
 SCALE = 0.3
@@ -29,16 +29,16 @@ TOPK = 9
 def loss_and_gradients(
     form: str, index: list[Tensor], query: Tensor, key: Tensor, row_mask: Tensor, backend: str
 ) -> dict[str, Any]:
-    """The loss by one of its ways, gradients of the indexer's inputs, and the selection.
+    """Return the loss, the gradients of the indexer's inputs, and the selection.
 
     Args:
-        form: ``dense``, ``sparse`` (everything formed by the loss), ``sum`` (from the attention's forward) or
-            ``backward`` (in the attention's backward).
+        form: way to compute the loss: ``dense``, ``sparse`` (all in the loss), ``sum`` (from the attention's
+            forward) or ``backward`` (in the attention's backward).
         index: query, key and weights of the indexer.
         query: ``[batch, rows, heads of all ranks, dim]``.
         key: ``[batch, rows, dim]``.
-        row_mask: ``[batch, rows]`` bool.
-        backend: of all operators.
+        row_mask: bool mask ``[batch, rows]``.
+        backend: backend of all operators.
     """
     ranks = dist.get_world_size()
     query = query.chunk(ranks, dim=2)[dist.get_rank()].contiguous()
@@ -89,7 +89,7 @@ CASE = "tests.ops.test_tensor_parallel:loss_and_gradients"
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.full), "cpu"])
 def test_ranks_equal_one_process(pool, ranks, backend):
     generator = torch.Generator().manual_seed(6)
-    # Heads of very different sharpness: a rank that normalised its own sum would be far off.
+    # Heads of very different sharpness, so that a rank which normalises its own partial sum is far off.
     sharpness = torch.tensor([4.0, 0.1, 2.0, 0.3, 1.0, 0.2, 3.0, 0.5])[:, None]
     arguments = {
         "index": list(indexer_inputs(2, 33)),

@@ -1,7 +1,7 @@
-"""The backward that takes a row and 64 heads at a time, with its Gluon kernel written out in PyTorch.
+"""The Triton backward that takes one row and 64 heads at a time, with its Gluon kernel written in PyTorch.
 
-Tiles, orders of sums and of columns, roundings, and what is gathered in place of a key that is none are the
-kernel's; when it is chosen, and what becomes of its results, is the real thing.
+The stand-in has the kernel's tiles, orders of sums and columns, roundings, and its reads for invalid keys.
+The choice of the kernel and the handling of its results are the real code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the kernel itself
 
 
 def places():
-    """Where the kernel adds each of a key's columns."""
+    """Return the column at which the kernel adds each of a key's columns."""
     column = torch.arange(576)
     return column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 * 2 + column % 2
 
 
 def gradients_of_rows(inputs, results, indices, lengths, softmax_scale):
-    """Leave what the kernel leaves."""
+    """Write the kernel's results, computed in PyTorch."""
     query, key_value, grad_out, lse, delta = inputs
     grad_query, grad_keys, summed = results
     (batch, rows, heads, _), keys = query.shape, key_value.shape[1]
@@ -75,7 +75,9 @@ def gradients_of_rows(inputs, results, indices, lengths, softmax_scale):
 
 
 def case_of(heads, topk, dtype):
-    """Rows that are empty, have gaps, name no key, or have a tile without any; and indices of keys alone."""
+    """Return a call with empty rows, gaps, invalid keys and empty tiles; and its indices without invalid
+    keys.
+    """
     rows, keys = 6, topk + 25
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, dtype))
     indices = random_indices(2, rows, keys, topk, empty_rows=(1,))
@@ -85,7 +87,7 @@ def case_of(heads, topk, dtype):
     indices[:, 5, ::7] = -1
     named = indices.clone()
     indices[:, 5, ::7] = keys + 3
-    # All scores of one row are far below zero: e to the minus of their log-sum-exp is infinite.
+    # All scores of one row are far below zero, so exp(-lse) overflows.
     query[1, 2] = -4
     key_value[1] += 1
     return AttentionCall(query, key_value, indices, SCALE, 512), named
@@ -98,7 +100,7 @@ def case_of(heads, topk, dtype):
     [(33, 65), *(pytest.param(*each, marks=pytest.mark.full) for each in [(64, 200), (80, 130)])],
 )
 def test_gradients(heads, topk, dtype, monkeypatch):
-    """Beside the formula in fp64; the sum over heads, which is not rounded, beside that of tiles of keys."""
+    """Gradients agree with the fp64 formula; the unrounded sum over heads agrees with the tiled kernel's."""
     torch.use_deterministic_algorithms(False)
     call, named = case_of(heads, topk, dtype)
     inputs, expected, _, _ = expected_of(call.query, call.key_value, named, SCALE, 512)
@@ -113,17 +115,17 @@ def test_gradients(heads, topk, dtype, monkeypatch):
     for value, other in zip(found, torch.autograd.grad(expected, inputs, grad.double()), strict=True):
         assert torch.isfinite(value).all()
         assert oracle.cosine_distance(value, other) < (1e-9 if dtype == torch.float32 else 4e-4)
-    # Scores of 166 are rounded to 2e-5.
+    # Scores near 166 are rounded to 2e-5.
     assert oracle.relative_error(summed, of_tiles) < 1e-4
 
 
 def test_columns_are_put_in_order():
-    """Each of a thread's four numbers of 16 columns, and every column once."""
+    """The order interleaves each thread's four numbers of 16 columns, and has every column once."""
     assert places()[:16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
-    given = torch.arange(3 * 576.0).view(3, 576)
-    moved = torch.empty_like(given)
-    moved[:, places()] = given
-    assert torch.equal(hopper.in_order(moved), given)
+    columns = torch.arange(3 * 576.0).view(3, 576)
+    moved = torch.empty_like(columns)
+    moved[:, places()] = columns
+    assert torch.equal(hopper.in_order(moved), columns)
 
 
 @pytest.mark.parametrize(("heads", "taken"), [(32, False), (33, True), (64, True), (128, True), (129, False)])

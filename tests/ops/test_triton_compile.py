@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that are not there, stays within its budgets."""
+"""Every kernel, compiled for GPUs that need not be present, stays within its budgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 (BUDGETED,) = re.findall(r"^TRITON := (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-"""The release of Triton that budgets hold for."""
+"""Triton release for which the budgets are valid."""
 HOPPER_KERNELS = {
     *("hopper_forward_kernel", "hopper_few_heads_forward_kernel", "hopper_attention_sum_kernel"),
     *(
@@ -64,7 +64,7 @@ BUDGET = {"spilled": 36, "waits": 0.1}
 
 @pytest.fixture(scope="module")
 def compile_cases(request, tmp_path_factory):
-    """What the check says of kernels, compiled in another process and kept where pytest keeps things."""
+    """Return a function that compiles kernels in another process, with a cache in pytest's folder."""
     if (installed := version("triton")) != BUDGETED:
         pytest.skip(f"budgets are those of Triton {BUDGETED}, and {installed} is installed")
     keeper = getattr(request.config, "cache", None)
@@ -77,10 +77,10 @@ def compile_cases(request, tmp_path_factory):
             cwd=ROOT,
             timeout=timeout,
         )
-        found = [json.loads(line) for line in done.stdout.splitlines()]
-        wrong = any(kernel["problems"] for kernel in found)
+        kernels = [json.loads(line) for line in done.stdout.splitlines()]
+        wrong = any(kernel["problems"] for kernel in kernels)
         assert done.returncode == int(wrong), done.stderr[-3000:]
-        return found
+        return kernels
 
     return run
 
@@ -90,11 +90,11 @@ ONE_OF_EACH = ("--target", "90", "--dtype", "bf16", "--quick")
 
 @pytest.fixture(scope="module")
 def on_hopper(compile_cases):
-    """By kernel, one case of each; those that passed as they are, are not compiled again."""
-    found = {}
+    """Return one case per kernel, by name; recorded kernels are not compiled again."""
+    cases = {}
     for kernel in compile_cases(*ONE_OF_EACH, "--recorded"):
-        found.setdefault(kernel["name"], []).append(kernel)
-    return found
+        cases.setdefault(kernel["name"], []).append(kernel)
+    return cases
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_the_check_finds(changes, problem):
 
 
 def test_what_the_check_lets_pass():
-    """Small tiles have no warp groups, nor have other targets; fp32 has no half precision to multiply in."""
+    """Small tiles and other targets need no warp groups, and fp32 has no half-precision products."""
     on_warps = replace(GOOD, wgmma=0, waits=0, mma=68, shared=56704)
     assert compile_kernels.problems(replace(on_warps, constants={"BLOCK_H": 32}), "bf16", None) == []
     assert compile_kernels.problems(replace(on_warps, target=120), "bf16", None) == []
@@ -166,20 +166,20 @@ def test_a_kernel_that_passed_is_compiled_again_only_if_it_changes(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = warm.run([sys.executable, file], env={**environment, "PYTHONPATH": str(ROOT)}, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    # For another target, and of another size, it is another kernel.
+    # Another target or another size makes another kernel.
     assert json.loads(done.stdout.splitlines()[-1]) == [["copy_kernel"], [32, 64], 3]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_record_is_of_kernels_that_pass_today(compile_cases):
-    found = compile_cases(*ONE_OF_EACH, timeout=580)
-    assert [kernel["problems"] for kernel in found if kernel["problems"]] == []
+    kernels = compile_cases(*ONE_OF_EACH, timeout=580)
+    assert [kernel["problems"] for kernel in kernels if kernel["problems"]] == []
     again = compile_cases(*ONE_OF_EACH, "--recorded")
     assert {kernel["case"] for kernel in again} == {"as recorded"}, "run it with --quick --write"
-    # Gradients of keys are added four at a time.
+    # Key gradients are added with 128-bit atomics, four floats at a time.
     for name in ("backward_keys_kernel", "hopper_backward_keys_kernel", "score_gradients_kernel"):
-        assert any(kernel["vector_atomics"] > 0 for kernel in found if kernel["name"] == name), name
+        assert any(kernel["vector_atomics"] > 0 for kernel in kernels if kernel["name"] == name), name
 
 
 @pytest.mark.full
@@ -192,15 +192,15 @@ def test_the_record_is_of_kernels_that_pass_today(compile_cases):
     ],
 )
 def test_all_kernels_keep_their_budgets(compile_cases, target, dtype):
-    """In every choice of tiles, in both modes of determinism."""
-    found = compile_cases("--target", str(target), "--dtype", dtype, timeout=1780)
-    wrong = [(kernel["name"], kernel["case"], kernel["problems"]) for kernel in found if kernel["problems"]]
+    """Checks all tile choices, with and without determinism."""
+    kernels = compile_cases("--target", str(target), "--dtype", dtype, timeout=1780)
+    wrong = [(kernel["name"], kernel["case"], kernel["problems"]) for kernel in kernels if kernel["problems"]]
     assert not wrong, wrong
-    assert any(kernel["name"] == "add_rows_by_key_kernel" for kernel in found), "deterministic ones"
+    assert any(kernel["name"] == "add_rows_by_key_kernel" for kernel in kernels), "deterministic ones"
     elsewhere = target != 90 or dtype == "fp32"
-    assert {kernel["name"] for kernel in found} == KERNELS - (HOPPER_KERNELS if elsewhere else set())
+    assert {kernel["name"] for kernel in kernels} == KERNELS - (HOPPER_KERNELS if elsewhere else set())
     if elsewhere:
         return
-    # Neither warp group repeats the work of the other: 32 + 4 products of 16 numbers per tile of scores.
-    forward = [k for k in found if k["name"] == "forward_kernel" and k["constants"]["BLOCK_H"] == 64]
+    # Warp groups do not repeat each other's work: 32 + 4 products of 16 numbers per tile of scores.
+    forward = [k for k in kernels if k["name"] == "forward_kernel" and k["constants"]["BLOCK_H"] == 64]
     assert {kernel["wgmma"] for kernel in forward if kernel["constants"]["WITH_OUT"]} == {32 + 4 + 4}

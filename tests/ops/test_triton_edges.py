@@ -1,4 +1,4 @@
-"""The Triton backends at the edges of their contract: indices that name no key, NaN, nothing at all."""
+"""The Triton backends at the edges of their contract: invalid indices, NaN, empty inputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def lose(indices):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("call", [attend, score, lambda at: score(at, torch.float16), lose])
 def test_an_index_outside_of_the_keys_is_like_minus_one(call, deterministic):
-    """In the first sequence they would land in the keys, and the keys' gradient, of the second."""
+    """In the first sequence, such an index would read the second sequence's keys, and write their
+    gradient.
+    """
     torch.use_deterministic_algorithms(deterministic)
     indices = random_indices(2, 3, KEYS, 12, empty_rows=(2,)).to(DEVICE)
     assert (indices[0, :2] < 0).any()
@@ -73,7 +75,7 @@ def test_nan_is_selected_after_every_number(topk):
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31 - 1, (3, 700), generator=generator).int()
     kind = torch.randint(0, 8, (3, 700), generator=generator)
-    # NaN of both signs and of any payload, infinities, and many of them.
+    # NaN with both signs and any payload, infinities, and many of both.
     bits = torch.where(kind < 3, bits | 0x7FC00001, bits)
     slab = bits.view(torch.float32)
     slab = torch.where(kind == 3, -torch.inf, torch.where(kind == 4, torch.inf, slab)).contiguous()
@@ -113,7 +115,7 @@ def test_nan_of_the_products_reaches_the_selection_as_in_the_reference(use_relu)
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Grids of all launches, each of which has a program."""
+    """Return the grids of all launches, and check that none is empty."""
     grids = []
     before = InterpretedFunction.__getitem__
 
@@ -136,7 +138,7 @@ SIZES = [
 @pytest.mark.skipif(DEVICE != "cpu", reason="watches the interpreter's launches")
 @pytest.mark.parametrize(("batch", "rows", "keys"), SIZES)
 def test_nothing_is_launched_for_nothing_and_all_is_written(batch, rows, keys, launches):
-    """The backends themselves: gradients are zero, and no result is memory that nobody wrote (NaN here)."""
+    """For empty calls the backends return zero gradients and no unwritten memory, which holds NaN here."""
     query, key_value = (x.detach() for x in attention_inputs(batch, rows, keys, 4, 24, torch.float16))
     index = indexer_inputs(batch, rows, keys)
     indices = torch.full((batch, rows, 3), -1, dtype=torch.int32)
@@ -162,5 +164,5 @@ def test_nothing_is_launched_for_nothing_and_all_is_written(batch, rows, keys, l
         assert (tensor == 0).all()
     assert [x.shape for x in gradients[:2]] == [query.shape, key_value.shape]
     assert [x.shape for x in gradients[3:]] == [x.shape for x in index]
-    # Rows of no key run; a batch of nothing and no rows do not.
+    # A row without keys launches kernels; an empty batch or no rows do not.
     assert bool(launches) == (rows * batch > 0)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the grouped matmul, interpreted, against the groups one at a time."""
+"""The Triton kernels of the grouped matmul, interpreted, against one product per group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tests.ops.grouped_cases import LAYOUTS, SIZES, check
 from tests.ops.triton_backend import DEVICE, grouped
 
-WIDE = {"width_in": 80, "width_out": 136}  # several tiles, of which the last are not full
+WIDE = {"width_in": 80, "width_out": 136}  # several tiles, the last of them partial
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,7 +1,7 @@
-"""The attention's kernels for Hopper alone: their choice anywhere, their results on such a GPU only.
+"""Attention kernels for Hopper: their selection on any machine, their results on a Hopper GPU only.
 
-They have no interpreter. What the tests of the Triton backend ask of sizes that they take, those ask of them
-on a GPU as well; here is what depends on their dataflow: tiles that end anywhere, and groups that might race.
+They cannot run in the interpreter. On a GPU, the tests of the Triton backend also cover them at the sizes
+they support. The tests here depend on their dataflow: partial tiles, and warp groups that might race.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def on_hopper():
 
 
 def rows_of(*shape, gap=16, dtype=torch.bfloat16, offset=0):
-    """Rows of ``shape[-1]`` numbers with gaps between them."""
+    """Return rows of ``shape[-1]`` numbers with gaps between them."""
     width = shape[-1]
     return torch.empty(*shape[:-1], width + gap, dtype=dtype)[..., offset : offset + width]
 
@@ -70,7 +70,7 @@ def test_heads_that_the_sum_does_not_hold(monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_gradient_that_an_up_projection_leaves_is_taken(batch, monkeypatch):
-    """Of a batch of one its first stride is 1, which says nothing."""
+    # With batch size 1, the first stride is 1, which must not count as a wrong layout.
     monkeypatch.setattr(hopper, "interpreted", lambda: False)
     latent_out = torch.ones(batch, 2, 8, 512, dtype=torch.bfloat16, requires_grad=True)
     value = torch.ones(8, 128, 512, dtype=torch.bfloat16)
@@ -89,7 +89,7 @@ def test_results(heads, dtype, on_hopper):
 
 
 def inputs_of(heads, topk, dtype):
-    """Empty rows, gaps in rows, a tile without any key; and indices with others that name no key."""
+    """Return inputs with empty rows, gaps and empty tiles, and a copy of the indices with invalid keys."""
     rows, keys = 6, topk + 25 - topk % 2
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, dtype))
     named = random_indices(2, rows, keys, topk, empty_rows=(1,))
@@ -106,7 +106,7 @@ def inputs_of(heads, topk, dtype):
 def assert_right(heads, topk, dtype):
     query, key_value, named, indices = inputs_of(heads, topk, dtype)
     _, expected, expected_lse, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
-    # What nobody selected may hold anything.
+    # Keys that no row selects may hold anything.
     key_value[1, 0] = torch.nan
     tensors = (x.to(DEVICE) for x in (query, key_value, indices))
     found = attention.forward(AttentionCall(*tensors, 192**-0.5, 512), True)
@@ -122,7 +122,7 @@ def assert_right(heads, topk, dtype):
 
 
 def many_rows(rows, heads):
-    """2,048 of 4,096 keys for each row, one of them missing."""
+    """Return a call with 2,048 of 4,096 keys per row, one of them missing."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     query = torch.randn(1, rows, heads, 576, generator=generator, device=DEVICE).bfloat16()
     key_value = torch.randn(1, 4096, 576, generator=generator, device=DEVICE).bfloat16()
@@ -133,15 +133,15 @@ def many_rows(rows, heads):
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(heads, on_hopper, monkeypatch):
-    """More programs than fit at once, whose groups meet in every order."""
+    # More programs than fit on the GPU at once, so their warp groups interleave in every order.
     call = many_rows(1024, heads)
-    found = [attention.forward(call, True) for _ in range(5)]
-    for other in found[1:]:
-        for value, expected in zip(other, found[0], strict=True):
+    results = [attention.forward(call, True) for _ in range(5)]
+    for other in results[1:]:
+        for value, expected in zip(other, results[0], strict=True):
             assert torch.equal(value, expected)
     monkeypatch.setattr(hopper, "takes", lambda *_: False)
     for value, expected, bound in zip(
-        found[0],
+        results[0],
         attention.forward(call, True),
         (4e-3, 1e-6, 1e-5),
         strict=True,
@@ -162,7 +162,7 @@ def test_same_bits_every_time_and_as_far_from_the_plain_kernels_as_rounding(head
 )
 def test_gradients(heads, dtype, deterministic, on_hopper):
     torch.use_deterministic_algorithms(deterministic)
-    # With few keys the gradients of queries are differences that rounding of the output leaves little of.
+    # Few keys make query gradients small differences, which the rounding of the output would dominate.
     for topk in (65, 130, 300):
         query, key_value, named, indices = inputs_of(heads, topk, dtype)
         inputs, expected, _, probabilities = expected_of(query, key_value, named, 192**-0.5, 512)
@@ -172,24 +172,25 @@ def test_gradients(heads, dtype, deterministic, on_hopper):
         tensors = [x.to(DEVICE) for x in (query, key_value, indices)]
         call = AttentionCall(*tensors, 192**-0.5, 512)
         out, lse, _ = attention.forward(call, False)
-        # The plain kernels take the second, whose rows begin beside lines of memory.
+        # The plain kernels take the second gradient, whose rows are not aligned to memory lines.
         beside = torch.empty(*grad.shape[:-1], 520, dtype=dtype, device=DEVICE)[..., :512].copy_(grad)
         assert hopper.takes_backward(*tensors[:2], grad.to(DEVICE), 512, topk)
         assert not hopper.takes_backward(*tensors[:2], beside, 512, topk)
         for other in (grad.to(DEVICE), beside):
-            found = attention.backward(call, other, out, lse, True)
-            for value, expected_value in zip(found[:2], expected_grads, strict=True):
+            results = attention.backward(call, other, out, lse, True)
+            for value, expected_value in zip(results[:2], expected_grads, strict=True):
                 assert torch.isfinite(value).all()
                 assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
-            assert (found[0].cpu()[(named < 0).all(-1)] == 0).all()
-            assert (found[1][1, 0] == 0).all()
+            assert (results[0].cpu()[(named < 0).all(-1)] == 0).all()
+            assert (results[1][1, 0] == 0).all()
             expected_sum = probabilities.detach().sum(2).gather(-1, named.clamp_min(0).long())
-            assert oracle.relative_error(found[2].cpu(), expected_sum.masked_fill(named < 0, 0)) < 1e-5
+            assert oracle.relative_error(results[2].cpu(), expected_sum.masked_fill(named < 0, 0)) < 1e-5
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, on_hopper, monkeypatch):
-    """Those of queries always, those of keys where determinism is asked for, in several chunks of rows."""
+    # Query gradients always repeat bit for bit. Key gradients do so only under determinism. There are several
+    # chunks.
     call = many_rows(600, heads)
     out, lse, _ = attention.forward(call, False)
 
@@ -213,7 +214,7 @@ def test_gradients_repeat_and_differ_from_the_plain_kernels_by_rounding(heads, o
 @pytest.mark.parametrize("heads", [1, 16, 33, 64, 128])
 @pytest.mark.parametrize(("rows", "topk"), [(16, 300), (21, 2048)])
 def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_hopper, monkeypatch):
-    """Against the formula in fp64 over the same rows; the workspace holds a few rows at a time."""
+    """Gradients agree with the fp64 formula; a small workspace holds a few rows at a time."""
     torch.use_deterministic_algorithms(deterministic)
     keys = topk + 200
     query, key_value = (x.detach() for x in attention_inputs(2, rows, keys, heads, 576, torch.bfloat16))
@@ -235,13 +236,13 @@ def test_gradients_of_rows_that_share_keys(rows, topk, heads, deterministic, on_
     monkeypatch.setattr(hopper, "gradients_of_rows", lambda *given: by_rows.append(of_rows(*given)))
     stored = -(-heads // hopper.backward_heads(heads)) * hopper.backward_heads(heads)
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", 13 * topk * stored * 2)
-    found = attention.backward(call, grad.to(DEVICE), out, lse, True)
+    gradients = attention.backward(call, grad.to(DEVICE), out, lse, True)
     if heads > 32 and not deterministic:
         assert (len(by_rows), seen) == (1, [])
     else:
         assert (by_rows, max(seen)) == ([], 4)
         assert deterministic or len(seen) > 1
-    for value, expected_value in zip(found[:2], expected_grads, strict=True):
+    for value, expected_value in zip(gradients[:2], expected_grads, strict=True):
         assert oracle.cosine_distance(value.cpu(), expected_value) < 4e-5
     expected_sum = probabilities.detach().sum(2).gather(-1, indices.clamp_min(0).long())
-    assert oracle.relative_error(found[2].cpu(), expected_sum.masked_fill(indices < 0, 0)) < 1e-5
+    assert oracle.relative_error(gradients[2].cpu(), expected_sum.masked_fill(indices < 0, 0)) < 1e-5

@@ -24,7 +24,7 @@ def on_device(tensors):
 
 @pytest.fixture
 def small_slabs(monkeypatch):
-    """Five rows at a time, so that every case crosses seams."""
+    """Use slabs of five rows, so that every case crosses slab borders."""
     monkeypatch.setattr(indexer, "SLAB_ROWS", 5)
 
 
@@ -87,11 +87,12 @@ def test_dense_form(dtype, per_head, use_relu):
     ],
 )
 def test_dense_form_at_full_size(dtype, heads, dim, index_heads):
-    """Keys of 576 for all heads or 256 for each, more of them than a tile, a range that begins within one."""
+    # One 576-wide key for all heads, or 256 wide per head. More keys than a tile; a range begins inside a
+    # tile.
     keys, per_head = 70, dim != 576
     leaves = [x.requires_grad_() for x in indexer_inputs(1, 2, keys, heads=index_heads, dim=128, dtype=dtype)]
     query, key = main_inputs(1, 2, heads, dim, dtype, per_head, keys=keys)
-    # Scores as large as trained ones: random keys of 576 numbers would give one-hot attention.
+    # Scaled to the size of trained scores: random 576-wide keys would give one-hot attention.
     query, leaves[0].data = query * 0.2, leaves[0].data * 0.3
     ends = torch.tensor([keys, 69], dtype=torch.int32)
     starts = torch.tensor([0, 61], dtype=torch.int32)
@@ -102,7 +103,7 @@ def test_dense_form_at_full_size(dtype, heads, dim, index_heads):
 
 
 def test_dense_form_reads_what_rows_see_only():
-    """A tile of the key gradient takes in a tile of the target that no row sees, hence never written."""
+    # A tile of the key gradient overlaps a target tile that no row sees, and that is never written.
     leaves = [x.requires_grad_() for x in indexer_inputs(1, 2, 130, dtype=torch.bfloat16)]
     query, key = main_inputs(1, 2, 3, 24, torch.bfloat16, keys=130)
     starts, ends = torch.tensor([70, 75], dtype=torch.int32), torch.tensor([120, 128], dtype=torch.int32)
@@ -114,7 +115,7 @@ def test_dense_form_reads_what_rows_see_only():
 
 @pytest.mark.usefixtures("small_slabs")
 def test_dense_form_sums_the_target_over_ranks(monkeypatch):
-    """Two ranks, one after the other: what the first hands to the sum is added to the second's."""
+    # Two ranks, one after the other: the first rank's sum is added to the second rank's.
     inputs = indexer_inputs(2, 7)
     query, key = main_inputs(2, 7, 6, 24)
     handed = []
@@ -145,7 +146,7 @@ def test_dense_form_sums_the_target_over_ranks(monkeypatch):
 
 @pytest.mark.parametrize("form", ["sparse", "dense"])
 def test_finite_differences(form):
-    """The gradient is that of the loss value that is returned."""
+    """The gradient agrees with finite differences of the returned loss."""
     inputs = [x.requires_grad_() for x in indexer_inputs(1, 4, heads=2, dim=3, seed=4)]
     query, key = main_inputs(1, 4, 2, 5)
     indices = torch.tensor([[[0, 1, 3], [2, 1, -1], [-1, -1, -1], [3, 0, 2]]], dtype=torch.int32)
@@ -171,7 +172,7 @@ def test_finite_differences(form):
 
 @pytest.mark.parametrize("size", [1, 37, 1500])
 def test_divergence_of_rows_of_any_kind(size):
-    """Wide rows, rows without an entry, certain predictions, targets that underflow to zero."""
+    # Wide rows, empty rows, certain predictions, and targets that underflow to zero.
     generator = torch.Generator().manual_seed(size)
     scores = torch.randn(2, 5, size, generator=generator)
     scores[0, 1] *= 200
@@ -210,7 +211,7 @@ def test_attention_sum_without_its_lse_and_for_any_dim():
 
 @pytest.mark.usefixtures("small_slabs")
 def test_same_inputs_give_the_same_bits_in_both_forms():
-    """Whether or not deterministic algorithms are asked for: nothing here is added with atomics."""
+    # No atomics are used, so determinism makes no difference.
     query, key = main_inputs(1, 8, 3, 24)
     inputs = indexer_inputs(1, 8)
     results = []

@@ -1,4 +1,4 @@
-"""Which GPU kernels are compiled for, what happens where they do not compile, what ranks send each other."""
+"""The GPU for which kernels are compiled, fallbacks where compilation fails, and messages between ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {
         ("topk", 2048),
     ),
 }
-# Launched by each operator, the last of what it launches.
+# By operator, the last kernel that it launches.
 LATE = {
     "lightning_indexer": "score_gradients_kernel",
     "sparse_flash_attention": "backward_query_kernel",
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="pretends that there are
 
 @pytest.fixture(autouse=True)
 def two_gpus(monkeypatch):
-    """The current GPU is an old one, the other one is a Hopper. Nothing is launched on either."""
+    """Pretend that the current GPU is an old one and the other one a Hopper; nothing is launched."""
     capabilities = {None: (7, 5), 0: (7, 5), 1: (9, 0)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capabilities[index])
@@ -51,18 +51,18 @@ def two_gpus(monkeypatch):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Collects what would be compiled; fails for the kernels that are put into ``broken``."""
-    found = SimpleNamespace(kernels=[], broken=set())
+    """Collect the kernels to compile; those in ``broken`` fail to compile."""
+    state = SimpleNamespace(kernels=[], broken=set())
 
     def warmup(self, *args, grid, **constants):
-        found.kernels.append(self.__name__)
-        if self.__name__ in found.broken:
+        state.kernels.append(self.__name__)
+        if self.__name__ in state.broken:
             raise RuntimeError("ptxas exited with code 1\n  registers: too many")
         return SimpleNamespace(run="loaded")
 
     monkeypatch.setattr(common, "interpreted", lambda: False)
     monkeypatch.setattr(InterpretedFunction, "warmup", warmup)
-    return found
+    return state
 
 
 @pytest.mark.parametrize("operator", SIZES)
@@ -116,7 +116,7 @@ def test_a_kernel_that_does_not_compile_is_known_before_the_first_step(operator,
 
 
 def test_the_divergence_in_the_backward_is_one_launch(monkeypatch):
-    """On a GPU PyTorch's form would launch some 20 kernels for each block of entries."""
+    # On a GPU, PyTorch's form would launch about 20 kernels per block of entries.
     launched = []
     before = InterpretedFunction.__getitem__
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_the_divergence_in_the_backward_is_one_launch(monkeypatch):
 
 @pytest.mark.parametrize("ranges", ["causal", "packed"])
 def test_ranks_are_sent_nothing_that_nobody_wrote(ranges, monkeypatch):
-    """Unwritten memory is NaN here; and of causal rows the keys behind them are not sent."""
+    # Fresh memory holds NaN, so sending it would show. Causal rows do not send the keys behind them.
     rows = 40
     index = [x.requires_grad_() for x in indexer_inputs(1, rows)]
     generator = torch.Generator().manual_seed(3)
@@ -146,7 +146,7 @@ def test_ranks_are_sent_nothing_that_nobody_wrote(ranges, monkeypatch):
     key = torch.randn(1, rows, 24, generator=generator)
     starts, ends = packed_ranges(7, 21, 4) if ranges == "packed" else (None, None)
     if starts is not None:
-        # Rows at the end see nothing.
+        # The last rows see no key.
         starts, ends = (torch.cat([x, torch.zeros(8, dtype=torch.int32)]) for x in (starts, ends))
     sent = []
 
@@ -159,10 +159,10 @@ def test_ranks_are_sent_nothing_that_nobody_wrote(ranges, monkeypatch):
     monkeypatch.setattr(kl_loss, "slab_rows", lambda *lengths: 16)
 
     def loss(backend, group):
-        found = dense_indexer_kl_loss(
+        result = dense_indexer_kl_loss(
             *index, query, key, 0.3, starts=starts, ends=ends, tp_group=group, backend=backend
         )
-        return found, *torch.autograd.grad(found, index)
+        return result, *torch.autograd.grad(result, index)
 
     expected = loss("reference", None)
     alone, with_others = loss("triton", None), loss("triton", "two ranks, of which the other has no heads")

@@ -13,7 +13,7 @@ from tests.ops.test_lightning_indexer import best_of, causal, masked_scores
 from tests.ops.triton_backend import DEVICE, common, indexer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Scores that the selection may list, where tests call it themselves.
+# Capacity of the selection's list of scores, where a test calls the kernel directly.
 LIST = 512
 
 
@@ -38,23 +38,25 @@ def test_ties_go_to_the_lower_position(use_relu):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selects_the_highest_scores_among_many_keys(dtype):
-    """More keys than a tile of scores or a block of the selection holds, topk a multiple of neither."""
+    # More keys than a tile of scores or a selection block holds; topk is a multiple of neither.
     inputs = indexer_inputs(1, 3, 2600, heads=16, dim=32, dtype=dtype)
     ends = torch.tensor([17, 1999, 2600], dtype=torch.int32)
     scores = masked_scores(inputs, torch.zeros(3, dtype=torch.int32), ends)
-    indices, chosen = run(inputs, 50, ends=ends)
+    indices, chosen_scores = run(inputs, 50, ends=ends)
     best = scores.topk(51).values
     seen = best[..., :50] > -torch.inf
-    chosen = chosen.double().sort(descending=True).values
-    assert torch.equal(chosen > -torch.inf, seen)
-    assert oracle.relative_error(chosen[seen], best[..., :50][seen]) < 1e-6
+    chosen_scores = chosen_scores.double().sort(descending=True).values
+    assert torch.equal(chosen_scores > -torch.inf, seen)
+    assert oracle.relative_error(chosen_scores[seen], best[..., :50][seen]) < 1e-6
     apart = best[..., 49] - best[..., 50] > 1e-4
     assert apart.sum() >= 2
     assert torch.equal(indices[apart], best_of(scores, 50)[apart])
 
 
 def select_from(slab, starts, ends, topk, sample=64):
-    """The selection alone, from scores of our choice; and the keys that it listed, -9 behind the last."""
+    """Run only the selection kernel on given scores; also return the keys that it listed, -9 after the
+    last.
+    """
     rows, keys = slab.shape
     indices = torch.full((rows, topk), 7, dtype=torch.int32, device=DEVICE)
     scores = torch.full((rows, topk), torch.nan, device=DEVICE)
@@ -83,7 +85,7 @@ def test_selection_orders_every_float(kind):
     ends = torch.tensor([700, 690, 700, 700], dtype=torch.int32)
     position = torch.arange(keys)
     seen = (position >= starts[:, None]) & (position < ends[:, None])
-    # What a row does not see is never read.
+    # NaN shows if the kernel reads keys that a row does not see.
     indices, scores, _ = select_from(slab.masked_fill(~seen, torch.nan), starts, ends, topk)
     expected = best_of(torch.where(seen, slab.clamp_min(-3e38), -torch.inf), topk)
     assert torch.equal(indices, expected)
@@ -94,7 +96,7 @@ def test_selection_orders_every_float(kind):
 
 @pytest.mark.parametrize("case", ["short", "guessed", "guessed-twice", "sample-too-high", "ties"])
 def test_selection_lists_what_it_needs_or_counts(case):
-    """A list that is too short or too long is not used, and the result does not depend on it."""
+    # A list that is too short or too long is not used, and the result does not depend on it.
     keys, topk = 1500, 200
     slab = torch.randn(1, keys, generator=torch.Generator().manual_seed(8))
     # A sample of 16 takes eight neighbours at each of two places.
@@ -116,12 +118,12 @@ def test_selection_lists_what_it_needs_or_counts(case):
         assert topk <= count < LIST
     else:
         assert count == LIST
-        # The first guess lists the first positions, the second what is spread over the row.
+        # The first guess lists the first positions, the second guess positions all over the row.
         assert (listed[0].max() > 1400) == (case == "guessed-twice")
 
 
 def test_packed_rows_in_slabs_and_megatron_layout(monkeypatch):
-    """Rows see their range only, an empty one nothing; slabs cut the rows anywhere; any strides."""
+    """Ranges are respected, empty rows get no keys, and neither slab borders nor strides matter."""
     monkeypatch.setattr(indexer, "SELECTED_ROWS", 7)
     inputs = indexer_inputs(2, 20)
     starts, ends = packed_ranges(6, 1, 13)
@@ -164,7 +166,7 @@ def test_takes_every_visible_key_when_topk_is_large():
 @pytest.mark.parametrize("deterministic", [pytest.param(True, marks=pytest.mark.full), False])
 def test_scores_and_their_gradients(heads, dim, dtype, deterministic, monkeypatch):
     torch.use_deterministic_algorithms(deterministic)
-    # Chunks of three rows, so that the sum over chunks is crossed.
+    # Chunks of three rows, so that gradients are summed over chunks.
     monkeypatch.setattr(indexer, "tile_bytes", lambda total: 3 * 4 * 70 * dim)
     use_relu = heads != 1
     inputs = [x.requires_grad_() for x in indexer_inputs(2, 4, 90, heads=heads, dim=dim, dtype=dtype)]
@@ -180,11 +182,11 @@ def test_scores_and_their_gradients(heads, dim, dtype, deterministic, monkeypatc
     expected = oracle.index_scores(*expected_inputs, use_relu)
     expected = expected.gather(-1, indices.cpu().clamp_min(0).long())
     expected_grads = torch.autograd.grad((expected[valid] * factors[valid]).sum(), expected_inputs)
-    for found in (scores, selected_scores(*leaves, indices, **options)):
-        found = found.cpu()
-        oracle.assert_close(found[valid].detach(), expected[valid].detach())
-        assert (found[~valid] == -torch.inf).all()
-        grads = torch.autograd.grad((found[valid] * factors[valid]).sum(), inputs)
+    for topk_scores in (scores, selected_scores(*leaves, indices, **options)):
+        topk_scores = topk_scores.cpu()
+        oracle.assert_close(topk_scores[valid].detach(), expected[valid].detach())
+        assert (topk_scores[~valid] == -torch.inf).all()
+        grads = torch.autograd.grad((topk_scores[valid] * factors[valid]).sum(), inputs)
         for grad, expected_grad, tensor in zip(grads, expected_grads, inputs, strict=True):
             assert grad.dtype == tensor.dtype
             if dtype == torch.float16:

@@ -25,7 +25,7 @@ def test_16_bits(dtype):
 
 
 def test_many_experts_and_wide_tokens(monkeypatch):
-    """Several blocks of experts, and of columns, the last of them not full."""
+    # Several blocks of experts and of columns, the last of them partial.
     monkeypatch.setattr("mindspeed_dsa.ops.moe_permute.triton._MAX_BLOCK", 16)
     cases.check("triton", (3, 600, "top 8"), torch.float32, None, device=DEVICE)
     cases.check("triton", (5, 3, "top 2"), torch.float32, torch.float32, hidden=40, device=DEVICE)
@@ -40,12 +40,13 @@ def test_chunks_in_another_order():
 
 @pytest.mark.parametrize("claimed", [20, 32])
 def test_a_wrong_number_of_rows_stays_within_memory(claimed):
-    """26 there are. Fewer: the last are left out. More: what follows is zero. Nobody waits to find out."""
+    # There are 26 rows. With fewer, the last rows are dropped; with more, the rest is zero. The host never
+    # waits to find out.
     checks.set_debug_checks(False)
-    chosen = cases.routing_of(13, 4, "top 2").to(DEVICE)
+    routing_map = cases.routing_of(13, 4, "top 2").to(DEVICE)
     tokens = torch.randn(13, 8).to(DEVICE).requires_grad_()
-    moved = permute(tokens, chosen, rows=claimed, backend="triton")
-    whole = permute(tokens, chosen, rows=26, backend="triton")
+    moved = permute(tokens, routing_map, rows=claimed, backend="triton")
+    whole = permute(tokens, routing_map, rows=26, backend="triton")
     same = min(claimed, 26)
     assert moved.tokens.shape == (claimed, 8)
     assert torch.equal(moved.tokens[:same], whole.tokens[:same])

@@ -1,4 +1,4 @@
-"""Selections by FP8 scores in Triton, in its interpreter or on a GPU, beside DeepSeek's formulas."""
+"""Selections by FP8 scores in Triton, interpreted or on a GPU, against DeepSeek's formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(inputs, topk, **options):
 
 @pytest.fixture(params=["e4m3", "bf16"])
 def operands(request, monkeypatch):
-    """What tensor cores are given: the numbers, or in bf16 what GPUs before 8.9 multiply in their place."""
+    """Return the operand format: e4m3, or bf16 as on GPUs before compute capability 8.9."""
     dtype = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}[request.param]
     if request.param == "bf16":
         monkeypatch.setattr(quantised, "operand_dtype", lambda *_: dtype)
@@ -44,22 +44,22 @@ def test_ties_go_to_the_lower_position(operands):
 
 
 def test_keys_that_are_chosen_otherwise_are_near_the_last_one(operands):
-    """Other sums than the exact ones may decide between keys whose scores are as near as the bound says."""
+    # Inexact sums may swap keys whose scores are closer than the error bound.
     inputs = indexer_inputs(1, 4, 600, heads=64, dim=128, dtype=torch.bfloat16)
     ends = torch.tensor([200, 411, 598, 600])
     exact = engine_formulas.selection(inputs, 64, torch.zeros(4), ends, True)
-    found = run(inputs, 64, ends=ends)
+    topk_indices = run(inputs, 64, ends=ends)
     query, of_query = arithmetic.quantise(inputs.query, True)
     key, of_key = arithmetic.quantise(inputs.key, True)
     weights = inputs.weights.float() * of_query
     bound = arithmetic.largest_difference(
         query, weights, arithmetic.longest_key(key, of_key), float(of_key.max())
     )
-    # Tensor cores keep 13 bits of what they add to, and more.
+    # Tensor cores keep at least 13 bits of the accumulator: 2^24 / 2^13 = 2^11.
     bound = bound if DEVICE == "cpu" else bound * 2**11
     scores = engine_formulas.scores(*inputs, True)
     last = scores.gather(-1, exact.long()).amin(-1)
-    assert ((scores.gather(-1, found.long()).amin(-1) - last).abs() <= 2 * bound).all()
+    assert ((scores.gather(-1, topk_indices.long()).amin(-1) - last).abs() <= 2 * bound).all()
 
 
 @pytest.mark.usefixtures("operands_that_are_no_numbers")
@@ -72,17 +72,17 @@ def test_keys_that_are_no_numbers_come_last(operands):
 @pytest.mark.parametrize("ue8m0", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_and_factors_are_those_of_pytorch(operands, dtype, ue8m0):
-    """Bit for bit, subnormals of e4m3 and halves of its steps included; any strides, rows of any size."""
+    # Bit for bit, with subnormal e4m3 numbers, ties between steps, any strides, and odd widths.
     generator = torch.Generator().manual_seed(3)
     exponents = torch.randint(-6, 3, (2, 7, 5, 48), generator=generator)
     rows = torch.randn(2, 7, 5, 48, generator=generator) * 10.0**exponents
     halves = torch.arange(48) + 0.5
     rows[0, 0], rows[1, 6], rows[0, 3, 1, 2], rows[1, 2, 3, 4] = 0.0, halves, torch.nan, -torch.inf
     rows = rows.to(dtype).transpose(1, 2)
-    for given in (rows, rows[1], rows[:, 0, :, :33]):
+    for operand in (rows, rows[1], rows[:, 0, :, :33]):
         kind = torch.float8_e4m3fn if operands == "e4m3" else torch.bfloat16
-        numbers, factors = quantised.quantise(given.to(DEVICE), ue8m0, kind)
-        expected, of_rows = arithmetic.quantise(given, ue8m0)
+        numbers, factors = quantised.quantise(operand.to(DEVICE), ue8m0, kind)
+        expected, of_rows = arithmetic.quantise(operand, ue8m0)
         assert numbers.dtype == kind
         assert torch.equal(factors.cpu().nan_to_num(-1.0), of_rows.nan_to_num(-1.0))
         finite = ~of_rows.isnan()

@@ -1,7 +1,7 @@
-"""The backward's own path for Hopper, chunk by chunk, with its Gluon kernel written out in PyTorch.
+"""The Hopper backward, chunk by chunk, with its Gluon kernel written in PyTorch.
 
-All else is the real one: what finds and lists tiles, windows and chunks of rows, the order of heads in which
-gradients of scores are stored, the product that forms the gradient of queries, sums in a fixed order.
+All other code is real: the search for shared tiles, windows and chunks, the stored order of heads, the
+product that forms query gradients, and the fixed-order sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the kernel it
 
 
 def gradients_of_keys(inputs, results, tiles, first, softmax_scale, atomic):
-    """What the kernel leaves; what it does not write is NaN."""
+    """Write the kernel's results, computed in PyTorch; entries that the kernel does not write become NaN."""
     query, key_value, grad_out, lse, delta = inputs
     grad_scores, summed, grad_keys = results
     indices, places, tasks, bounds = tiles
@@ -84,9 +84,9 @@ def test_gradients(batch, rows, heads, topk, chunk, shares, deterministic, monke
     real = attention.share_tiles
 
     def share_tiles(indices, lengths, first, *rest):
-        found = real(indices, lengths, first, *rest)
-        windows.append(int(found.ends.max()))
-        return found
+        shared = real(indices, lengths, first, *rest)
+        windows.append(int(shared.ends.max()))
+        return shared
 
     def counted(*given):
         chunks.append(given[3])

@@ -1,7 +1,7 @@
-"""Tiles of keys that neighbouring rows share: what is found, that nothing is lost, and the sums over them.
+"""Tiles of keys that neighbouring rows share: all are found, no entry is lost, and their sums are right.
 
-The kernel that multiplies them runs on Hopper alone. Here its dataflow is followed in fp64, tile by tile,
-from what the kernels that put entries in order leave, to the gradients of keys by their formula.
+The kernel that multiplies the tiles runs on Hopper only. Here its dataflow is followed in fp64, tile by tile,
+from the real ordering kernels' output to the key gradients, and compared with their formula.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FELLOWS, TILE = shared_tiles.FELLOWS, shared_tiles.TILE
 
 
 def ordered(indices, keys=400, chunk=8):
-    """Of ``[batch, rows, topk]``: tiles of all rows, and their lengths."""
+    """Share tiles among ``[batch, rows, topk]`` indices; return flat indices, row lengths and tiles."""
     batch, rows, topk = indices.shape
     flat = indices.reshape(batch * rows, topk).to(DEVICE)
     position = torch.arange(1, topk + 1, device=DEVICE)
@@ -29,7 +29,7 @@ def ordered(indices, keys=400, chunk=8):
 
 
 def listed(tiles, lengths, chunk=8):
-    """Every tile: its first row, its first entry, and the rows that share it."""
+    """Return all tiles: first row, first entry, and number of rows that share the tile."""
     topk = tiles.indices.shape[1]
     tasks, bounds = shared_tiles.tasks_of(tiles.ends, lengths, topk, chunk)
     bounds = bounds[:, :2]
@@ -64,7 +64,7 @@ def test_rows_keep_their_entries_and_each_is_in_one_tile(rows, chunk, topk):
 
 
 def test_what_neighbours_have_in_common_is_found():
-    """All whole tiles of it: by four rows first, then by two."""
+    """All full tiles in common are found: first among four rows, then between two."""
     indices = drifting_indices(1, 16, 400, 256, drift=0.4)
     flat, _, tiles = ordered(indices)
     sets = [set(row[row >= 0].tolist()) for row in flat]
@@ -111,14 +111,14 @@ def test_other_rows_share_nothing_and_lose_nothing(spoil):
 
 
 def gradients_of_keys(query, key_value, indices, grad_out, value_dim):
-    """By the formula, and by tiles: fp64, ``[batch * keys, dim]`` each."""
+    """Return key gradients by the formula and by tiles, fp64, ``[batch * keys, dim]`` each."""
     batch, rows, heads, _ = query.shape
     keys = key_value.shape[1]
     flat, lengths, tiles = ordered(indices, keys=keys)
     topk = flat.shape[1]
     key_value = key_value.clone().requires_grad_()
-    at = indices.clamp_min(0).long()
-    gathered = key_value[torch.arange(batch)[:, None, None], at]
+    keys_at = indices.clamp_min(0).long()
+    gathered = key_value[torch.arange(batch)[:, None, None], keys_at]
     scores = torch.einsum("bshd,bskd->bshk", query, gathered) * 0.1
     scores = scores.masked_fill((indices < 0)[:, :, None], -torch.inf)
     probabilities = scores.softmax(-1)
@@ -155,10 +155,8 @@ def gradients_of_keys(query, key_value, indices, grad_out, value_dim):
 
 
 def trained_indices():
-    """Rows of two sequences, the first and some later ones: 256 keys of up to 1024.
-
-    Of a layer of the example's model after 60 steps on text.
-    """
+    """Return recorded selections of two sequences, 256 of up to 1024 keys per row."""
+    # From one layer of the example's model after 60 steps on text; the first rows and some later ones.
     return load_file(Path(__file__).with_name("trained_selections.safetensors"))["indices"].int()
 
 

@@ -92,7 +92,7 @@ def test_order_and_padding_of_indices_do_not_matter():
 
 
 def test_keys_that_nobody_selected_are_not_touched():
-    """Garbage in padding, even in position 0 where -1 entries could point, must not spread."""
+    """NaN in padding must not spread, not even from position 0, where -1 entries could point."""
     query, key_value = attention_inputs(1, 4, 40, 2, 20, torch.float32)
     indices = random_indices(1, 4, 39, 20, empty_rows=(3,))
     indices = torch.where(indices >= 0, indices + 1, -1).int()
@@ -122,7 +122,7 @@ def test_sum_of_the_backward_is_that_of_the_forward(deterministic):
 
 
 def test_gradients_do_not_depend_on_how_rows_are_cut(monkeypatch):
-    """Bit for bit, and twice the same: keys are summed in row order, also across batch and chunks."""
+    """Gradients repeat bit for bit, because keys are summed in row order across batch and chunks."""
     inputs = attention_inputs(2, 5, 40, 3, 24, torch.float32)
     indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
     expected = backward_of(inputs, indices, 24, with_sum=True)
@@ -133,7 +133,9 @@ def test_gradients_do_not_depend_on_how_rows_are_cut(monkeypatch):
 
 
 def test_many_chunks_are_sorted_at_once_and_one_by_one(monkeypatch):
-    """With a key that a row names twice: its tiles are added in the order of the row."""
+    """Summation order also holds for a key that a row names twice, whether chunks are sorted together or
+    not.
+    """
     inputs = attention_inputs(2, 5, 40, 3, 24, torch.float32)
     indices = random_indices(2, 5, 40, 33, empty_rows=(1,)).to(DEVICE)
     indices[1, 2, 7] = indices[1, 2, 3]
@@ -151,10 +153,10 @@ def test_many_chunks_are_sorted_at_once_and_one_by_one(monkeypatch):
 
 
 def test_stored_order_of_heads():
-    """Gradients of scores in the order that kernels for Hopper leave, whole groups of heads."""
+    # Score gradients come in the order of heads that Hopper kernels store, in complete groups of heads.
     rows, heads, keys, topk, dim = 2, 40, 30, 20, 24
     kernel, stored = attention.backward_query_kernel, 64
-    # Whole numbers have exact sums: a processor's products may round by a row's place in its tile.
+    # Whole numbers have exact sums. Otherwise a CPU product may round by a row's place in its tile.
     key_value = torch.randint(-8, 9, (1, keys, dim), device=DEVICE).float()
     indices = random_indices(1, rows, keys, topk).to(DEVICE)
     lengths = common.row_lengths(indices, keys)
@@ -179,7 +181,7 @@ def test_stored_order_of_heads():
 
 
 def test_scratch_is_bounded(monkeypatch):
-    """Beside results and inputs, no tensor is larger than the budget, or than eight sums of tiles."""
+    """Apart from inputs and results, no tensor is larger than the budget or than eight sums of tiles."""
     monkeypatch.setattr(attention, "tile_bytes", lambda total: 40_000)
     inputs = attention_inputs(1, 8, 64, 4, 32, torch.float32)
     indices = random_indices(1, 8, 64, 60).to(DEVICE)
@@ -212,7 +214,7 @@ def test_any_strides():
     ):
         leaves = [x.detach().clone().requires_grad_() for x in (query, key_value)]
         out = attend(*map(make, leaves), indices, 0.3, 16).out
-        # A gradient with gaps, and one that is expanded.
+        # One gradient has gaps, the other one is expanded.
         grads = torch.autograd.grad(make(out.transpose(1, 2)).square().sum() + out.sum(), leaves)
         results.append((out.detach(), *grads))
     for other in results[1:]:
@@ -221,7 +223,7 @@ def test_any_strides():
 
 
 def test_offsets_beyond_32_bits(tmp_path):
-    """Rows, heads, sequences and keys more than 2^31 numbers apart, on a CPU in a file of holes."""
+    # Rows, heads, sequences and keys lie more than 2^31 numbers apart; on CPUs the tensor is a sparse file.
     far = 2**31 + 160
     if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 40 << 30:
         pytest.skip("needs 40 GiB of the GPU")
@@ -307,7 +309,7 @@ def test_limits_are_named(device, dtype, dim, value_dim, reason):
     assert reason in found
 
 
-# The last two are GLM-5's, absorbed and by head: a value of 256 before a key of 192 + 64.
+# The last two are GLM-5's, absorbed and by head: value width 256, key width 192 + 64.
 SIZES = [(1, 576, 512), (128, 576, 512), (7, 640, 512), (64, 576, 512), (1, 512, 256)]
 
 
@@ -323,9 +325,9 @@ def test_what_is_taken(heads, dim, value_dim, monkeypatch):
 
 
 def on_a_gpu_of(monkeypatch, *capability):
-    """No device is touched: the choice looks at the capability alone."""
+    """Pretend to have a GPU of this compute capability; only the capability is read."""
     if DEVICE != "cpu":
-        # Triton would compile all kernels of this process for it from then on.
+        # On a real GPU, Triton would compile all further kernels of this process for the pretended one.
         pytest.skip("pretends that there is another GPU")
     choose.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -356,7 +358,7 @@ def test_gpus_before_bf16_products(operator, monkeypatch):
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_every_later_gpu_has_tiles(operator, capability, monkeypatch):
-    """That they fit is for the check of compiled kernels to say."""
+    # This checks the choice of tiles only. The compile tests check that they fit.
     on_a_gpu_of(monkeypatch, *capability)
     for heads, index_heads in ((1, 64), (17, 64), (128, 64), (64, 32)):
         for backend in ("auto", "triton"):
