@@ -134,8 +134,8 @@ def _declared(found: Any, name: str) -> Iterator[Feature]:
     """Yield the features of an entry point.
 
     Raises:
-        TypeError: the object is neither a feature, nor a module with ``FEATURE`` or ``FEATURES``, nor a sequence
-            of these.
+        TypeError: the object is neither a feature, nor a module with ``FEATURE`` or ``FEATURES``, nor a
+            sequence of these.
     """
     if isinstance(found, Feature):
         yield found
