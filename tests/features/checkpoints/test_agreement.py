@@ -1,4 +1,4 @@
-"""What one rank meets ends all of them with one message, whatever it is; none is left waiting."""
+"""An error on one rank ends all ranks with the same message, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ERRORS = {
 
 
 def ended(kind: str) -> tuple[str, str]:
-    """Let rank 1 raise: the message of this rank, and what it prints."""
+    """Raise on rank 1; return this rank's message and output."""
 
     def do() -> int:
         if dist.get_rank() == 1:
@@ -42,17 +42,17 @@ def ended(kind: str) -> tuple[str, str]:
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), pytest.raises(RunError) as caught:
         together(do, "mindspeed_dsa weights")
-    assert together(dist.get_rank, "mindspeed_dsa weights") == dist.get_rank()  # all go on together
+    assert together(dist.get_rank, "mindspeed_dsa weights") == dist.get_rank()  # the group still works
     return str(caught.value), printed.getvalue()
 
 
 def many(kinds: list[str]) -> list[tuple[str, str]]:
-    """Return what :func:`ended` does, of one kind after the other."""
+    """Call :func:`ended` for one kind after the other."""
     return [ended(kind) for kind in kinds]
 
 
 def damaged(folder: str, what: str) -> str:
-    """Load or export where torch fails on rank 1 alone: the message of this rank."""
+    """Load or export while torch fails on rank 1 only; return this rank's message."""
 
     def fails(*args: object) -> Any:
         if dist.get_rank() == 1:
@@ -92,9 +92,9 @@ def test_loads_and_exports_end_together(pool, tmp_path: Path, what: str) -> None
 
 
 def seen(folder: str) -> list[object]:
-    """Ask where ranks see other trackers: which checkpoint is exported, and whether a job goes on."""
-    own = str(Path(folder) / f"rank {dist.get_rank()}")
-    job = SimpleNamespace(save=own, load=own)
+    """Run an export and a resume while ranks see different trackers; return their decisions."""
+    own_folder = str(Path(folder) / f"rank {dist.get_rank()}")
+    job = SimpleNamespace(save=own_folder, load=own_folder)
     asked: list[object] = []
 
     def export(job: Any, iteration: int, *rest: object) -> None:
@@ -109,7 +109,7 @@ def seen(folder: str) -> list[object]:
 
 
 def test_the_first_rank_decides_for_all_what_is_there(pool, tmp_path: Path) -> None:
-    """A rank that decides for itself leaves the others in a collective."""
+    # A rank that decided by its own view would leave the others in a collective.
     for rank in range(2):
         (tmp_path / f"rank {rank}").mkdir()
     (tmp_path / "rank 0" / TRACKER).write_text("3")

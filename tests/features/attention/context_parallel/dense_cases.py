@@ -1,4 +1,6 @@
-"""Cases for process groups: ring, exchanged heads and both against attention in one piece."""
+"""Comparison of ring attention, head exchange and both with attention in one piece, on real process
+groups.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SCALE = 0.4
 
 
 def strategy(algorithm: str) -> PayloadStrategy:
-    """``p2p``, ``a2a`` or ``a2a+p2p`` over all ranks, of which two neighbours exchange heads in the last."""
+    """Return the strategy ``p2p``, ``a2a`` or ``a2a+p2p`` over all ranks; the last exchanges heads in
+    pairs.
+    """
     world = dist.group.WORLD
     if algorithm == "p2p":
         return Ring(world)
@@ -36,27 +40,27 @@ def strategy(algorithm: str) -> PayloadStrategy:
 
 
 def drawn(length: int, dtype: str, latent: bool, kv_heads: int) -> list[Tensor]:
-    """Query, gradient of the output, and keys and values, or latents and the up-projection's weight."""
+    """Return query and output gradient, then keys and values, or latents and the up-projection's weight."""
     generator, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
 
     def states(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
 
-    found = [states(length, BATCH, HEADS, PLAIN + ROPE), states(length, BATCH, HEADS, VALUE)]
+    tensors = [states(length, BATCH, HEADS, PLAIN + ROPE), states(length, BATCH, HEADS, VALUE)]
     if latent:
         weight = states(HEADS * (PLAIN + VALUE), LATENT)
-        return [*found, states(length, BATCH, 1, LATENT + ROPE), weight]
-    return [*found, states(length, BATCH, kv_heads, PLAIN + ROPE), states(length, BATCH, kv_heads, VALUE)]
+        return [*tensors, states(length, BATCH, 1, LATENT + ROPE), weight]
+    return [*tensors, states(length, BATCH, kv_heads, PLAIN + ROPE), states(length, BATCH, kv_heads, VALUE)]
 
 
 PACK = Pack(((0, 7), (8, 9), (10, 41), (41, 43)), 48)
-"""Documents with padding between and behind them."""
+"""Documents with padding between and after them."""
 CUT = Pack(((0, 13), (16, 32), (40, 47)), 48)
-"""Documents in places that two chunks for each of four ranks divide."""
+"""Documents with lengths that two chunks for each of four ranks divide."""
 
 
 def packed_rows(packed: str, ranks: int) -> PackedRows | None:
-    """Rows dealt by work, or cut by document."""
+    """Return packed rows balanced by work (``dealt``) or cut by document (``cut``)."""
     if packed == "dealt":
         return PackedRows(PACK, BalancedBlocks(ranks, PACK, 3))
     return PackedRows(CUT, DocumentZigzag(ranks, ((0, 16), (16, 40), (40, 48)))) if packed == "cut" else None
@@ -70,7 +74,9 @@ def compared(
     kv_heads: int = HEADS,
     packed: str = "",
 ) -> dict[str, float]:
-    """Errors of a rank's output and gradients, as shares of the largest entry of the whole."""
+    """Return errors of a rank's output and gradients, relative to the largest entry of the expected
+    tensor.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     query, grad, *others = drawn(length, dtype, latent, kv_heads)
     leaves = [one.double().requires_grad_() for one in (query, *others)]
@@ -81,21 +87,21 @@ def compared(
     layout: Layout = Zigzag(ranks) if rows is None else rows.layout
     mine = [split(one, layout, rank, 0).requires_grad_() for one in (query, *others[: 1 if latent else 2])]
     weights = [others[1].requires_grad_()] if latent else []
-    inner, chosen = DenseAttention(SCALE), strategy(algorithm)
+    inner, exchange = DenseAttention(SCALE), strategy(algorithm)
     with no_memory_of_others():
         if latent:
             payload = Payload(mine[1], FromLatents(HEADS, LATENT, PLAIN), (weights[0],))
         else:
             payload = Payload.of(*mine[1:])
-        out = chosen.attend_payload(inner, mine[0], payload, rows)
-        found = [out, *torch.autograd.grad(out, [*mine, *weights], split(grad, layout, rank, 0))]
-    for gradient in found[len(mine) + 1 :]:
-        dist.all_reduce(gradient)  # as data parallelism does for a weight
+        out = exchange.attend_payload(inner, mine[0], payload, rows)
+        results = [out, *torch.autograd.grad(out, [*mine, *weights], split(grad, layout, rank, 0))]
+    for gradient in results[len(mine) + 1 :]:
+        dist.all_reduce(gradient)  # data parallelism sums weight gradients like this
     right = [split(one, layout, rank, 0) for one in wanted[: len(mine) + 1]] + wanted[len(mine) + 1 :]
     names = ("out", "query", *(("latents", "weight") if latent else ("key", "value")))
     return {
         name: float((one.double() - other).abs().max() / other.abs().max())
-        for name, one, other in zip(names, found, right, strict=True)
+        for name, one, other in zip(names, results, right, strict=True)
     }
 
 
@@ -119,7 +125,7 @@ def attended_to_in_one_piece(leaves: list[Tensor], latent: bool, pack: Pack | No
 
 @contextlib.contextmanager
 def no_memory_of_others() -> Iterator[None]:
-    """Fresh memory holds NaN, so that what has not arrived yet shows."""
+    """Fill fresh memory with NaN, so that a read before a transfer has arrived shows."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -128,7 +134,7 @@ def no_memory_of_others() -> Iterator[None]:
 
 
 def events_of_ring() -> dict[str, list[str]]:
-    """What a ring does in which order, in forward and in backward."""
+    """Return the order of a ring's transfers and attention calls, in forward and in backward."""
     from mindspeed_dsa.features.attention.context_parallel import dense, ring
 
     events: list[str] = []

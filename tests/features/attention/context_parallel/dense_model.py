@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: a dense model, of grouped heads or latent attention, in any layout."""
+"""Worker functions: steps of a dense model with grouped heads or latent attention, in any layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tests.support import model as job
 
-SEQUENCE = 24  # two chunks for each of up to four ranks, and of three
+SEQUENCE = 24  # two chunks for each of two, three or four ranks
 HEADS, GROUPS = 8, 2
 COMMON: dict[str, Any] = {
     "num_layers": 2,
@@ -21,13 +21,13 @@ COMMON: dict[str, Any] = {
 
 
 def latent_config(**overrides: Any) -> Any:
-    """Latent attention, of which a value head has twice the size of kv_channels."""
+    """Return a latent attention config with value heads twice as wide as kv_channels."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     values = {
         **job.LATENT,
         "num_attention_heads": HEADS,
-        # Releases take YaRN's magnitude from different fields, even without YaRN.
+        # Releases read YaRN's magnitude from different fields, even without YaRN.
         "rotary_scaling_factor": 1.0,
     }
     return MLATransformerConfig(**{**COMMON, **values, **overrides})
@@ -43,7 +43,7 @@ def grouped_config(**overrides: Any) -> Any:
 def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
-    # Older releases ask the global state for the stage, later ones are told.
+    # Older releases read the stage from global state; later ones take an argument.
     stage = {} if vp_stage is None else {"vp_stage": vp_stage}
     where = {"ignore_virtual": False, **stage} if stage else {}
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -62,7 +62,7 @@ def gpt_model(cfg: Any, vp_stage: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def dense(attention: str, cp: int) -> Iterator[None]:
-    """The tests' job trains a dense model."""
+    """Make ``tests.support.model`` build a dense model inside the block."""
     build = latent_config if attention == "latent" else grouped_config
 
     def config(**overrides: Any) -> Any:
@@ -77,17 +77,17 @@ def dense(attention: str, cp: int) -> Iterator[None]:
 
 
 def switches(attention: str, cp: int, algorithm: str | None, degree: int | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "experimental_attention_variant": None,
         "transformer_impl": "local",
         "multi_latent_attention": attention == "latent",
         "context_parallel_size": cp,
     }
     if algorithm is not None:
-        found["context_parallel_algo"] = algorithm
+        settings["context_parallel_algo"] = algorithm
     if degree is not None:
-        found["ulysses_degree_in_cp"] = degree
-    return found
+        settings["ulysses_degree_in_cp"] = degree
+    return settings
 
 
 def step(
@@ -99,7 +99,7 @@ def step(
     more: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """As :func:`job.run`, on one microbatch after another of two sequences."""
+    """Run :func:`job.run` on consecutive microbatches of two sequences."""
     from mindspeed_dsa.ops.backend import calls
 
     before = calls().total()
@@ -115,9 +115,9 @@ def step(
 
 
 def step_in_parts(**arguments: Any) -> dict[str, Any]:
-    """As :func:`step` of latent attention on one context parallel rank, queries in two parts.
+    """Run :func:`step` with latent attention on one rank and queries in two parts.
 
-    With it the width of each query that was attended to.
+    Also returns the width of every query that was attended to.
     """
     from mindspeed_dsa.features.attention.context_parallel import core_attention, query_parts
 
@@ -141,7 +141,7 @@ def step_in_parts(**arguments: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def whole_keys_of_megatron(active: bool) -> Iterator[None]:
-    """Latent attention expands keys and values for all heads, as Megatron does."""
+    """Let latent attention expand keys and values for all heads, as Megatron does, if ``active``."""
     from mindspeed_dsa.features.attention.context_parallel.core_attention import Plan
 
     with mock.patch.object(Plan, "takes_payload", False) if active else contextlib.nullcontext():
@@ -149,7 +149,9 @@ def whole_keys_of_megatron(active: bool) -> Iterator[None]:
 
 
 def in_one_group(ranks: list[dict[str, Any]], cp: int, tp: int) -> dict[str, Any]:
-    """Loss over all context parallel ranks, and gradients of one of each, which all have the same."""
+    """Return the loss over all context parallel ranks, and the gradients of one of them, after checking all
+    equal.
+    """
     ours = [rank for number, rank in enumerate(ranks) if number // tp % cp == 0]
     for number, rank in enumerate(ranks):
         twin = ranks[number - number // tp % cp * tp]
@@ -163,7 +165,9 @@ def in_one_group(ranks: list[dict[str, Any]], cp: int, tp: int) -> dict[str, Any
 
 
 def hybrid_groups(given_to_megatron: bool) -> list[list[int]]:
-    """Global ranks of the neighbours that exchange heads and of the ring, and whether Megatron made them."""
+    """Return global ranks of the head exchange group and of the ring, and whether Megatron made both
+    groups.
+    """
     import torch.distributed as dist
 
     import mindspeed_dsa
@@ -174,13 +178,13 @@ def hybrid_groups(given_to_megatron: bool) -> list[list[int]]:
     parallel_state.initialize_model_parallel(context_parallel_size=4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     theirs = []
-    if given_to_megatron:  # which wants another package to make them
+    if given_to_megatron:  # Megatron itself needs another package to make these groups.
         groups = [
             [dist.new_group([a, b]) for a, b in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
         ]
         rank = dist.get_rank()
         theirs = [groups[0][rank // 2], groups[1][rank % 2]]
-    # Megatron forgets to destroy them.
+    # Megatron never destroys these groups.
     kept = mock.patch.object(parallel_state, "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", theirs or None)
     with kept, dense("grouped", 4):
         layers = gpt_model(job.config()).decoder.layers

@@ -1,4 +1,4 @@
-"""Ring, exchanged heads, and both: outputs and gradients of attention in one piece."""
+"""Ring attention, head exchange and both have the outputs and gradients of attention in one piece."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_equal_to_one_piece(pool, ranks, given):
 
 
 def test_every_transfer_is_behind_attention(pool):
-    """Keys are 1, their gradients 2; a transfer is sent before, and waited for after, attention."""
+    """Each transfer starts before an attention call and is awaited after it. Tag 1: keys, tag 2: their
+    gradients.
+    """
     for events in pool.run(f"{CASES}:events_of_ring", 3):
         step = ["send 1", "attend", "wait 1"]
         assert events["forward"] == [*step, *step, "attend"]

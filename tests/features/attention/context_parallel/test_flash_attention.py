@@ -1,4 +1,4 @@
-"""``--use-flash-attn`` without Transformer Engine: an operator in place of the scores of all pairs."""
+"""``--use-flash-attn`` without Transformer Engine runs the operator instead of Megatron's unfused scores."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LAYERS, MICROBATCHES = 2, 2
 def check(pool, **layout):
     tp = layout.get("tp", 1)
     expected = pool.run(f"{CASES}:step", tp, attention="grouped", **layout)
-    found = pool.run(f"{CASES}:step", tp, attention="grouped", more=ON, **layout)
+    actual = pool.run(f"{CASES}:step", tp, attention="grouped", more=ON, **layout)
     assert [rank["calls"] for rank in expected] == [0] * tp
-    # Recomputation calls the operator's forward once more; backward is not counted.
+    # Recomputation calls the operator's forward a second time. Backward calls are not counted.
     passes = 2 if "overrides" in layout else 1
-    assert [rank["calls"] for rank in found] == [passes * LAYERS * MICROBATCHES] * tp
-    torch.testing.assert_close(found[0]["losses"], expected[0]["losses"], rtol=1e-6, atol=0)
-    gradients = [job.put_together(ranks) for ranks in (found, expected)]
+    assert [rank["calls"] for rank in actual] == [passes * LAYERS * MICROBATCHES] * tp
+    torch.testing.assert_close(actual[0]["losses"], expected[0]["losses"], rtol=1e-6, atol=0)
+    gradients = [job.put_together(ranks) for ranks in (actual, expected)]
     job.assert_same_gradients(*gradients, rtol=1e-5)
     assert any(not torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -72,7 +72,7 @@ def test_when_it_is_on():
     assert not flash_wanted(SimpleNamespace(transformer_impl="local"))
     assert not flash_wanted(SimpleNamespace(**ON, transformer_impl="transformer_engine"))
     assert not flash_wanted(SimpleNamespace(**ON))
-    # Others attend by the same operator, or sparsely.
+    # Other features already use the operator here, or attend sparsely.
     assert not flash_wanted(SimpleNamespace(**local, context_parallel_size=2))
     assert not flash_wanted(SimpleNamespace(**local, multi_latent_attention=True))
     assert not flash_wanted(SimpleNamespace(**local, experimental_attention_variant="dsa"))
@@ -93,7 +93,7 @@ def attention_of(mask_type="causal", kind="self", dropout=0.0):
     def megatrons(self, config, layer_number, attn_mask_type, attention_type):
         self.attn_mask_type = attn_mask_type
         self.attention_dropout = SimpleNamespace(p=dropout)
-        # As Megatron scales by layer: layer 4.
+        # Layer 4: Megatron divides the scale by the layer number.
         self.scale_mask_softmax, self.softmax_scale = SimpleNamespace(scale=4), 0.125
 
     attention = SimpleNamespace()

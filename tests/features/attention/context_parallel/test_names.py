@@ -1,4 +1,4 @@
-"""Arguments get Megatron's names, and each layer its own."""
+"""Arguments get Megatron's names of algorithms, and each layer gets its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_layer_gets_its_own_name(pool):
 
 
 class _Recorder(torch.nn.Module):
-    """An attention that notes what its layer says."""
+    """Attention module that records the ``cp_comm_type`` it is built with."""
 
     told: list[str] = []  # noqa: RUF012
 
@@ -62,7 +62,7 @@ class _Recorder(torch.nn.Module):
 
 
 def names_of_layers(names: list[str], **switches: Any) -> list[str]:
-    """What Megatron's layers tell their attentions, one by one."""
+    """Return the ``cp_comm_type`` that each of Megatron's layers passes to its attention."""
     job.start(switches)
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules

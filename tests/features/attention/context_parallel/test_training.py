@@ -1,4 +1,4 @@
-"""Dense models on context parallel ranks take the same step as on one rank."""
+"""Dense models take the same step on context parallel ranks as on one rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ LAYERS, MICROBATCHES = 2, 2
 
 @pytest.fixture(scope="module")
 def one_rank(pool):
-    """One step on one rank; of grouped heads with nothing of ours on it."""
+    """Return a cached function that takes one step on one rank."""
+    # The step with grouped heads runs without any of our code, so it is Megatron's own.
 
     @cache
     def step(attention: str) -> dict[str, Any]:
@@ -66,14 +67,14 @@ def check(pool, one_rank, attention, cp, given):
     tp, pp = arguments.get("tp", 1), arguments.get("pp", 1)
     ranks = pool.run(f"{CASES}:step", cp * tp * pp, attention=attention, cp=cp, **arguments)
     assert all(rank["calls"] > 0 for rank in ranks), "the operator ran on every rank"
-    found, expected = dense_model.in_one_group(ranks, cp, tp), one_rank(attention)
+    actual, expected = dense_model.in_one_group(ranks, cp, tp), one_rank(attention)
     if attention == "latent" and not arguments.get("sequence_parallel", True):
-        # Megatron adds up this norm's gradient over tensor parallel ranks, each of which has all of it.
-        for name in found["gradients"]:
+        # Megatron sums this norm's gradient over tensor parallel ranks, but each rank already has all of it.
+        for name in actual["gradients"]:
             if "q_layernorm" in name:
-                found["gradients"][name] /= tp
-    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
-    job.assert_same_gradients(found["gradients"], expected["gradients"], rtol=1e-5)
+                actual["gradients"][name] /= tp
+    torch.testing.assert_close(actual["losses"], expected["losses"], rtol=1e-5, atol=0)
+    job.assert_same_gradients(actual["gradients"], expected["gradients"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("attention", "cp", "given"), QUICK, ids=str)

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused in one sentence, before training or at the first batch."""
+"""Unsupported settings are refused with one sentence, before training or at the first batch."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def test_what_comes_with_a_batch():
     packed = {"attention_mask": None, "packed_seq_params": object()}
     assert forward(attention, states, states, states, **packed) == "Megatron's own"
     attention.dense_context_parallel_plan = Plan(DenseAttention(0.3), Ring(SimpleNamespace(size=lambda: 2)))
-    for given, message in (
+    for arguments, message in (
         ({"attention_mask": states}, "an attention mask came with a batch"),
         ({"attention_mask": None, "attention_bias": states}, "an attention bias"),
     ):
         with pytest.raises(ValueError, match=f"dense-context-parallel: {message}"):
-            forward(attention, states, states, states, **given)
+            forward(attention, states, states, states, **arguments)
     with pytest.raises(ValueError, match="1 queries came with 4 keys, as in generation"):
         forward(attention, states[-1:], states, states, None)
 
@@ -118,7 +118,7 @@ def test_rows_and_heads_that_cannot_be_shared():
         ring_attention(DenseAttention(0.3), odd, Payload.of(odd, odd), group)
     with pytest.raises(ValueError, match=r"2 heads with 2 key-value heads .* cannot be shared by 3 ranks"):
         check_heads(2, Payload.of(odd, odd), 3)
-    check_heads(4, Payload.of(odd, odd), 4)  # two key-value heads, twice each
+    check_heads(4, Payload.of(odd, odd), 4)  # two key-value heads, each on two ranks
 
 
 def test_when_it_is_on():

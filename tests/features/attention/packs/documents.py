@@ -1,4 +1,4 @@
-"""What runs inside the pool's workers: packed documents, and the same documents one by one."""
+"""Worker functions: training on packed documents, and on the same documents one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PADDING = 8
 
 
 def tokens_of(lengths: Sequence[int], padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, ``[1, rows]``."""
+    """Return random tokens and labels, ``[1, rows]``."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
         torch.randint(0, job.VOCABULARY, (1, sum(lengths) + padding), generator=generator) for _ in range(2)
@@ -39,7 +39,7 @@ def prefix_sums(lengths: Sequence[int]) -> Tensor:
 
 
 def described(lengths: Sequence[int], rows: int) -> Any:
-    """Megatron's description with the given lengths, empty documents included."""
+    """Return Megatron's ``PackedSeqParams`` for these lengths, empty documents included."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     sums = prefix_sums(lengths)
@@ -60,7 +60,7 @@ def one_pass(
     config: str = "config",
     mtp: bool = False,
 ) -> dict[str, Any]:
-    """Loss, gradients and logged indexer loss of documents, in one pack or one by one."""
+    """Return loss, gradients and the logged indexer loss, for one pack or for its documents one by one."""
     job.start({"use_fused_dsa": True, **(switches or {})})
     build, rows, count = import_module(builder), sum(lengths) + padding, sum(lengths)
     tokens, labels = tokens_of(lengths, padding)
@@ -88,7 +88,7 @@ def one_pass(
 def logged_loss() -> float:
     try:
         return logged_indexer_loss(1)
-    except KeyError:  # nothing was logged
+    except KeyError:  # no layer logged a loss
         return 0.0
 
 
@@ -99,25 +99,27 @@ def scale_indexer_loss(factor: float) -> None:
 
 
 def told(all_lengths: Sequence[Sequence[int]], padding: int) -> list[tuple[Any, ...]]:
-    """Packs with and without padding; what is read back of what Megatron is told, and its last place."""
-    found = []
+    """Return packs with and without padding, each read back from its ``PackedSeqParams``, and the last
+    bound.
+    """
+    results = []
     for lengths, more in itertools.product(all_lengths, (0, padding)):
         pack = Pack.of(
             SimpleNamespace(qkv_format="thd", cu_seqlens_q=prefix_sums(lengths)), sum(lengths) + more
         )
         params = pack.params(Megatron(), torch.device("cpu"))
         places = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        found.append((pack, Pack.of(params, pack.length), int(places[-1]), places.dtype))
-    return found
+        results.append((pack, Pack.of(params, pack.length), int(places[-1]), places.dtype))
+    return results
 
 
 END = 3
-"""The token that ends a document."""
+"""Token that ends a document."""
 
 
 def batches(from_tokens: bool, packs: int = 2) -> list[dict[str, Tensor]]:
-    """Packs as a data loader collates them: their documents' lengths beside the tokens, or in them."""
-    found = []
+    """Return collated packs; document lengths come in separate tensors or from end tokens."""
+    collated = []
     for seed in range(packs):
         lengths = LENGTHS[seed:] + LENGTHS[:seed]
         tokens, labels = tokens_of(lengths, 0 if from_tokens else PADDING, seed)
@@ -129,19 +131,19 @@ def batches(from_tokens: bool, packs: int = 2) -> list[dict[str, Tensor]]:
             tokens[:, prefix_sums(lengths)[1:] - 1] = END
         else:
             batch |= {"cu_seqlens": prefix_sums(lengths)[None], "max_seqlen": torch.tensor([max(lengths)])}
-        found.append(batch)
-    return found
+        collated.append(batch)
+    return collated
 
 
 def one_by_one(packs: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Each document as a microbatch of its own."""
-    found = []
+    """Return each document as a separate microbatch."""
+    microbatches = []
     for seed, batch in enumerate(packs):
         ends = prefix_sums(LENGTHS[seed:] + LENGTHS[:seed]).tolist()
         for begin, end in itertools.pairwise(ends):
             part = {key: batch[key][:, begin:end] for key in ("tokens", "labels", "loss_mask")}
-            found.append(part)
-    return found
+            microbatches.append(part)
+    return microbatches
 
 
 def scripted_step(
@@ -156,10 +158,11 @@ def scripted_step(
     config: str = "config",
     **layout: Any,
 ) -> dict[str, Any]:
-    """Gradients of two packs that a script trains on which passes no lengths on, as ``pretrain_gpt.py`` does.
+    """Return gradients of two packs from a script that, like ``pretrain_gpt.py``, does not pass lengths on.
 
-    With ``alone`` each document is a microbatch of its own; with ``by_run`` the operators get rows as those
-    of NPUs do; with ``cut`` the script itself cuts each document for context parallel ranks, and says so.
+    With ``alone``, each document is a microbatch. With ``by_run``, the operators get rows run by run, as on
+    NPUs. With ``cut``, the script itself cuts each document for context parallel ranks and passes the cut's
+    description.
     """
     cp = layout.get("cp", 1)
     parallel = {"context_parallel_size": cp} if cp > 1 else {}
@@ -216,8 +219,8 @@ def scripted_step(
 
 
 def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tensor]]:
-    """The same documents, each with padding behind it to a multiple of ``unit`` rows."""
-    found = []
+    """Pad each document to a multiple of ``unit`` rows."""
+    padded = []
     for batch in packs:
         sums = batch["cu_seqlens"].flatten()
         rooms = torch.cat([sums[:1], (-(sums.diff() // -unit) * unit).cumsum(0).int()])
@@ -229,29 +232,31 @@ def in_places(packs: list[dict[str, Tensor]], unit: int) -> list[dict[str, Tenso
         }
         for name, whole in placed.items():
             whole[:, rows] = batch[name][:, : int(sums[-1])]
-        found.append({**placed, "sums": sums, "places": rooms})
-    return found
+        padded.append({**placed, "sums": sums, "places": rooms})
+    return padded
 
 
 def cut_documents(batch: dict[str, Tensor]) -> Any:
-    """Two chunks of each document's place for this rank, as Transformer Engine cuts them; returns which."""
+    """Keep this rank's two chunks of each padded document, as Transformer Engine does; return the
+    description.
+    """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     sums, places = batch["sums"], batch["places"]
-    own = []
+    kept_rows = []
     for begin, end in itertools.pairwise(places.tolist()):
         chunks = torch.arange(begin, end).chunk(2 * ranks)
-        own += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+        kept_rows += [chunks[rank], chunks[2 * ranks - 1 - rank]]
     for name in ("tokens", "labels", "loss_mask"):
-        batch[name] = batch[name][:, torch.cat(own)]
+        batch[name] = batch[name][:, torch.cat(kept_rows)]
     longest = int(places.diff().max())
     return PackedSeqParams("thd", sums, sums, places, places, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 class OnlyNext:
-    """As Megatron-LM's ``RerunDataIterator``, which is no iterable."""
+    """Iterator without ``__iter__``, like Megatron-LM's ``RerunDataIterator``."""
 
     def __init__(self, data: Iterator[dict[str, Tensor]]) -> None:
         self._data = data
@@ -261,35 +266,36 @@ class OnlyNext:
 
 
 def script_step(cfg: Any, data: Iterator[dict[str, Tensor]] | None, model: Any) -> Any:
-    """Reads on tensor parallel rank 0 of the outer stages, hands on by broadcast; knows no packs."""
+    """Run a forward step that reads data on tensor parallel rank 0 of the outer stages and broadcasts it."""
+    # The step does not know about packs, like Megatron's pretraining scripts.
     from megatron.core import parallel_state, utils
 
     group = parallel_state.get_tensor_model_parallel_group()
     source = parallel_state.get_tensor_model_parallel_src_rank()
-    told = [next(data) if data is not None else None]
-    dist.broadcast_object_list(told, src=source, group=group)
-    batch = told[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
-    given = {}
+    received = [next(data) if data is not None else None]
+    dist.broadcast_object_list(received, src=source, group=group)
+    batch = received[0] or dict.fromkeys(("tokens", "labels", "loss_mask"))
+    arguments = {}
     if "places" in batch:
-        given["packed_seq_params"] = cut_documents(batch)
+        arguments["packed_seq_params"] = cut_documents(batch)
     elif parallel_state.get_context_parallel_world_size() > 1:
         batch = utils.get_batch_on_this_cp_rank(batch)
     assert not {"cu_seqlens", "max_seqlen"} & batch.keys(), "the script would read these wrongly"
-    # Multi-token prediction moves positions as well, which nothing reads.
+    # Multi-token prediction rolls position_ids too, although the model does not read them.
     positions = None if batch["tokens"] is None else torch.zeros_like(batch["tokens"])
-    out = model(batch["tokens"], positions, None, labels=batch["labels"], **given)
+    out = model(batch["tokens"], positions, None, labels=batch["labels"], **arguments)
     return out, partial(job.loss_of, cfg, batch["loss_mask"])
 
 
 @contextlib.contextmanager
 def end_of_documents() -> Iterator[None]:
-    """Megatron-LM's global tokenizer, which the installed wheel lacks."""
+    """Install a fake global tokenizer of Megatron-LM, because the installed wheel has none."""
     tokenizer = ModuleType("megatron.training.global_vars")
     tokenizer.get_tokenizer = lambda: SimpleNamespace(eod=END)  # type: ignore[attr-defined]
     packages = {"megatron.training": ModuleType("megatron.training"), tokenizer.__name__: tokenizer}
     sys.modules.update(packages)
     try:
-        yield  # what is imported meanwhile stays, and stays patched
+        yield  # modules imported in the block stay imported, and stay patched
     finally:
         for name in packages:
             del sys.modules[name]

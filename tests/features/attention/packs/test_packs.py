@@ -99,7 +99,7 @@ def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, 
     model = {name: layout[name] for name in ("from_tokens", "overrides", "mtp") if name in layout}
     (alone,) = pool.run(f"{CASES}:scripted_step", 1, alone=True, **model)
     packed = pool.run(f"{CASES}:scripted_step", ranks, **layout)
-    for context in range(layout.get("cp", 1)):  # gradients are reduced over them
+    for context in range(layout.get("cp", 1)):  # gradients are reduced over context parallel ranks
         copies = [rank for rank in packed if rank["context"] == context]
         assert_same_gradients(put_together(copies), alone["gradients"], 2e-5)
 
@@ -116,7 +116,7 @@ def test_a_script_that_knows_no_packs_trains_on_them_on_every_rank(pool, ranks, 
     ids=str,
 )
 def test_dense_attention_on_several_ranks_takes_packs(pool, attention, ranks, layout):
-    """Of grouped heads those that the script has cut itself."""
+    # Grouped heads get documents that the script itself has cut; latent attention cuts them here.
     algorithm, degree = (layout.get(name) for name in ("algorithm", "degree"))
     switches = {
         **DENSE,
@@ -169,7 +169,9 @@ def test_rows_know_their_document():
 
 
 def test_megatron_is_told_of_the_same_rows(pool):
-    """Its own rotary embedding cuts the rows at the places that it is told of."""
+    """The padded description covers all rows, because Megatron's rotary embedding cuts the rows at its
+    bounds.
+    """
     (told,) = pool.run(f"{CASES}:told", 1, all_lengths=[(3,), (0, 3), (2, 0, 1, 0), (), (0,)], padding=2)
     assert len(told) == 10
     for pack, again, place, dtype in told:
@@ -202,29 +204,29 @@ def test_what_describes_no_pack_is_refused(given, message):
 
 
 def test_lengths_on_a_device_are_read_once(monkeypatch):
-    """Whatever the number of layers; again once they have changed, in place or not."""
+    """The host reads lengths once for all layers, and again after they change, in place or not."""
     monkeypatch.setattr(packs, "_host_waits_for", lambda sums: True)
     reads, listed = [], packs._listed
     monkeypatch.setattr(packs, "_listed", lambda sums: reads.append(sums) or listed(sums))
     sums = torch.tensor([0, 2, 5])
-    given = params((2, 3), cu_seqlens_q=sums, cu_seqlens_kv=sums)
+    description = params((2, 3), cu_seqlens_q=sums, cu_seqlens_kv=sums)
     group = SimpleNamespace(size=lambda: 1)
     for _ in range(3):
-        assert PackRows.of(given, 6, group).pack.documents == ((0, 2), (2, 5))
+        assert PackRows.of(description, 6, group).pack.documents == ((0, 2), (2, 5))
     assert len(reads) == 1
     sums[1] = 4
-    assert PackRows.of(given, 6, group).pack.documents == ((0, 4), (4, 5))
-    given.cu_seqlens_q = given.cu_seqlens_kv = torch.tensor([0, 6])
-    assert PackRows.of(given, 6, group).pack.documents == ((0, 6),)
+    assert PackRows.of(description, 6, group).pack.documents == ((0, 4), (4, 5))
+    description.cu_seqlens_q = description.cu_seqlens_kv = torch.tensor([0, 6])
+    assert PackRows.of(description, 6, group).pack.documents == ((0, 6),)
     assert len(reads) == 3
-    del sums, given
+    del sums, description
     reads.clear()
     gc.collect()
     assert not packs._read, "what nobody has any more is forgotten"
 
 
 def test_padding_at_the_end_reaches_no_operator():
-    """Those of NPUs know documents one behind the other, and nothing else."""
+    # NPU operators take adjacent documents only, so the padding rows at the end must be cut off.
     pack = Pack.of(params((5, 17, 9)), 39)
     rows = Rows.of_pack(PackRows(pack), torch.device("cpu"))
     heads, size = 2, 4
@@ -248,18 +250,18 @@ def test_padding_at_the_end_reaches_no_operator():
 
 
 def test_runs_are_neighbours_in_one_document():
-    """Blocks of four rows; what Ascend's operators are given one by one."""
+    # Blocks of four rows. Ascend's operators get one run at a time.
     pack = Pack.of(params((5, 1, 7)), 16)
     rows = [PackRows(pack, BalancedBlocks(2, pack, 4), rank) for rank in (0, 1)]
-    for each in rows:
+    for pack_rows in rows:
         covered = 0
-        for first, end, low, high in each.runs():
+        for first, end, low, high in pack_rows.runs():
             assert first == covered
             covered = end
-            own = slice(first, end)
+            run = slice(first, end)
             seen = range(high - (end - first) + 1, high + 1) if high > low else [0] * (end - first)
-            assert each.ends[own].tolist() == list(seen)
-            assert set(each.starts[own].tolist()) == {low}
+            assert pack_rows.ends[run].tolist() == list(seen)
+            assert set(pack_rows.starts[run].tolist()) == {low}
         assert covered == 8
 
 
@@ -317,7 +319,7 @@ def test_a_script_does_not_cut_documents_that_are_dealt_out(ranks):
         lambda model, tokens=None, packed_seq_params=None: packed_seq_params, context
     )
     dealt, cut = SimpleNamespace(dealt_block_rows=128), SimpleNamespace(qkv_format="thd")
-    assert forward(None, packed_seq_params=cut) is cut  # nobody packs
+    assert forward(None, packed_seq_params=cut) is cut  # without packing, the script's own cut is kept
     token = delivery._running.set(delivery._Running(Pack(((0, 8),), 8), dealt))
     try:
         assert forward(None) is dealt

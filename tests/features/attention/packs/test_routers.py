@@ -1,4 +1,4 @@
-"""Padding between documents changes nothing that routers count: their losses, loads and gradients."""
+"""Padding between documents does not change a router's losses, loads and gradients."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ OF_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]
 def one_pass(
     gaps: tuple[int, ...], overrides: Mapping[str, Any] | None = None, tp: int = 1
 ) -> dict[str, Any]:
-    """Losses and gradients of documents with rows of padding behind each, and what routers count.
-
-    Gradients of several ranks, which have a part of the rows each, are those of routers, summed.
-    """
+    """Return losses and gradients of documents, each followed by padding, and the router's counts."""
+    # With tensor parallelism each rank has a part of the rows, so only router gradients are compared, summed.
     sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
     job.start({"use_fused_dsa": True, "pack_documents": True, **sizes}, tp=tp)
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -68,12 +66,13 @@ def one_pass(
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     loads = [m.local_tokens_per_expert for m in model.modules() if hasattr(m, "local_tokens_per_expert")]
     logged = {
-        name: each["values"].clone() for name, each in moe_utils.get_moe_layer_wise_logging_tracker().items()
+        name: entry["values"].clone()
+        for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
     }
     if tp > 1:
-        gradients = {name: each for name, each in gradients.items() if name.endswith("router.weight")}
-        for each in (*gradients.values(), *loads):
-            dist.all_reduce(each)
+        gradients = {name: entry for name, entry in gradients.items() if name.endswith("router.weight")}
+        for entry in (*gradients.values(), *loads):
+            dist.all_reduce(entry)
         logged = {}
     return {"losses": losses.detach(), "gradients": gradients, "loads": loads, "logged": logged}
 
@@ -93,10 +92,10 @@ def test_padding_is_not_counted_wherever_it_lies(pool, tp, overrides):
         pool.run(CASE, tp, gaps=gaps, overrides=overrides, tp=tp)[0] for gaps in (ABSENT, BEHIND, BETWEEN)
     )
     assert absent["gradients"]
-    assert sum(int(each.sum()) for each in absent["loads"]) == sum(LENGTHS) * 2 * len(absent["loads"]) > 0
+    assert sum(int(load.sum()) for load in absent["loads"]) == sum(LENGTHS) * 2 * len(absent["loads"]) > 0
     for padded in (behind, between):
         torch.testing.assert_close(padded["losses"], absent["losses"], rtol=1e-5, atol=1e-5)
-        assert [each.tolist() for each in padded["loads"]] == [each.tolist() for each in absent["loads"]]
+        assert [load.tolist() for load in padded["loads"]] == [load.tolist() for load in absent["loads"]]
         assert padded["logged"].keys() == absent["logged"].keys()
         for name, values in absent["logged"].items():
             torch.testing.assert_close(padded["logged"][name], values, rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""When sequences are padded, what a job is told and refused, and what batches and packs become."""
+"""Settings of sequence padding: when it is on, refused jobs, padded batches and packs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_
     ("tokens", "ranks", "parts", "block_rows", "length"),
     [
         (32, 1, 1, 0, 32),
-        (31, 1, 1, 0, 31),  # nothing divides it
+        (31, 1, 1, 0, 31),  # one rank divides any length
         (31, 1, 2, 0, 32),
         (29, 2, 1, 0, 32),
         (30, 2, 4, 0, 32),
@@ -115,7 +115,8 @@ def test_batches_get_rows_behind_their_data():
     assert padded["attention_mask"].sum(dim=(1, 2, 3)).tolist() == [10 + 64 - 25] * 2
     assert padded["lengths"].shape == (1, 3)
     assert padded["name"] == "text"
-    assert pad({"tokens": None}, ODD) == {"tokens": None}  # stages between the first and the last
+    # A stage between the first and the last has no tokens.
+    assert pad({"tokens": None}, ODD) == {"tokens": None}
 
 
 def test_batches_of_another_kind_are_an_error():
@@ -128,7 +129,7 @@ def test_batches_of_another_kind_are_an_error():
 
 
 def test_a_rank_knows_its_rows_of_padding():
-    """Chunks 0 and 3 of 4 are the first rank's; with three rows the last one of chunk 2 is padding, too."""
+    # Five tokens padded to eight, in chunks of two rows: rank 0 has chunks 0 and 3, rank 1 has 1 and 2.
     assert counted_rows(ODD, 4, 0).tolist() == [True, True, False, False]
     assert counted_rows(ODD, 4, 1).tolist() == [True, True, True, False]
     assert counted_rows(ODD, 4, 1, before=1).tolist() == [True, True, False, False]
@@ -154,7 +155,7 @@ def test_the_last_rank_gets_the_padding_of_a_pack(ranks, padding, block_rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_masks_of_every_type_are_averaged_over_ranks(dtype, monkeypatch):
-    """Megatron makes one of integers where a script has none."""
+    """Megatron makes an integer mask if a script has none."""
     padding = Padding(tokens=5, length=8, ranks=2)
     context = SimpleNamespace(
         options=SimpleNamespace(padding=padding),
@@ -177,7 +178,7 @@ def test_documents_that_a_batch_describes_itself_are_refused():
 
 @pytest.mark.parametrize("sequences", [2, 1], ids=["whole", "half"])
 def test_the_load_report_counts_tokens_alone(sequences, monkeypatch):
-    """Of a half of the microbatch, too, whose router sees fewer sequences than its losses are of."""
+    """Only real tokens count, also for half a microbatch, whose router sees fewer sequences."""
     with mindspeed_dsa.enabled(seq_length=5, context_parallel_size=2, moe_router_load_report="loads"):
         options = current().contexts["moe-router-load-report"].options
     assert options == LoadOptions(Path("loads"), Padding(tokens=5, length=8, ranks=2))
@@ -187,7 +188,7 @@ def test_the_load_report_counts_tokens_alone(sequences, monkeypatch):
     monkeypatch.setattr(
         steps, "counts_of", lambda _: SimpleNamespace(add=lambda _, each: counted.append(each))
     )
-    # Rows 0, 1 and 6, 7 of the padded sequence are this rank's: two tokens, and two of padding.
+    # This rank has rows 0, 1 and 6, 7 of the padded sequence: two tokens and two rows of padding.
     routing_map = torch.arange(4)[:, None].expand(4, sequences).reshape(-1, 1)
     forward = steps.count_tokens(lambda self, input: (None, routing_map), context)
     router = SimpleNamespace(training=True, config=SimpleNamespace(sequence_parallel=False))

@@ -1,4 +1,4 @@
-"""Functions for the pool's workers: output projections in pieces, and behind a whole all-to-all."""
+"""Worker functions: output projections in pieces, and after one all-to-all of all rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mindspeed_dsa.parallel.weight_gradients import Queued, queue_gradients
 from tests.support import moe
 
 HIDDEN, WIDTH = 40, 24
-"""Widths of hidden states, and of a rank's heads together."""
+"""Width of hidden states, and width of a rank's heads together."""
 
 
 def beside_whole(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Outputs, gradients and events of each run, in pieces and behind the whole all-to-all."""
+    """Return outputs, gradients and events of each run, in pieces and after one all-to-all."""
     return [{"ours": _run(OutputProjection, **run), "theirs": _run(_Behind, **run)} for run in runs]
 
 
@@ -48,19 +48,19 @@ def _run(
     bias: bool = False,
     graph: bool = True,
 ) -> dict[str, Any]:
-    """Two microbatches forward, then their backward.
+    """Run two microbatches forward, then backward.
 
     Args:
-        kind: kind of projection.
+        kind: class of the projection.
         rows: number of rows of this rank.
-        batch: sequences.
+        batch: number of sequences.
         pieces_wanted: number of pieces.
         dtype: dtype of all tensors.
-        frozen: the weight does not learn.
-        first: the heads need no gradient.
-        queued: the weight's gradient is computed after backward.
-        bias: it is added here.
-        graph: without, forward alone.
+        frozen: whether the weight is frozen.
+        first: whether the heads need no gradient, as in a first layer.
+        queued: whether the weight gradient is computed after backward.
+        bias: whether the projection adds its bias.
+        graph: whether backward runs, too.
     """
     config = SimpleNamespace(
         params_dtype=getattr(torch, dtype),
@@ -90,23 +90,23 @@ def _run(
         torch.set_grad_enabled(graph),
     ):
         with queue_gradients([layer.weight], queue) if queued else contextlib.nullcontext():
-            outputs = [layer(each)[0] for each in heads]
-        found: dict[str, Any] = {"forward": list(events)}
+            outputs = [layer(item)[0] for item in heads]
+        results: dict[str, Any] = {"forward": list(events)}
         events.clear()
         if graph and (not frozen or not first):
             sum((output.float() ** 2).sum() for output in outputs).backward()
-        found["backward"] = list(events)
-    left = [each.gradient() for each in queue]
+        results["backward"] = list(events)
+    left = [item.gradient() for item in queue]
     if left:
         assert layer.weight.grad is None
         layer.weight.grad = sum(reversed(left))
-    gradients = [*(each.grad for each in heads), *(each.grad for each in layer.parameters())]
-    found["values"] = [*(output.detach() for output in outputs), *gradients]
-    return found
+    gradients = [*(item.grad for item in heads), *(item.grad for item in layer.parameters())]
+    results["values"] = [*(output.detach() for output in outputs), *gradients]
+    return results
 
 
 class _Products(TorchDispatchMode):
-    """Note products of matrices among other events."""
+    """Records matrix products among other events."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -120,6 +120,6 @@ class _Products(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _events() -> Iterator[list[str]]:
-    """Launches and waits of transfers, and products."""
+    """Record launches and waits of transfers, and matrix products."""
     with moe.transfers() as events, _Products(events):
         yield events

@@ -1,4 +1,6 @@
-"""What runs inside the pool's workers: latent attention by rows, heads and rows, and its checkpoints."""
+"""Worker functions: latent attention that switches between sharded rows and sharded heads, and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ON = {"mla_sp_tp_sp": True}
 
 
 def facts(**arguments: Any) -> dict[str, Any]:
-    """A step in pieces of rows, and what one layer is made of."""
+    """Return a step in pieces of rows, and facts about the layers."""
     from mindspeed_dsa.features.attention.sp_tp_sp import pieces
     from mindspeed_dsa.features.attention.sp_tp_sp.layers import OutputProjection
 
@@ -48,7 +50,7 @@ def facts(**arguments: Any) -> dict[str, Any]:
 
 
 def checkpoint(folder: str, on_saving: bool, on_loading: bool) -> dict[str, Any]:
-    """Outputs of a model, and of another one that is loaded from its checkpoint."""
+    """Return whether a model and another one loaded from its checkpoint have equal outputs."""
     outputs = [_model_output(folder, on, load) for on, load in ((on_saving, False), (on_loading, True))]
     return {"equal": torch.allclose(*outputs, rtol=1e-5, atol=1e-6), "size": float(outputs[0].abs().max())}
 

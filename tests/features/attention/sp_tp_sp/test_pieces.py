@@ -1,4 +1,4 @@
-"""An output projection multiplies pieces of rows while others travel: the same numbers, in another order."""
+"""An output projection multiplies pieces of rows during the transfer of others, with the same result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_same_as_behind_the_whole_transfer(pool, ranks):
             for ours, theirs in zip(run["ours"]["values"], run["theirs"]["values"], strict=True):
                 assert (ours is None) == (theirs is None), name
                 if ours is not None:
-                    # Products of fewer rows may add up their terms in another order.
+                    # A product of fewer rows may add its terms in another order.
                     exact = {"rtol": 0, "atol": 0} if name == "one piece" else {}
                     torch.testing.assert_close(
                         ours, theirs, msg=lambda text, name=name: f"{name}: {text}", **exact
@@ -39,9 +39,9 @@ def test_same_as_behind_the_whole_transfer(pool, ranks):
 
 
 AHEAD = ["launch", "launch", "wait", "product", "launch", "wait", "product", "wait", "product"]
-"""Forward of three pieces: each but the first travels while the one before it is multiplied."""
+"""Forward with three pieces: each piece after the first travels during the product of the piece before it."""
 BACK = ["product", "launch"] * 3
-"""Backward of three pieces, before the weight's gradient and the waits."""
+"""Backward with three pieces, before the weight gradient and the waits."""
 
 
 def test_order_of_transfers_and_products(pool):

@@ -1,4 +1,4 @@
-"""Latent attention by rows, heads and rows again is the same training, with the same checkpoints."""
+"""Latent attention sharded by rows, heads and rows again: the same training and the same checkpoints."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check(pool, one_rank, cp=1, **arguments):
     torch.testing.assert_close(found["losses"], one_rank["losses"], rtol=1e-5, atol=0)
     job.assert_same_gradients(found["gradients"], one_rank["gradients"], rtol=1e-5)
     for rank in ranks:
-        # Whole on every rank: [hidden, heads * value] and what makes latents.
+        # Full weights on every rank: [hidden, heads x value] and the down-projections.
         assert rank["shapes"]["linear_proj.weight"] == (32, 8 * 8)
         assert rank["shapes"]["linear_q_down_proj.weight"] == (24, 32)
         assert rank["shapes"]["linear_kv_down_proj.weight"] == (16 + 8, 32)
-        # All rows of the rank's heads, in each layer and microbatch.
+        # In each of two layers and two microbatches: all rows of the rank's heads.
         assert rank["received"] == [(dense_model.SEQUENCE // cp, 2, 8 * 8 // tp)] * 4
     return ranks
 
@@ -50,12 +50,12 @@ def test_same_step_in_other_layouts(pool, one_rank, layout):
 
 @pytest.mark.parametrize(("on_saving", "on_loading"), [(True, False), (False, True)])
 def test_checkpoints_are_megatrons(pool, tmp_path, on_saving, on_loading):
-    """Saved with it and loaded without, and the other way round."""
-    for found in pool.run(
+    """Checkpoints saved with the feature load without it, and the other way round."""
+    for result in pool.run(
         f"{CASES}:checkpoint", 2, folder=str(tmp_path / "one"), on_saving=on_saving, on_loading=on_loading
     ):
-        assert found["equal"]
-        assert found["size"] > 1
+        assert result["equal"]
+        assert result["size"] > 1
 
 
 def test_what_it_needs_has_a_name():

@@ -1,4 +1,4 @@
-"""Configurations of the kinds that are read, as transformers writes them, at small sizes."""
+"""Small Hugging Face configs of all supported kinds, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = {
     "deepseek_v32": "DeepseekV32Config",
     "glm_moe_dsa": "GlmMoeDsaConfig",
 }
-"""Classes of transformers by ``model_type``."""
+"""Dict from ``model_type`` to the config class of transformers."""
 WHERE = "mindspeed_dsa weights: DIR/config.json"
 YARN = {
     "rope_type": "yarn",
@@ -25,7 +25,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-"""DeepSeek's rotary embeddings."""
+"""Rotary embedding of DeepSeek models."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 64,
@@ -51,11 +51,11 @@ _INDEXER = {"index_topk": 16, "index_n_heads": 3, "index_head_dim": 32}
 
 
 def config(kind: str, **changed: Any) -> dict[str, Any]:
-    """Return what transformers writes for a small model.
+    """Return the config that transformers writes for a small model.
 
     Args:
-        kind: of :data:`KINDS`.
-        changed: in place of its sizes, or of the class's defaults.
+        kind: a key of :data:`KINDS`.
+        changed: fields that replace sizes or the class's defaults.
     """
     import transformers
 
@@ -65,7 +65,7 @@ def config(kind: str, **changed: Any) -> dict[str, Any]:
 
 
 def job(arguments: dict[str, Any], release: str, **changed: Any) -> SimpleNamespace:
-    """Return arguments as the parser of a release has them, with the rows that it pads to."""
+    """Return parsed arguments of a Megatron release, with a padded vocabulary."""
     values = {**arguments, "padded_vocab_size": 1024}
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
         if name in values:
@@ -80,5 +80,5 @@ def job(arguments: dict[str, Any], release: str, **changed: Any) -> SimpleNamesp
 
 
 def arguments(kind: str, **changed: Any) -> dict[str, Any]:
-    """Return Megatron's arguments of :func:`config`."""
+    """Return Megatron arguments for :func:`config`."""
     return arguments_of(config(kind, **changed), WHERE)

@@ -1,4 +1,4 @@
-"""Descriptions of Hugging Face models beside transformers' own classes, and what is refused in them."""
+"""Configs of Hugging Face models against transformers' classes, and refused configs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
-    """A file of nothing but sizes is read as the class fills it."""
+    """A config with only ``model_type`` gets the defaults of transformers' class."""
     whole = json.loads(getattr(transformers, KINDS[kind])().to_json_string())
     bare = {"model_type": kind}
     written = [name for name in (*_DEFAULTS[kind], *_ALIKE) if name in whole]
@@ -164,14 +164,14 @@ def test_older_files_have_rotary_embeddings_of_other_names():
     ids=str,
 )
 def test_frequencies_and_magnitudes_are_those_of_transformers(changed):
-    """Megatron's own embedding and its factor of attention's scores, beside those of transformers' model."""
+    """Megatron's YaRN frequencies and score factor equal the ones in transformers' model."""
     torch = pytest.importorskip("torch")
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as megatron
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
-    given = {key: value for key, value in {**YARN, **changed}.items() if value is not None}
-    given.setdefault("factor", None)
-    file = config("deepseek_v3", max_position_embeddings=65536, rope_parameters=given)
+    rope = {key: value for key, value in {**YARN, **changed}.items() if value is not None}
+    rope.setdefault("factor", None)
+    file = config("deepseek_v3", max_position_embeddings=65536, rope_parameters=rope)
     made = theirs.DeepseekV3Config(**file)
     frequencies, magnitude = theirs.ROPE_INIT_FUNCTIONS["yarn"](made)
     ours = rotary_of(file)
@@ -186,7 +186,7 @@ def test_frequencies_and_magnitudes_are_those_of_transformers(changed):
     scales = [megatron._yarn_get_mscale(factor, ours[name]) for name in ("mscale", "mscale_all_dim")]
     assert scales == [yarn_scale(factor, ours[name]) for name in ("mscale", "mscale_all_dim")]
     assert scales[0] / scales[1] == pytest.approx(magnitude)
-    if given["factor"]:  # transformers' attention does not derive it from the lengths
+    if rope["factor"]:  # transformers' attention does not derive the factor from the lengths
         assert scales[1] ** 2 == pytest.approx(theirs.yarn_apply_mscale(made.rope_parameters, 1.0))
 
 
@@ -219,7 +219,7 @@ def test_experts_are_chosen_as_transformers_does(changed):
         router.e_score_correction_bias.copy_(bias)
         logits, weights, indices = router(torch.randn(64, 64))
     expected = torch.zeros(64, 8).scatter(1, indices, weights)
-    found, _ = topk_routing_with_score_function(
+    probs, _ = topk_routing_with_score_function(
         logits,
         ours["moe_router_topk"],
         num_groups=ours["moe_router_num_groups"],
@@ -228,7 +228,7 @@ def test_experts_are_chosen_as_transformers_does(changed):
         score_function=ours["moe_router_score_function"],
         expert_bias=bias,
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(probs, expected)
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ ODD = ["three", "\ud800", [], [1], {}, {"a": 1}, True, -1, 1.5, float("nan"), fl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_of_any_type_are_taken_or_refused_in_words(kind, tmp_path):
-    """A field that is no number is no traceback, and a number of any size no list of so many entries."""
+    """A field with a wrong type is a readable error, and a huge number does not allocate a huge list."""
     file = config(kind, rope_parameters=dict(YARN)) | {"index_topk_freq": 1, "index_skip_topk_offset": 2}
     file |= {"index_topk_pattern": None, "rope_scaling": None, "quantization_config": None}
     for name in file:

@@ -1,4 +1,4 @@
-"""Model folders read by slices; what the safetensors library and their index say of damage; memory."""
+"""Model folders read by slices: contents, damaged folders and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def a_model() -> dict[str, torch.Tensor]:
-    """Tensors of several dtypes, and of every number of dimensions."""
+    """Return tensors of several dtypes and numbers of dimensions."""
     weights = {"wide": torch.randn(4, 3), "half": torch.randn(4, 3).half(), "bias": torch.randn(70)}
     weights |= {"empty": torch.zeros(0, 5), "experts": torch.randn(5, 30, 20).bfloat16()}
     weights |= {"matrix": torch.randn(300, 70).bfloat16()}
@@ -32,13 +32,13 @@ def a_model() -> dict[str, torch.Tensor]:
 
 
 def official(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """DeepSeek's product of one matrix, with torch's cast."""
+    """Dequantise as DeepSeek's code does, with torch's cast."""
     each = factors.repeat_interleave(128, -2).repeat_interleave(128, -1)
     return (weight.float() * each[..., : weight.shape[-2], : weight.shape[-1]]).bfloat16()
 
 
 def save(folder: Path, *shards: dict[str, torch.Tensor]) -> Path:
-    """Write a folder with an index, as transformers does; FP8's factors may be in another file."""
+    """Write a folder with an index, as transformers does; FP8 scales may be in another file."""
     for number, tensors in enumerate(shards):
         save_file(tensors, folder / f"part-{number}.safetensors")
     names = {name: f"part-{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
@@ -57,9 +57,9 @@ def folder(request, model, tmp_path_factory) -> Path:
     if request.param == "single":
         save_file(model, path / "model.safetensors")
         return path
-    names = sorted(model)  # factors come after their weight, here in the next file
-    at = names.index("fp8.weight_scale_inv")
-    return save(path, {n: model[n] for n in names[:at]}, {n: model[n] for n in names[at:]})
+    names = sorted(model)  # scales come after their weight, here in the next file
+    split = names.index("fp8.weight_scale_inv")
+    return save(path, {n: model[n] for n in names[:split]}, {n: model[n] for n in names[split:]})
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -77,7 +77,7 @@ def read(
     end: int | None = None,
     columns: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return rows and columns of a weight in its own dtype, FP8 in bf16."""
+    """Return rows and columns of a weight in its own dtype; FP8 weights in bf16."""
     shape = list(files.shape(name))
     if shape:
         shape[0] = (shape[0] if end is None else end) - begin
@@ -108,7 +108,7 @@ def test_whole_tensors(folder, model):
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_slices_into_any_tensor(folder, model, data):
-    """Rows and columns in the middle of blocks, into strided tensors of other dtypes."""
+    """Rows and columns may begin inside of blocks; targets may be strided and have other dtypes."""
     files = Reader(folder)
     name = data.draw(st.sampled_from(["matrix", "bias", "experts", "fp8.weight"]))
     part = expected(model, name)
@@ -130,7 +130,7 @@ def test_slices_into_any_tensor(folder, model, data):
 
 
 def test_one_element_of_any_stride(folder, model):
-    """Such a tensor counts as contiguous."""
+    # A tensor with one element counts as contiguous, whatever its strides.
     around = torch.zeros(3, 4, 5).bfloat16()
     Reader(folder).read_into(around[:1, 1:2, 2], "matrix", 7, (8, 9))
     Reader(folder).read_into(around[2, 3, ::5], "bias", 69)
@@ -188,7 +188,7 @@ def test_blocks_of_no_size_are_refused(tmp_path, block):
 
 
 def test_factors_that_have_an_exponent_alone(tmp_path):
-    """Read as the numbers that they are; the byte of all ones is NaN."""
+    # e8m0 scales have only an exponent; byte 255 is NaN.
     weight = torch.ones(130, 60).to(FP8)
     factors = torch.tensor([[0], [130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     nan = torch.tensor([[255], [255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
@@ -273,11 +273,11 @@ def test_a_file_that_is_cut(tmp_path, size):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda header: header["b"].update(data_offsets=[12, 24]),  # in the bytes of another tensor
+        lambda header: header["b"].update(data_offsets=[12, 24]),  # inside of another tensor's bytes
         lambda header: header["a"].update(shape=[5]),
         lambda header: header["a"].update(dtype="F3"),
         lambda header: header["a"].update(shape=[2**62, 4]),
-        lambda header: header.pop("b"),  # whose bytes belong to no tensor
+        lambda header: header.pop("b"),  # bytes that belong to no tensor
     ],
 )
 def test_a_header_that_does_not_describe_its_file(tmp_path, change):
@@ -356,7 +356,7 @@ except RuntimeError:
 
 
 def test_memory_is_that_of_the_slice(tmp_path):
-    """Slices of tensors of 4 and 2 GB, in files with holes that take no disk."""
+    """Reading slices of 2 GB and 4 GB tensors, in sparse files, stays within the memory limit."""
     rows, columns = 2**18, 8192
     header = {
         "a": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, 2 * rows * columns]},
@@ -375,5 +375,5 @@ def test_memory_is_that_of_the_slice(tmp_path):
         file.write(torch.ones(rows * columns // 2**14).numpy().tobytes())
     done = subprocess.run([sys.executable, "-c", READ, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # Buffers and factors; whole rows of the slices alone would be 48 MiB.
+    # Buffers and scales. All rows of the slices would need 48 MiB.
     assert done.stdout == "limited\n"

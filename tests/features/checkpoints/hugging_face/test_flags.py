@@ -1,4 +1,4 @@
-"""Flags of a model by release; Megatron-LM's own parser, where a checkout is named, reads the same."""
+"""Model flags per release; where a Megatron-LM checkout is given, its parser reads the same."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ LOSS = ["--use-fused-dsa", "--dsa-indexer-loss-coeff 0.01", "--dsa-indexer-use-s
     ],
 )
 def test_indexers_are_trained_or_frozen(kind, wish, last, tmp_path, capsys):
-    """Stock DSA without an indexer loss, which weight decay alone acts on, is what nobody asks for."""
+    # Stock DSA without an indexer loss would train the indexer by weight decay only, so it is never the
+    # default.
     (tmp_path / "config.json").write_text(json.dumps(config(kind)))
     assert main(["weights", "flags", str(tmp_path), "--megatron", "0.16.1", *wish]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
@@ -203,21 +204,27 @@ def test_megatrons_parser_reads_the_same(model):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.rpartition("FOUND")[2])
-    assert found["mismatches"] == []
-    assert found["of the configuration"] == []
+    parsed_by_megatron = json.loads(done.stdout.rpartition("FOUND")[2])
+    assert parsed_by_megatron["mismatches"] == []
+    assert parsed_by_megatron["of the configuration"] == []
 
     expected = arguments_of(file, WHERE)
-    again = found["again"]
+    again = parsed_by_megatron["again"]
     longest, length = "max_position_embeddings", "original_max_position_embeddings"
     if before_0_14(release):
-        assert found["values"].pop(longest) == expected.get(length, expected[longest])
+        assert parsed_by_megatron["values"].pop(longest) == expected.get(length, expected[longest])
         again[longest] = expected[longest]
     assert again == expected
-    unsaid = {name for name, value in found["values"].items() if value is None and expected[name] is not None}
-    # What Megatron's own fields say unless a flag is given.
+    unsaid = {
+        name
+        for name, value in parsed_by_megatron["values"].items()
+        if value is None and expected[name] is not None
+    }
+    # These fields have defaults in Megatron, so a flag may be missing.
     assert unsaid <= {length, "beta_fast", "beta_slow", *ALWAYS_SINCE_0_19}
-    parsed = {name: value for name, value in found["values"].items() if name not in unsaid}
+    parsed = {name: value for name, value in parsed_by_megatron["values"].items() if name not in unsaid}
     assert parsed == {name: expected[name] for name in parsed}
-    lacking = {name for name, value in expected.items() if value} - found["values"].keys() - {longest}
+    lacking = (
+        {name for name, value in expected.items() if value} - parsed_by_megatron["values"].keys() - {longest}
+    )
     assert lacking <= {length, "beta_fast", "beta_slow", *(["rope_type"] if before_0_14(release) else [])}

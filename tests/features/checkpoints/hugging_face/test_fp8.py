@@ -1,4 +1,4 @@
-"""Weights in FP8 blocks against torch's own casts: every code, every slice, back to the same bytes."""
+"""FP8 block weights against torch's casts: every code, every slice, and back to the same bytes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FINITE = CODES[(CODES & 0x7F) != 0x7F]
 
 
 def every_code(rows: int, columns: int) -> torch.Tensor:
-    """All finite codes in turns, as FP8."""
+    """Return all finite FP8 codes, repeated in random order."""
     repeated = FINITE.repeat(rows * columns // len(FINITE) + 1)[: rows * columns]
     return repeated[torch.randperm(rows * columns)].view(rows, columns).view(torch.float8_e4m3fn)
 
 
 def random_factors(shape: tuple[int, int], block: tuple[int, int] = fp8.BLOCK) -> torch.Tensor:
-    """Factors of any mantissa, from 2^-116 to 2^116."""
+    """Return scales with any mantissa, from 2^-116 to 2^116."""
     exponents = torch.randint(-116, 116, fp8.factors_shape(shape, block)).float()
     return (1 + torch.rand(exponents.shape)) * 2**exponents
 
 
 def formula(weight: torch.Tensor, factors: torch.Tensor, block: tuple[int, int] = fp8.BLOCK) -> torch.Tensor:
-    """The official product, with torch's cast and factors of the weight's shape."""
+    """Dequantise by the official formula, with torch's cast and scales of the weight's shape."""
     each = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (weight.float() * each[: weight.shape[0], : weight.shape[1]]).bfloat16()
 
@@ -75,7 +75,9 @@ def test_slices_are_those_of_the_whole(data):
 
 @pytest.mark.parametrize("block", [(128, 128), (4, 8)])
 def test_its_own_factors_give_back_the_bytes(block):
-    """Of each code, the two zeros and subnormal ones included, with random factors."""
+    """Dequantised codes quantise to the same bytes with the same scales, subnormals and both zeros
+    included.
+    """
     for _ in range(3):
         shape = (130, 390)
         weight, factors = every_code(*shape), random_factors(shape, block)
@@ -87,7 +89,7 @@ def test_its_own_factors_give_back_the_bytes(block):
 
 
 def test_chosen_factors():
-    """The largest magnitude of a block becomes 448; what is between is rounded to nearest even by torch."""
+    """A block's largest magnitude becomes 448; torch rounds the other values to nearest even."""
     weight = torch.randn(260, 200) * torch.logspace(-20, 20, 260)[:, None]
     weight[128:256, :128] = 0
     quantised, factors = fp8.quantise(weight)
@@ -103,7 +105,9 @@ def test_chosen_factors():
 
 
 def test_chosen_powers_of_two_are_those_of_transformers():
-    """The smallest that hold the largest magnitude, also where that is 448 times such a power."""
+    """Scales are the smallest powers of two that hold the block, also where the maximum is exactly 448 x
+    2^n.
+    """
     fine = pytest.importorskip("transformers.integrations.finegrained_fp8")
     from transformers import FineGrainedFP8Config
 
@@ -115,20 +119,20 @@ def test_chosen_powers_of_two_are_those_of_transformers():
     assert factors.tolist() == expected["w.weight_scale_inv"].float().tolist()
     assert factors[0, 1] == 2.0**-9
     assert same_bits(quantised, expected["w.weight"])
-    # As DeepSeek-V3.1 has them: a block that outgrows its factor gets a power of two again.
+    # As in DeepSeek-V3.1: a block that outgrows its scale gets a power of two again.
     again, grown = fp8.quantise(2 * weight, factors, powers_of_two=True)
     assert torch.equal(grown, torch.where(factors == 1, factors, 2 * factors))
     assert same_bits(again, quantised)
 
 
 def test_blocks_that_have_outgrown_their_factors_get_others():
-    """448 times a factor may be rounded up a little; half a step above it no factor was meant."""
-    known = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
+    # Up to half an e4m3 step above 448 x scale, the scale is kept and the value rounds down.
+    scales = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
     weight = torch.ones(200, 200)
     weight[0, 0], weight[0, 199] = 463.0, -896.0
-    quantised, factors = fp8.quantise(weight, known)
+    quantised, factors = fp8.quantise(weight, scales)
     assert factors.tolist() == [[1.0, 2.0], [1.0, 2.0]]
-    assert known[0, 1] == 1.0
+    assert scales[0, 1] == 1.0
     assert [quantised[0, 0].float(), quantised[0, 199].float() * 2] == [448.0, -896.0]
     assert quantised[0, 198].float() * 2 == quantised[199, 199].float() * 2 == 1.0
 
@@ -145,7 +149,7 @@ def test_what_fp8_cannot_hold(value, factors):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(-133, 127), st.integers(1, 140), st.integers(1, 140), st.booleans())
 def test_what_is_written_can_be_read(exponent, rows, columns, powers):
-    """Weights have every magnitude of bf16: the reader takes each factor that the writer chooses."""
+    """The reader accepts every scale that the writer chooses, for weights of any bf16 magnitude."""
     signs = 1 - 2 * torch.randint(0, 2, (rows, columns))
     weight = ((1 + torch.rand(rows, columns)) * 2.0**exponent * signs).bfloat16()
     weight = weight.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max)
@@ -166,7 +170,7 @@ def test_what_is_written_can_be_read(exponent, rows, columns, powers):
 @pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("value", [1e-45, 2.0**-133, 3.3e38, 3.4e38])
 def test_the_least_and_the_largest_numbers(value, powers):
-    """1e-45 / 448 is 0 in fp32; 3.3e38 would need a factor of 2^120, and bf16 has 3.4e38 as an infinity."""
+    # 1e-45 / 448 is 0 in fp32. 3.3e38 would need a scale of 2^120, and bf16 rounds 3.4e38 to infinity.
     weight = torch.full((3, 3), value)
     if value > 3.35e38 or (powers and value > 1):
         with pytest.raises(RunError, match=r"rows 0 to 3 hold .* numbers beyond 3e\+38, .*export in bf16"):

@@ -1,4 +1,4 @@
-"""Indexes of torch's checkpoints run nothing that a pickle may name."""
+"""Indexes of torch checkpoints are unpickled without running code that a pickle names."""
 
 from __future__ import annotations
 

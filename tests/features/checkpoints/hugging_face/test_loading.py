@@ -1,6 +1,6 @@
-"""Files that lack tensors of a model are refused by what fills it, also where no arguments were checked.
+"""Loading refuses files that lack tensors of the model, also if no arguments were checked before.
 
-A loop that builds its model in a way that is not known here does not train from weights that are drawn.
+Otherwise a training loop that builds its model in an unknown way would train from random weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOB = SimpleNamespace(
 
 
 def write(folder: Path, *without: str) -> None:
-    """Write a model's files, but tensors whose names have one of these in them."""
+    """Write a model's files without the tensors whose names contain one of these parts."""
     names = [name for place in Shape.of(JOB).places() for name in place.theirs(JOB.num_layers)]
     kept = [name for name in names if not any(part in name for part in without)]
     save_file({name: torch.zeros(1) for name in kept}, folder / "model.safetensors")
@@ -52,7 +52,7 @@ def test_what_is_missing_is_named(tmp_path: Path, part: str, said: str) -> None:
 
 
 def with_a_layer_more(folder: Path, config: dict[str, int]) -> None:
-    """Write the files of a model that has one layer behind those of the job."""
+    """Write the files of a model with one layer more than the job's."""
     write(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name.replace(".2.", ".3."): each.clone() for name, each in tensors.items() if ".2." in name}
@@ -61,13 +61,13 @@ def with_a_layer_more(folder: Path, config: dict[str, int]) -> None:
 
 
 def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
-    """Only the folder's configuration can say that a layer behind the last one predicts."""
+    # Only the config can say that the layer after the last one is for multi-token prediction.
     for config in ({}, {"num_hidden_layers": 4}, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}):
         with_a_layer_more(tmp_path, config)
         with pytest.raises(RunError, match=r"the files have model.layers.3.*, which the model does not"):
             loading.load([], tmp_path, JOB, log.get())
     with_a_layer_more(tmp_path, {"num_hidden_layers": 3, "num_nextn_predict_layers": 1})
-    weights.load([], tmp_path, JOB)  # logs as the package does
+    weights.load([], tmp_path, JOB)  # uses the package's logger
 
 
 def test_a_dense_models_files_have_no_indexers(tmp_path: Path) -> None:

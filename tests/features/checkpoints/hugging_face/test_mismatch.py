@@ -1,4 +1,6 @@
-"""Differences between files and a job, each with the flag that mends it; what may differ, or is the same."""
+"""Differences between files and a job, each reported with the flag that fixes it, and accepted
+differences.
+"""
 
 from __future__ import annotations
 
@@ -145,12 +147,12 @@ def test_rotary_embeddings_that_differ(release, here, mended):
 
 
 def test_plain_files_beside_stretched_jobs():
-    found = arguments("deepseek_v3")
-    (said,) = mismatches(found, job(found, "0.16.1", rope_type=None, rotary_scaling_factor=40.0), "0.16.1")
+    read = arguments("deepseek_v3")
+    (said,) = mismatches(read, job(read, "0.16.1", rope_type=None, rotary_scaling_factor=40.0), "0.16.1")
     assert said.endswith("rope with 1 in the files: give --rotary-scaling-factor 1.0 --rope-type rope")
-    # Type rope leaves YaRN's factor of attention's scores.
-    here = job(found, "0.16.1", rotary_scaling_factor=40.0, mscale_all_dim=1.0)
-    (said,) = mismatches(found, here, "0.16.1")
+    # Rope type "rope" keeps YaRN's factor of attention scores.
+    here = job(read, "0.16.1", rotary_scaling_factor=40.0, mscale_all_dim=1.0)
+    (said,) = mismatches(read, here, "0.16.1")
     assert "attention's scores by 1.87385 here" in said
     assert "give --rotary-scaling-factor 1.0" in said
 
@@ -163,13 +165,13 @@ def test_a_release_that_cannot_is_named():
 
 
 def test_what_a_job_leaves_open_the_release_decides():
-    found = arguments("deepseek_v32")
+    read = arguments("deepseek_v32")
     names = ("dsa_indexer_rope_first", "dsa_indexer_normalised_query")
     for release, count in zip(RELEASES, (2, 2, 0), strict=True):
-        open_job = job(found, release, **dict.fromkeys(names))
-        assert len(mismatches(found, open_job, release)) == count, release
-    last = job(found, "0.19.0", dsa_indexer_rope_first=False)
-    assert "omit --no-dsa-indexer-rope-first" in mismatches(found, last, "0.19.0")[0]
+        open_job = job(read, release, **dict.fromkeys(names))
+        assert len(mismatches(read, open_job, release)) == count, release
+    last = job(read, "0.19.0", dsa_indexer_rope_first=False)
+    assert "omit --no-dsa-indexer-rope-first" in mismatches(read, last, "0.19.0")[0]
 
 
 @pytest.mark.parametrize(
@@ -209,34 +211,34 @@ def test_all_differences_at_once():
 
 
 def test_configurations_of_megatron_are_judged_as_well():
-    """By names of their own, built as a job does."""
+    # A TransformerConfig has its own field names, and is built here as a job builds it.
     core = pytest.importorskip("megatron.core.transformer.transformer_config")
     import mindspeed_dsa
     from mindspeed_dsa.patches import versions
 
     release = versions.of_megatron()
-    found = arguments("deepseek_v32", **STRETCHED)
-    values = job(found, release).__dict__
+    read = arguments("deepseek_v32", **STRETCHED)
+    values = job(read, release).__dict__
     options = {"dsa_indexer_rope_first": True, "dsa_indexer_normalised_query": True}
     with mindspeed_dsa.enabled(**options):
         import torch
 
         known = core.MLATransformerConfig.__dataclass_fields__
-        fields = {name: value for name, value in {**found, **values}.items() if name in known}
+        fields = {name: value for name, value in {**read, **values}.items() if name in known}
         made = core.MLATransformerConfig(
             **fields
             | {
-                "num_moe_experts": found["num_experts"],
-                "layernorm_epsilon": found["norm_epsilon"],
+                "num_moe_experts": read["num_experts"],
+                "layernorm_epsilon": read["norm_epsilon"],
                 "gated_linear_unit": True,
                 "activation_func": torch.nn.functional.silu,
                 "apply_rope_fusion": False,
             }
         )
-    assert mismatches(found, made, release) == []
+    assert mismatches(read, made, release) == []
     made.num_moe_experts, made.layernorm_epsilon, made.gated_linear_unit = 4, 1e-5, False
     made.activation_func, made.kv_lora_rank = torch.nn.functional.gelu, 8
-    said = " ".join(mismatches(found, made, release))
+    said = " ".join(mismatches(read, made, release))
     for flag in (
         "--num-experts 8",
         "--norm-epsilon 1e-06",
@@ -259,8 +261,8 @@ def test_dense_files_beside_a_model_with_indexers():
 
 
 def test_what_is_left_out_and_what_stays_inexact_is_said():
-    found = arguments("glm_moe_dsa", num_nextn_predict_layers=2, rms_norm_eps=1e-5)
-    fewer, epsilon = remarks(found, job(found, "0.16.1", mtp_num_layers=1))
+    read = arguments("glm_moe_dsa", num_nextn_predict_layers=2, rms_norm_eps=1e-5)
+    fewer, epsilon = remarks(read, job(read, "0.16.1", mtp_num_layers=1))
     assert "2 layers of multi-token prediction, and 1 are trained" in fewer
     assert "epsilon 1e-06, and Megatron, which has one for all norms, with 1e-05" in epsilon
-    assert remarks(found | {"norm_epsilon": 1e-6}, job(found, "0.16.1")) == []
+    assert remarks(read | {"norm_epsilon": 1e-6}, job(read, "0.16.1")) == []

@@ -1,4 +1,4 @@
-"""Names of weights: transformers' models have these tensors, and each direction is the other's inverse."""
+"""Names of weights: they are those in transformers' models, and both directions are inverse."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_transformers_writes_these_names(kind: str, tmp_path) -> None:
 
 
 def key_of(place: Place, inner: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
-    """Return a key and offset that Megatron may have for a tensor."""
+    """Return a key and an offset that Megatron may use for a tensor."""
     if not place.block:
         return place.name, ()
     offset = (place.layer,) if stacked else ()
@@ -77,7 +77,8 @@ def test_keys_are_told_from_each_other(inner: str, stacked: bool) -> None:
 def test_only_computing_layers_own_an_indexer() -> None:
     places = list(Shape.of(arguments("GlmMoeDsa", mtp_num_layers=2)).places())
     owners = {(place.block, place.layer) for place in places if place.indexer}
-    # By the rule, from 1: 1, 2, 3 and 7 of the decoder; 1 and 2 of multi-token prediction.
+    # Counted from 1, layers 1, 2, 3 and 7 of the decoder and both multi-token prediction layers own an
+    # indexer.
     assert owners == {*(("decoder", layer) for layer in (0, 1, 2, 6)), ("mtp", 0), ("mtp", 1)}
 
 

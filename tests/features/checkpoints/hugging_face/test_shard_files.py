@@ -1,4 +1,4 @@
-"""Shards as the safetensors library and transformers write them."""
+"""Shards are written as the safetensors library and transformers write them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def a_model() -> dict[str, torch.Tensor]:
 
 
 def test_bytes_are_those_of_the_library(tmp_path):
-    """Whatever the order in which tensors come."""
+    """The file's bytes equal the library's, whatever the order of writes."""
     model = a_model()
     save_file(model, tmp_path / "theirs", metadata={"format": "pt"})
     ((file, tensors),) = divide(announced(model), 2**30).items()
@@ -86,7 +86,7 @@ def test_the_index(tmp_path):
     assert json.loads(text) == {"metadata": {"total_size": 14}, "weight_map": names}
 
 
-# -- what goes wrong ---------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------
 
 TENSORS = {"a": torch.zeros(4, 3), "b": torch.tensor(1.0, dtype=torch.bfloat16)}
 

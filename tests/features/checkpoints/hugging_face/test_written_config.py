@@ -1,4 +1,4 @@
-"""Configurations that are written: transformers reads them as the same model, and refuses none of them."""
+"""Written configs: transformers accepts them, and reads the same model from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAID_BY_NOBODY = ("architectures", "dtype", "transformers_version", "rope_param
 
 
 def read_back(written: dict[str, Any], folder: Any) -> dict[str, Any]:
-    """Return what transformers makes of a file."""
+    """Return the config that transformers reads from a file."""
     (folder / "config.json").write_text(json.dumps(written))
     made = transformers.AutoConfig.from_pretrained(folder)
     assert type(made).__name__ == KINDS[written["model_type"]]
@@ -45,12 +45,14 @@ def read_back(written: dict[str, Any], folder: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_transformers_reads_the_same_model(kind, changed, release, tmp_path):
-    found = arguments(kind, **changed)
-    written = config_of(job(found, release), release, WHO, vocabulary=1000)
+    read = arguments(kind, **changed)
+    written = config_of(job(read, release), release, WHO, vocabulary=1000)
     again = arguments_of(written, WHERE)
-    if release == "0.12.1":  # whose parser has one length for two things, and no word for the longest context
-        again.pop("max_position_embeddings"), found.pop("max_position_embeddings")
-    assert again == found
+    if (
+        release == "0.12.1"
+    ):  # 0.12.1 has one argument for both context lengths, so the longest context is lost
+        again.pop("max_position_embeddings"), read.pop("max_position_embeddings")
+    assert again == read
     theirs = read_back(written, tmp_path)
     begun_with = config(kind, **changed)
     same = {name: value for name, value in begun_with.items() if name not in _SAID_BY_NOBODY}
@@ -124,17 +126,17 @@ def test_any_model_comes_back(
     if kind == "glm_moe_dsa":
         changed |= {"index_topk_freq": frequency, "index_skip_topk_offset": offset}
     file = {**_BARE[kind], **changed}
-    found = arguments_of(file, WHERE)
-    again = arguments_of(config_of(job(found, release), release, WHO, vocabulary=1000), WHERE)
-    if factor == 1.0:  # is plain, and the numbers of YaRN are none
+    read = arguments_of(file, WHERE)
+    again = arguments_of(config_of(job(read, release), release, WHO, vocabulary=1000), WHERE)
+    if factor == 1.0:  # a factor of 1 means plain rotary embeddings, without YaRN's numbers
         assert again["rope_type"] == "rope"
         kept = again.keys() - {"rope_type"}
-        assert {name: again[name] for name in kept} == {name: found[name] for name in kept}
+        assert {name: again[name] for name in kept} == {name: read[name] for name in kept}
     else:
-        if frequency == 1 or layers <= offset:  # all of them select, whichever rule says so
+        if frequency == 1 or layers <= offset:  # all layers select under either rule
             for name in ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"):
-                again.pop(name, None), found.pop(name, None)
-        assert again == found
+                again.pop(name, None), read.pop(name, None)
+        assert again == read
 
 
 _BARE = {
@@ -145,7 +147,7 @@ _BARE = {
     }
     for kind in KINDS
 }
-"""Files that say nothing for each layer."""
+"""Files with no entries per layer."""
 
 
 @pytest.mark.parametrize(
@@ -202,8 +204,8 @@ def test_what_megatron_does_not_know_is_of_the_model_that_training_began_with(tm
         "rope_scaling": {"type": "yarn", "factor": 2.0},
         "rope_theta": 5.0,
     }
-    found = arguments("deepseek_v32", rope_parameters=YARN)
-    written = config_of(job(found, "0.12.1"), "0.12.1", WHO, like=like, dtype="float32")
+    read = arguments("deepseek_v32", rope_parameters=YARN)
+    written = config_of(job(read, "0.12.1"), "0.12.1", WHO, like=like, dtype="float32")
     assert (
         not {"quantization_config", "auto_map", "torch_dtype", "rope_scaling", "rope_theta"} & written.keys()
     )
@@ -213,4 +215,4 @@ def test_what_megatron_does_not_know_is_of_the_model_that_training_began_with(tm
     assert theirs["dtype"] == "float32"
     assert theirs["rope_parameters"]["factor"] == 40.0
     assert theirs["vocab_size"] == 1000
-    assert config_of(job(found, "0.16.1", vocab_size=None), "0.16.1", WHO)["vocab_size"] == 1024
+    assert config_of(job(read, "0.16.1", vocab_size=None), "0.16.1", WHO)["vocab_size"] == 1024

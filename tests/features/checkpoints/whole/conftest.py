@@ -1,4 +1,4 @@
-"""Large files of a few kilobytes, disks that need not be waited for, and a training loop that saves."""
+"""Fake large files, disks that need no waiting, and a training loop that saves."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ ROOT = "megatron_that_saves"
 
 
 class Job(SimpleNamespace):
-    """Modules of the fork, and the folder that it saves into."""
+    """Modules of the Megatron fork, and its checkpoint folder."""
 
     def save(self, iteration: int, content: bytes = b"", **kwargs: Any) -> None:
         self.checkpointing.save_checkpoint(iteration, content or os.urandom(SHARD), **kwargs)
@@ -166,14 +166,14 @@ class Job(SimpleNamespace):
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """A fork with the feature on."""
+    """A fork with ``whole_checkpoints`` on."""
     with _job(tmp_path, monkeypatch, whole_checkpoints=True) as made:
         yield made
 
 
 @pytest.fixture
 def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """A fork with the feature on, and checksums."""
+    """A fork with ``verify_checkpoint`` on, which makes checksums."""
     with _job(tmp_path, monkeypatch, verify_checkpoint=True) as made:
         yield made
 
@@ -186,7 +186,7 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **switches: Any) -> It
         path.write_text(textwrap.dedent(text).format(root=ROOT), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("MINDSPEED_DSA_MEGATRON_ROOT", ROOT)
-    # The fork is too small for the platform's own redirections.
+    # The fork is too small for the platform's redirections, so only this feature is built in.
     monkeypatch.setattr(features, "built_in", lambda: (FEATURE,))
     folder = tmp_path / "checkpoints"
     with mindspeed_dsa.enabled(**switches):

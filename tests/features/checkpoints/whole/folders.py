@@ -1,4 +1,4 @@
-"""Folders of checkpoints for tests, as Megatron lays them out."""
+"""Checkpoint folders for tests, laid out as Megatron writes them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mindspeed_dsa.runs import manifest
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER, name_of
 
 SHARD = 5000
-"""Bytes of a shard."""
+"""Size of a shard in bytes."""
 
 
 def checkpoint(folder: Path, iteration: int | None, job: str = "mine", listed: bool = True) -> Path:
-    """Write what Megatron does of a ``torch_dist`` checkpoint, and its manifest."""
+    """Write the files of a ``torch_dist`` checkpoint, and its manifest."""
     path = folder / name_of(iteration)
     path.mkdir(parents=True)
     for rank in range(2):
@@ -28,7 +28,7 @@ def checkpoint(folder: Path, iteration: int | None, job: str = "mine", listed: b
 
 
 def legacy(folder: Path, iteration: int, listed: bool = True) -> Path:
-    """Write what Megatron does of a checkpoint in the format ``torch``."""
+    """Write the files of a checkpoint in the format ``torch``."""
     path = folder / name_of(iteration)
     for rank in range(2):
         (path / f"mp_rank_{rank:02d}").mkdir(parents=True)
@@ -39,5 +39,5 @@ def legacy(folder: Path, iteration: int, listed: bool = True) -> Path:
 
 
 def track(folder: Path, content: object) -> None:
-    """Write the tracker."""
+    """Write Megatron's tracker file."""
     (folder / TRACKER).write_text(str(content))

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each is passed over for the newest whole one, or refused, in one line."""
+"""A damaged checkpoint is skipped for the newest complete one, or refused, with one line of explanation."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_in_one_line(case: str, t
 
 
 def test_clocks_that_go_back_change_nothing(tmp_path: Path) -> None:
-    """The newest is that of the latest iteration, whenever its files say that they were written."""
-    for iteration, at in ((1, 2 * 10**9), (2, 10**9), (3, 0)):
+    """The newest checkpoint is the one of the latest iteration, whatever its files' timestamps."""
+    for iteration, timestamp in ((1, 2 * 10**9), (2, 10**9), (3, 0)):
         for file in (written := checkpoint(tmp_path, iteration)).iterdir():
-            os.utime(file, (at, at))
-        os.utime(written, (at, at))
+            os.utime(file, (timestamp, timestamp))
+        os.utime(written, (timestamp, timestamp))
     track(tmp_path, 3)
     state = choose(tmp_path, contents=True).state
     assert state is not None
@@ -240,7 +240,7 @@ def test_a_damaged_tracker_is_said_and_the_newest_is_taken(content: str, why: st
 
 
 def test_without_a_tracker_the_newest_with_a_manifest_is_taken(tmp_path: Path) -> None:
-    """A kill between the first manifest and the first tracker loses nothing."""
+    # A job may be killed between writing the first manifest and the first tracker.
     checkpoint(tmp_path, 3, listed=False)
     assert choose(tmp_path).state is None
     checkpoint(tmp_path, 2)
@@ -279,7 +279,8 @@ LOST = ["__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json"]
 def test_a_checkpoint_that_is_half_deleted_is_passed_over_for_the_newer_one(
     first: str, tmp_path: Path
 ) -> None:
-    """The tracker names it still: what deletes it was killed, in any order, and its manifest went first."""
+    """A partly deleted checkpoint is skipped, although the tracker still names it."""
+    # Its manifest is deleted first, then the other files in any order, and the deleting process was killed.
     checkpoint(tmp_path, 6)
     old = checkpoint(tmp_path, 3, listed=False)
     track(tmp_path, 3)
@@ -330,11 +331,11 @@ def test_a_tracker_that_was_set_back_is_followed_while_it_can_be(tmp_path: Path)
     for iteration in (2, 3, 4):
         checkpoint(tmp_path, iteration)
     track(tmp_path, 3)
-    chosen = [choose(tmp_path).state]
+    states = [choose(tmp_path).state]
     for gone in ("iter_0000003", "iter_0000002"):
         shutil.rmtree(tmp_path / gone)
-        chosen.append(choose(tmp_path).state)
-    assert [state and state.iteration for state in chosen] == [3, 2, 4]
+        states.append(choose(tmp_path).state)
+    assert [state and state.iteration for state in states] == [3, 2, 4]
 
 
 def test_released_weights_are_checked_as_others(tmp_path: Path) -> None:

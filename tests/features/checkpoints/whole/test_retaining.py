@@ -1,4 +1,4 @@
-"""``--save-retain-interval``: a checkpoint is deleted when the one that follows it is whole, not before."""
+"""``--save-retain-interval`` deletes a checkpoint only after the next one is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.features.checkpoints.whole.folders import checkpoint
 
 
 def gone(path: Path) -> bool:
-    """Wait until a thread has deleted a folder."""
+    """Wait until a background thread has deleted a folder; return whether it did."""
     until = time.monotonic() + 20
     while path.exists() or list(path.parent.glob(".*.deleted")):
         if time.monotonic() > until:
@@ -34,7 +34,7 @@ def gone(path: Path) -> bool:
 def test_a_checkpoint_is_deleted_when_the_next_one_has_a_manifest_and_the_tracker(
     job: Job, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """``--save-retain-interval``: killed at any moment, the job has a whole checkpoint to go on from."""
+    """A job killed at any moment has a complete checkpoint to resume from."""
     done: list[str] = []
     rename, replace = Path.rename, os.replace
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_stays_where_the_next_one_is_not_written_to_its_end(
 ) -> None:
     job.args.save_retain_interval = 6
     job.save(3)
-    # Of a job that was killed: a tracker that Megatron would read which checkpoint came before.
+    # Left by a killed job: Megatron would read from it which checkpoint came before.
     (job.folder / f".{TRACKER}.iter_0000006").write_text("3")
     monkeypatch.setattr(manifest, "complete", lambda *args: (_ for _ in ()).throw(OSError(5, "killed here")))
     with pytest.raises(RunError, match="killed here"):
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_and_ends_nothing(
 
 
 def test_deletions_that_overlap_are_said_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save ends while the checkpoint before the one before is still being deleted."""
+    # A save ends while an earlier checkpoint is still being deleted.
     said: list[str] = []
     log = SimpleNamespace(
         warning=lambda text, *args: said.append(text % args),
@@ -124,7 +124,7 @@ def test_deletions_that_overlap_are_said_to_be_done(tmp_path: Path, monkeypatch:
     first.start()
     assert at_it.wait(20)
     second.start()
-    second.join(0.2)  # which waits for the first one, or deletes what that one is about to
+    second.join(0.2)  # it waits for the first deletion, or deletes the folder itself
     go_on.set()
     first.join(20)
     second.join(20)
@@ -135,7 +135,7 @@ def test_deletions_that_overlap_are_said_to_be_done(tmp_path: Path, monkeypatch:
 def test_training_does_not_wait_until_a_checkpoint_that_is_written_again_is_deleted(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Terabytes take minutes, and the other ranks' collective has a time-out."""
+    # Deleting terabytes takes minutes, longer than the time-out of the other ranks' collective.
     rmtree, deleting, go_on = shutil.rmtree, list[threading.Thread](), threading.Event()
 
     def slow(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ def test_training_does_not_wait_until_a_checkpoint_that_is_written_again_is_dele
     assert state_of(job.folder, 6, contents=True).damage == ""
     go_on.set()
     assert threading.main_thread() not in deleting
-    assert gone(job.folder / "iter_0000006.before")  # under a hidden name
+    assert gone(job.folder / "iter_0000006.before")  # moved to a hidden name meanwhile
     assert deleting
 
 
@@ -171,5 +171,5 @@ def test_what_another_process_has_deleted_meanwhile_is_deleted(
     monkeypatch.setattr(shutil, "rmtree", overtaken)
     remove(checkpoint(tmp_path, 3))
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FileNotFoundError):  # there was none
+    with pytest.raises(FileNotFoundError):  # no such checkpoint
         remove(tmp_path / "iter_0000003")

@@ -1,4 +1,4 @@
-"""Saves of a training loop with the calls of Megatron-LM's: what is there, and when."""
+"""Files on disk during the saves of a training loop that calls Megatron-LM's functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_a_save_ends_with_a_manifest_of_all_files_and_then_the_tracker(job: Job)
         assert state.listed is not None
         assert sorted(state.listed.files) == ["__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json"]
     assert (job.folder / TRACKER).read_text() == "6"
-    assert job.checkpointing.SEEN == ["", ""]  # what --save-retain-interval deletes by, before a manifest
+    # Megatron saw no earlier tracker, so it deleted nothing for --save-retain-interval.
+    assert job.checkpointing.SEEN == ["", ""]
     left = {path.name for path in job.folder.iterdir()}
     assert left == {"iter_0000003", "iter_0000006", TRACKER, LOCK}
 
@@ -55,7 +56,7 @@ def test_a_save_that_fails_on_the_way_is_not_named(job: Job, monkeypatch: pytest
 
 
 class Killed(BaseException):
-    """The end of a job, wherever it is."""
+    """A signal that ends the job at any point; not an ``Exception``, so nothing catches it."""
 
 
 @pytest.mark.parametrize("written", ["torch", "torch_dist"])
@@ -63,7 +64,8 @@ class Killed(BaseException):
 def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(
     job: Job, monkeypatch: pytest.MonkeyPatch, written: str, before: str
 ) -> None:
-    """The tracker names it all the while: the job has gone back to an earlier one."""
+    """While a checkpoint is written again, it is incomplete, although the tracker still names it."""
+    # The job has gone back to an earlier checkpoint and reaches the same iteration again.
     job.args.ckpt_format = written
     job.save(3)
     job.save(6)
@@ -108,7 +110,7 @@ def test_a_first_checkpoint_that_is_killed_twice_stops_no_job(job: Job) -> None:
     job.args.async_save = True
     for _ in range(2):
         job.save(3)
-        job.async_utils.QUEUE.clear()  # killed
+        job.async_utils.QUEUE.clear()  # killed before the write
         assert job.load() is None
     job.save(3)
     job.async_utils.finalize()
@@ -150,7 +152,7 @@ def test_checksums_are_made_on_request_when_all_is_written(verified: Job, asynch
     path = verified.folder / "iter_0000003"
     if asynchronous:
         (request,) = verified.async_utils.QUEUE
-        request.async_fn(*request.async_fn_args)  # another process may run it
+        request.async_fn(*request.async_fn_args)  # may run in another process
         assert not (path / manifest.NAME).exists()
         assert not (verified.folder / TRACKER).exists()
         for function in request.finalize_fns:
@@ -181,13 +183,13 @@ def test_a_checkpoint_without_checksums_is_not_said_to_be_verified(
         manifest.complete(path, "mine", {})
     track(verified.folder, 3)
     assert verified.load() == "iter_0000003"
-    (said,) = [each for each in caplog.records if "iter_0000003 is loaded" in each.getMessage()]
+    (said,) = [record for record in caplog.records if "iter_0000003 is loaded" in record.getMessage()]
     assert said.levelname == "WARNING"
     assert "--verify-checkpoint compared no checksum, as it has none" in said.getMessage()
     caplog.clear()
     verified.save(6)
     assert verified.load() == "iter_0000006"
-    (said,) = [each for each in caplog.records if "iter_0000006 is loaded" in each.getMessage()]
+    (said,) = [record for record in caplog.records if "iter_0000006 is loaded" in record.getMessage()]
     assert said.levelname == "INFO"
     assert said.getMessage().endswith("is loaded: whole (4 files, 10.00 kB)")
 
@@ -228,7 +230,7 @@ process.join()
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end processes with their parents")
 @pytest.mark.parametrize("what", ["all", "one"])
 def test_what_writes_ends_with_its_job(what: str) -> None:
-    """A job that is started again may write the same files, while it still does."""
+    # A restarted job may write the same files, so the writer must not outlive its job.
     command = [sys.executable, "-c", WRITERS, what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
@@ -263,12 +265,12 @@ def test_loading_passes_over_what_is_damaged_and_restores_the_arguments(job: Job
 
 def test_one_load_takes_one_checkpoint_although_another_job_saves(job: Job) -> None:
     job.save(3)
-    load, found = job.checkpointing._load_base_checkpoint, []
-    found.append(load(str(job.folder), job.args, rank0=True))
+    load, loaded = job.checkpointing._load_base_checkpoint, []
+    loaded.append(load(str(job.folder), job.args, rank0=True))
     checkpoint(job.folder, 6)
     track(job.folder, 6)
-    found.append(load(str(job.folder), job.args, sharded_state_dict=1))
-    assert found == ["iter_0000003", "iter_0000003"]
+    loaded.append(load(str(job.folder), job.args, sharded_state_dict=1))
+    assert loaded == ["iter_0000003", "iter_0000003"]
     assert job.checkpointing.read_metadata(str(job.folder / TRACKER)) == (3, False)
     job.save(9)
     assert job.load() == "iter_0000009"
@@ -299,7 +301,7 @@ input()
 
 
 def test_a_folder_has_one_job_that_runs(job: Job) -> None:
-    """A killed job's lock is gone with it, although the file is there."""
+    """A killed job's lock is released, although the lock file still exists."""
     job.folder.mkdir()
     command = [sys.executable, "-c", OTHER, str(job.folder / LOCK)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -317,7 +319,7 @@ def test_a_folder_has_one_job_that_runs(job: Job) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read-only and vanished file systems raise where the claim is written."""
+    # Read-only and vanished file systems raise when the lock file is written.
     job.save(3)
 
     def readonly(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Steps of the tiny model with compiled regions, and what the compiler did; runs in the pool's workers."""
+"""Worker functions: steps of the tiny model with compiled regions, and the compiler's counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTING = {
     "moe_router_enable_expert_bias": True,
 }
 BATCHES = (3, 3, 3, 2, 1)
-"""Sequences of each microbatch; the last ones are short."""
+"""Number of sequences per microbatch; the last two are short."""
 
 
 def train(
@@ -31,34 +31,34 @@ def train(
     differentiated: bool = True,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """Losses and gradients of microbatches, an evaluation, and the regions' counts.
+    """Return losses and gradients of the microbatches, an evaluation, and the regions' counts.
 
     Args:
-        switches: of the session.
-        tp: tensor parallel ranks, with sequence parallelism.
-        overrides: of the configuration.
-        code: generate code; otherwise compiled graphs run operator by operator, which takes no toolchain.
-        differentiated: graphs for backward too, where no code is generated.
-        deterministic: with torch's deterministic algorithms.
+        switches: feature switches of the session.
+        tp: tensor parallel size; sequence parallelism is on if it is above 1.
+        overrides: config fields that differ from the tiny model's.
+        code: whether code is generated. Otherwise graphs run operator by operator, without a toolchain.
+        differentiated: whether backward graphs are also made without generated code.
+        deterministic: whether torch's deterministic algorithms are on.
     """
     job.start(switches, tp=tp)
     layout = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
     with contextlib.nullcontext() if code else operator_by_operator(differentiated):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            found = _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
+            results = _steps(job.config(**{**ROUTING, **layout, **(overrides or {})}))
         finally:
             torch.use_deterministic_algorithms(False)
-    return found
+    return results
 
 
 @contextlib.contextmanager
 def operator_by_operator(differentiated: bool = False) -> Iterator[None]:
-    """Compiled graphs run operator by operator for the duration, which takes no toolchain.
+    """Run compiled graphs operator by operator inside the block, which needs no toolchain.
 
     Args:
-        differentiated: with a graph for backward as well, as generated code has; it is the larger part of
-            what compiling costs.
+        differentiated: whether backward also gets a graph, as with generated code. Most compile time goes
+            there.
     """
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor import compile_fx
@@ -104,7 +104,7 @@ def _steps(cfg: Any) -> dict[str, Any]:
 
 
 def regions() -> list[Any]:
-    """The session's regions."""
+    """Return the session's compiled regions."""
     from mindspeed_dsa.features.compilation.regions.region import regions_of
 
     context = running("compile-regions")
@@ -116,7 +116,7 @@ def compilations() -> dict[str, int]:
 
 
 def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """As :func:`train`, with a compiler that is not there, or one that fails."""
+    """Run :func:`train` without a C++ compiler, or with a compiler that fails."""
     from torch._inductor import compile_fx
 
     from mindspeed_dsa.features.compilation.regions import region
@@ -130,15 +130,15 @@ def train_and_fail(switches: Mapping[str, Any], what: str) -> dict[str, Any]:
     ):
         if what == "toolchain":
             with mock.patch.object(region.shutil, "which", return_value=None):
-                found = train(switches, code=True)
+                result = train(switches, code=True)
         else:
             with mock.patch.object(compile_fx, "compile_fx", refuse):
-                found = train(switches, code=True)
-    return {**found, "messages": messages}
+                result = train(switches, code=True)
+    return {**result, "messages": messages}
 
 
 def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
-    """Settings of Inductor's on a processor with two sets of vector instructions, and which were tried."""
+    """Return Inductor's settings, and the tried ones of two vector instruction sets."""
     from torch._inductor import cpu_vec_isa
 
     from mindspeed_dsa.features.compilation.regions import region
@@ -160,7 +160,7 @@ def tried(works: bool) -> tuple[dict[str, Any], list[str]]:
 
 
 def train_after_inference(switches: Mapping[str, Any]) -> torch.Tensor:
-    """The loss of a step of training, whose angles an evaluation in inference mode has made."""
+    """Return the loss of a training step whose rotary angles were cached in inference mode."""
     job.start(switches)
     with operator_by_operator():
         model = job.gpt_model(job.config()).train()
@@ -172,6 +172,6 @@ def train_after_inference(switches: Mapping[str, Any]) -> torch.Tensor:
 
 
 def pair(switches: Mapping[str, Any]) -> dict[str, Any]:
-    """Ten steps of the tiny model in bf16 with an optimizer, and what was counted."""
+    """Return the counts of ten steps of the tiny model in bf16 with an optimizer."""
     with operator_by_operator(differentiated=True):
         return operators.pair(switches)

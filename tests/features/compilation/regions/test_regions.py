@@ -1,4 +1,6 @@
-"""Compiled regions: the same training, whole graphs, none for a shorter microbatch, one message."""
+"""Compiled regions: the same training, complete graphs, no recompilation for short microbatches, one
+message.
+"""
 
 from __future__ import annotations
 

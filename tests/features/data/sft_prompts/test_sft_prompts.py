@@ -1,4 +1,4 @@
-"""Targets of conversations: what the assistant says, whatever the chat template writes around it."""
+"""Loss targets of conversations are the assistant's tokens, whatever the chat template adds around them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANSWERS = "hello how are you </s> [THINK] so kind </s>".split()
 
 
 def tokenizer(template):
-    """A tokenizer of transformers with one token for each word."""
+    """Return a transformers tokenizer with one token per word."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="so")
@@ -45,7 +45,7 @@ def tokenizer(template):
 
 
 def unmasked(self, conversation, return_target, add_generation_prompt):
-    """What Megatron does with this format: targets are a copy of the tokens."""
+    """Tokenize as Megatron does for this format: targets are a copy of the tokens."""
     ids = self._tokenizer.apply_chat_template(
         list(conversation), tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
     )
