@@ -34,7 +34,7 @@ TOTALS = {
     "lines": 92_100,
     "flags": 113,
     "features": 69,
-    "state": 71,
+    "state": 61,
 }
 """Largest totals: lines without comments, flags of our own, features, and names of modules that hold state.
 

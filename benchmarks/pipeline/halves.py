@@ -113,22 +113,26 @@ _BOTH = ", both"
 
 def measure(sizes: Sizes) -> dict[str, Any]:
     """What the layers chose in their first step, and times of a step's variants; the same on all ranks."""
-    from mindspeed_dsa.features.moe.batch_overlap import attention
+    from mindspeed_dsa.features.moe.batch_overlap.choice import State
+    from mindspeed_dsa.session import current
 
     start(**SWITCHES)
+    session = current()
+    assert session is not None
+    state = session.contexts["moe-batch-overlap"].state(State)
     models: list[Any] = []
     step = step_of(sizes, models.append)
     layers = list(models[0].decoder.layers)
 
     def variant(name: str) -> Callable[[], Any]:
         def work() -> Any:
-            with _way(name, layers):
+            with _way(name, layers, state):
                 return step(name)
 
         return work
 
     step("measures")
-    (choice,) = {attention.modes[layer] for layer in layers}
+    (choice,) = {state.modes[layer] for layer in layers}
     works = {name: variant(name) for name in VARIANTS}
     expected = works["stock"]()
     worst = max(deviation(works[name](), expected) for name in OURS)
@@ -141,18 +145,15 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _way(name: str, layers: list[Any]) -> Iterator[None]:
+def _way(name: str, layers: list[Any], state: Any) -> Iterator[None]:
     """How layers work in the block: stock's way, or as ``--moe-alltoall-overlap-comm`` or halves have it."""
     from mindspeed_dsa.features.moe.alltoall_overlap import layer as whole
-    from mindspeed_dsa.features.moe.batch_overlap import attention
-    from mindspeed_dsa.features.moe.batch_overlap import layer as halves
 
     with contextlib.ExitStack() as stack:
         modes = dict.fromkeys(layers, "interleaved" if name == "halves" else "whole")
-        stack.enter_context(mock.patch.object(attention, "modes", modes))
         dispatchers = [layer.mlp.token_dispatcher for layer in layers]
-        modes = dict.fromkeys(dispatchers, "interleaved" if name == "halves of tokens" else "whole")
-        stack.enter_context(mock.patch.object(halves, "modes", modes))
+        modes |= dict.fromkeys(dispatchers, "interleaved" if name == "halves of tokens" else "whole")
+        stack.enter_context(mock.patch.object(state, "modes", modes))
         if name != "whole, overlapped":
             stack.enter_context(mock.patch.object(whole, "is_served", return_value=False))
         yield

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_dsa.context_parallel.layout import Layout, Zigzag
+from tests.support.contexts import running
 from tests.support.gradient_pieces import Piece, pieces_of_gradients
 
 Key = tuple[str, int]
@@ -395,9 +396,10 @@ def selected_keys(topk_indices: Tensor, keys: int, positions: Tensor) -> Tensor:
 
 def _is_half() -> bool:
     """Whether this is called by one of two halves of a microbatch."""
-    from mindspeed_dsa.features.moe.batch_overlap import stages
+    from mindspeed_dsa.features.moe.batch_overlap.choice import State
 
-    return stages.running() is not None
+    context = running("moe-batch-overlap")
+    return context is not None and context.state(State).half is not None
 
 
 def _joined(first: Tensor, second: Tensor, sequences: int) -> Tensor:

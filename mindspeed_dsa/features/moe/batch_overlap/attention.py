@@ -16,16 +16,14 @@ Halves are whole sequences, or the two halves of a single sequence's rows: see :
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.batch_overlap.choice import choose, without_traces
+from mindspeed_dsa.features.moe.batch_overlap.choice import State
 from mindspeed_dsa.features.moe.batch_overlap.feature import (
     Options,
     check_attention,
@@ -39,18 +37,6 @@ from mindspeed_dsa.features.moe.batch_overlap.routing import Routing
 from mindspeed_dsa.features.moe.batch_overlap.stages import Stages
 from mindspeed_dsa.megatron.configuration import require
 from mindspeed_dsa.megatron.dsa import uses_dsa
-
-modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
-"""Execution mode per transformer layer."""
-_measured: ContextVar[Mode | None] = ContextVar(
-    "mode of a layer with attention that is measured", default=None
-)
-_block: ContextVar[Any] = ContextVar("block whose layers run", default=None)
-
-
-def is_measured() -> bool:
-    """Return whether a layer with its attention is being measured."""
-    return _measured.get() is not None
 
 
 @dataclass
@@ -86,15 +72,16 @@ def run_in_block(original: Callable[..., Any], context: Context[Options]) -> Cal
     """Wrap ``TransformerBlock.forward``: let its layers pass halves to each other."""
     if context.options.attention is False:
         return original
+    state = context.state(State)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Full recompute saves the whole microbatch at each layer's input, so halves are joined there.
         recomputed = self.training and self.config.recompute_granularity == "full"
-        token = _block.set(None if recomputed else self)
+        before, state.block = state.block, None if recomputed else self
         try:
             return original(self, *args, **kwargs)
         finally:
-            _block.reset(token)
+            state.block = before
 
     return forward
 
@@ -103,6 +90,7 @@ def run_halves(original: Callable[..., Any], context: Context[Options]) -> Calla
     """Wrap ``TransformerLayer.forward`` for layers whose attention runs in halves."""
     if context.options.attention is False:
         return original
+    state = context.state(State)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden: Any = args[0] if args else kwargs.get("hidden_states")
@@ -114,20 +102,19 @@ def run_halves(original: Callable[..., Any], context: Context[Options]) -> Calla
         def run(mode: Mode, cut: _Cut, hands_on: bool = False) -> _Cut:
             return _run(self, cut, hidden.size(cut.dim), halves, context, mode == "in turn", hands_on)
 
-        if self not in modes:
+        if self not in state.modes:
 
             def measure(mode: Mode) -> None:
-                with without_traces(context.megatron("core.tensor_parallel.random"), _measured, mode):
-                    if mode == "whole":
-                        original(self, *args, **kwargs)
-                    else:
-                        run(mode, _Cut.of(hidden)).joined()
+                if mode == "whole":
+                    original(self, *args, **kwargs)
+                else:
+                    run(mode, _Cut.of(hidden)).joined()
 
-            modes[self] = choose(self, self.mlp.token_dispatcher.ep_group, measure, context.log)
-        if cut is None and modes[self] == "whole":
+            state.modes[self] = state.choose(self, self.mlp.token_dispatcher.ep_group, measure)
+        if cut is None and state.modes[self] == "whole":
             return original(self, *args, **kwargs)
         hands_on = _hands_on(self, context)
-        done = run(modes[self], _Cut.of(hidden) if cut is None else cut, hands_on)
+        done = run(state.modes[self], _Cut.of(hidden) if cut is None else cut, hands_on)
         return (_stand_in(done, hidden) if hands_on else done.joined()), None
 
     return forward
@@ -137,7 +124,10 @@ def _takes_part(
     layer: Any, hidden: Tensor, args: Any, kwargs: Mapping[str, Any], context: Context[Options]
 ) -> bool:
     """Return whether this forward can run in halves; log the reason once if not."""
-    if not layer.training or is_measured() or modes.get(layer) == "whole" or not _is_served(layer, context):
+    state = context.state(State)
+    if not layer.training or state.is_measured or state.modes.get(layer) == "whole":
+        return False
+    if not _is_served(layer, context):
         return False
     unknown = [
         name
@@ -168,6 +158,7 @@ def _knows_rows(layer: Any) -> bool:
 
 
 def _is_served(layer: Any, context: Context[Options]) -> bool:
+    modes = context.state(State).modes
     if layer in modes:
         return True
     dispatcher = getattr(layer.mlp, "token_dispatcher", None)
@@ -206,14 +197,15 @@ def _arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> list[dict[str, Any]
 
 def _hands_on(layer: Any, context: Context[Options]) -> bool:
     """Return whether the next layer takes halves and directly receives this layer's output."""
-    block = _block.get()
-    if block is None or layer._forward_hooks:
+    state = context.state(State)
+    if state.block is None or layer._forward_hooks:
         return False
-    layers = list(block.layers)
+    layers = list(state.block.layers)
     position = next((index for index, each in enumerate(layers) if each is layer), len(layers))
     if position + 1 >= len(layers) or not _is_served(layers[position + 1], context):
         return False
-    return modes.get(layers[position + 1], "whole") != "whole"  # a layer runs whole until it is measured
+    # A layer runs whole until it is measured.
+    return state.modes.get(layers[position + 1], "whole") != "whole"
 
 
 def _stand_in(cut: _Cut, hidden: Tensor) -> Tensor:
@@ -240,7 +232,7 @@ def _run(
         # Fraction of the microbatch, the weight of the half's indexer loss.
         share = hidden.size(cut.dim) / length
         mine = arguments[number]
-        return Stages(layer, number, hidden, mine, routing, keys, share, context.megatron, waits=waits)
+        return Stages(layer, number, hidden, mine, routing, keys, share, context, waits=waits)
 
     first = stages(cut.first, 0)
     first.attend()

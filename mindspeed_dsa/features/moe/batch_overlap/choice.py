@@ -10,62 +10,74 @@ them. The decision does not depend on the number of tokens, which may differ bet
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.batch_overlap.feature import Options
 from mindspeed_dsa.features.moe.batch_overlap.halves import Mode
 from mindspeed_dsa.log import Log
 from mindspeed_dsa.megatron.measured import slowest, timed
+from mindspeed_dsa.megatron.shared_expert import SharedOutput
 
 _GAIN = 0.97
 """Use halves only if they take less than this fraction of the whole's time."""
 _ROUNDS = 5
 Run = Callable[[Mode], object]
-"""A layer's forward, without side effects."""
-
-_chosen: WeakKeyDictionary[Any, dict[Hashable, Mode]] = WeakKeyDictionary()
-"""Measured mode per process group and layer size."""
+"""A layer's forward in a mode."""
 
 
-def choose(layer: Any, group: Any, run: Run, log: Log) -> Mode:
-    """Return the mode for layers of this size. Collective over the layer's expert parallel ranks.
+class State:
+    """Modes of a session's layers, and the forward that is running.
 
-    Args:
-        layer: Megatron's ``MoELayer``, or a transformer layer with one.
-        group: expert parallel process group.
-        run: function that runs the layer's forward in a mode.
-        log: log for the result, one line per size.
+    Attributes:
+        modes: mode per transformer layer, and per dispatcher of a MoE layer.
+        shared, calls: postponed shared expert and arguments of the running forward, per dispatcher. Megatron
+            too gives a dispatcher one forward at a time.
+        is_measured: whether a layer is being measured.
+        block: transformer block whose layers run.
+        half: half whose stage runs, a :class:`.stages.Stages`.
     """
-    modes = _chosen.setdefault(group, {})
-    size = _size(layer)
-    if size not in modes:
-        times = _measure(run, group)
-        modes[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
-        _report(times, type(layer).__name__, log)
-    return modes[size]
 
+    def __init__(self, context: Context[Options]) -> None:
+        self._context, self.is_measured = context, False
+        self.modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
+        self.shared: WeakKeyDictionary[Any, SharedOutput] = WeakKeyDictionary()
+        self.calls: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.block: Any = None
+        self.half: Any = None
+        # Measured mode per process group and layer size.
+        self._chosen: WeakKeyDictionary[Any, dict[Hashable, Mode]] = WeakKeyDictionary()
 
-@contextmanager
-def without_traces(random: Any, measured: ContextVar[Mode | None], mode: Mode) -> Iterator[None]:
-    """Run the forward in the block without side effects: no graph, no token counts, random state restored.
+    def choose(self, layer: Any, group: Any, run: Run) -> Mode:
+        """Return the mode for layers of this size. Collective over the layer's expert parallel ranks.
 
-    Args:
-        random: Megatron's ``tensor_parallel.random`` module.
-        measured: variable that tells the layer which mode is measured.
-        mode: mode to measure.
-    """
-    token = measured.set(mode)
-    try:
-        with torch.no_grad(), random._fork_rng():
-            yield
-    finally:
-        measured.reset(token)
+        Args:
+            layer: Megatron's ``MoELayer``, or a transformer layer with one.
+            group: expert parallel process group.
+            run: function that runs the layer's forward in a mode.
+        """
+        random = self._context.megatron("core.tensor_parallel.random")
+
+        def without_traces(mode: Mode) -> None:
+            self.is_measured = True
+            try:
+                with torch.no_grad(), random._fork_rng():
+                    run(mode)
+            finally:
+                self.is_measured = False
+
+        modes = self._chosen.setdefault(group, {})
+        size = _size(layer)
+        if size not in modes:
+            times = _measure(without_traces, group)
+            modes[size] = "interleaved" if times["interleaved"] < _GAIN * times["whole"] else "whole"
+            _report(times, type(layer).__name__, self._context.log)
+        return modes[size]
 
 
 def _size(layer: Any) -> Hashable:

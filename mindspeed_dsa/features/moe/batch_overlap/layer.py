@@ -8,17 +8,14 @@ step; the dispatcher's other steps return their arguments unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
-from mindspeed_dsa.features.moe.batch_overlap import attention, stages
-from mindspeed_dsa.features.moe.batch_overlap.choice import choose, without_traces
+from mindspeed_dsa.features.moe.batch_overlap.choice import State
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options, check_choice, check_halves
 from mindspeed_dsa.features.moe.batch_overlap.halves import Half, Mode, run
 from mindspeed_dsa.megatron.attribute_override import AttributeOverride
@@ -42,37 +39,28 @@ class _Call:
         return first, second
 
 
-modes: WeakKeyDictionary[Any, Mode] = WeakKeyDictionary()
-_shared: WeakKeyDictionary[Any, SharedOutput] = WeakKeyDictionary()
-_calls: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
-"""Mode, shared expert and call per dispatcher. Megatron too gives a dispatcher one forward at a time."""
-_measured: ContextVar[Mode | None] = ContextVar("mode that is measured", default=None)
-
-
-def _mode(dispatcher: Any) -> Mode:
-    """Return a layer's execution mode; a half's copy of the dispatcher is not registered and runs whole."""
-    if dispatcher not in modes:
-        return "whole"
-    return _measured.get() or modes[dispatcher]
+def _runs_whole(dispatcher: Any, state: State) -> bool:
+    """Return whether a layer runs whole, as a half's copy of the dispatcher does, which has no mode."""
+    return state.modes.get(dispatcher, "whole") == "whole"
 
 
 def choose_mode(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Wrap ``MoELayer.forward``: the first forward in training selects the layer's mode."""
+    state = context.state(State)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
-        undecided = dispatcher not in modes and not attention.is_measured()
+        undecided = dispatcher not in state.modes and not state.is_measured
         if self.training and undecided and _is_served(self, context):
             require(context, check_choice, self.config)
-            modes[dispatcher] = "interleaved"
+            state.modes[dispatcher] = "interleaved"
             if not context.options.always:
-                random = context.megatron("core.tensor_parallel.random")
 
                 def run(mode: Mode) -> None:
-                    with without_traces(random, _measured, mode):
-                        original(self, hidden_states, *args, **kwargs)
+                    state.modes[dispatcher] = mode
+                    original(self, hidden_states, *args, **kwargs)
 
-                modes[dispatcher] = choose(self, dispatcher.ep_group, run, context.log)
+                state.modes[dispatcher] = state.choose(self, dispatcher.ep_group, run)
         return original(self, hidden_states, *args, **kwargs)
 
     return forward
@@ -92,16 +80,16 @@ def _is_served(layer: Any, context: Context[Options]) -> bool:
 
 def postpone_shared_expert(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Wrap ``MoELayer.shared_experts_compute``, the layer's first step: postpone the shared expert."""
+    state = context.state(State)
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
-        half = stages.running()
-        if half is not None:
-            return half.postpone(_shared_output(self, hidden_states, context))
-        if _mode(self.token_dispatcher) == "whole":
+        if state.half is not None:
+            return state.half.postpone(_shared_output(self, hidden_states, context))
+        if _runs_whole(self.token_dispatcher, state):
             return original(self, hidden_states)
         shared = _shared_output(self, hidden_states, context)
         if shared is not None:
-            _shared[self.token_dispatcher] = shared
+            state.shared[self.token_dispatcher] = shared
         return shared
 
     return shared_experts_compute
@@ -113,44 +101,47 @@ def _shared_output(layer: Any, hidden_states: Tensor, context: Context[Options])
     return SharedOutput(partial(shared_expert_of(layer, context.megatron), hidden_states))
 
 
-def take_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+def take_tokens(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Wrap ``MoEAlltoAllTokenDispatcher.dispatch_preprocess``: keep the tokens for the halves."""
+    state = context.state(State)
 
     def dispatch_preprocess(
         self: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if _mode(self) == "whole":
+        if _runs_whole(self, state):
             return original(self, hidden_states, routing_map, probs, *args, **kwargs)
-        _calls[self] = _Call(hidden_states, routing_map, probs)
+        state.calls[self] = _Call(hidden_states, routing_map, probs)
         return hidden_states, probs
 
     return dispatch_preprocess
 
 
-def skip_dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
+def skip_dispatch(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Wrap ``MoEAlltoAllTokenDispatcher.token_dispatch``: skip it, as the halves dispatch."""
+    state = context.state(State)
 
     def token_dispatch(self: Any, hidden_states: Tensor, probs: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self in _calls:
+        if self in state.calls:
             return hidden_states, probs
         return original(self, hidden_states, probs, *args, **kwargs)
 
     return token_dispatch
 
 
-def run_halves(original: Callable[..., Any]) -> Callable[..., Any]:
+def run_halves(original: Callable[..., Any], context: Context[Options]) -> Callable[..., Any]:
     """Wrap ``MoELayer.routed_experts_compute``: run the halves."""
+    state = context.state(State)
 
     def routed_experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, *rest: Any) -> Any:
         dispatcher = self.token_dispatcher
-        if dispatcher not in _calls:
+        if dispatcher not in state.calls:
             return original(self, hidden_states, probs, *rest)
 
         def experts(half: Any, rows: Tensor, probs: Tensor) -> Tensor:
             output: Tensor = original(AttributeOverride(self, token_dispatcher=half), rows, probs, *rest)[0]
             return output
 
-        return _in_halves(self, experts, _shared.pop(dispatcher, None)), None
+        return _in_halves(self, experts, state.shared.pop(dispatcher, None), state), None
 
     return routed_experts_compute
 
@@ -159,9 +150,10 @@ def run_halves_and_shared_expert(
     original: Callable[..., Any], context: Context[Options]
 ) -> Callable[..., Any]:
     """Wrap ``MoELayer.experts_compute``, the step of older releases: run halves and shared expert."""
+    state = context.state(State)
 
     def experts_compute(self: Any, hidden_states: Tensor, probs: Tensor, residual: Tensor) -> Any:
-        if self.token_dispatcher not in _calls:
+        if self.token_dispatcher not in state.calls:
             return original(self, hidden_states, probs, residual)
 
         def experts(half: Any, rows: Tensor, probs: Tensor) -> Tensor:
@@ -170,33 +162,35 @@ def run_halves_and_shared_expert(
             return output
 
         shared = _shared_output(self, residual, context)
-        return _in_halves(self, experts, shared), shared, None
+        return _in_halves(self, experts, shared, state), shared, None
 
     return experts_compute
 
 
 def _in_halves(
-    layer: Any, experts: Callable[[Any, Tensor, Tensor], Tensor], shared: SharedOutput | None
+    layer: Any, experts: Callable[[Any, Tensor, Tensor], Tensor], shared: SharedOutput | None, state: State
 ) -> Tensor:
     dispatcher = layer.token_dispatcher
-    halves = _calls[dispatcher].halves(dispatcher, waits=_mode(dispatcher) == "in turn")
+    halves = state.calls[dispatcher].halves(dispatcher, waits=state.modes.get(dispatcher) == "in turn")
     return run(layer, halves, experts, shared)
 
 
-def skip_combine(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def skip_combine(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Wrap ``MoEAlltoAllTokenDispatcher.token_combine``: skip it, as the halves combine."""
+    calls = context.state(State).calls
 
     def token_combine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states if self in _calls else original(self, hidden_states, *args, **kwargs)
+        return hidden_states if self in calls else original(self, hidden_states, *args, **kwargs)
 
     return token_combine
 
 
-def give_back_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def give_back_tokens(original: Callable[..., Tensor], context: Context[Options]) -> Callable[..., Tensor]:
     """Wrap ``MoEAlltoAllTokenDispatcher.combine_postprocess``, the last step: restore the shape."""
+    calls = context.state(State).calls
 
     def combine_postprocess(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        call = _calls.pop(self, None)
+        call = calls.pop(self, None)
         if call is None:
             return original(self, hidden_states, *args, **kwargs)
         return hidden_states.view(call.hidden_states.shape)

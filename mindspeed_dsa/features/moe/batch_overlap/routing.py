@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.batch_overlap.choice import State
 from mindspeed_dsa.features.moe.batch_overlap.feature import Options
-
-_of_half: ContextVar[Routing | None] = ContextVar("routing of a half", default=None)
 
 
 class Routing:
@@ -33,19 +31,10 @@ class Routing:
         self._dim = dim
         self._first: Tensor | None = None
 
-    @contextlib.contextmanager
-    def of_half(self) -> Iterator[None]:
-        """Route one half inside the block: first half 0, then half 1."""
-        token = _of_half.set(self)
-        try:
-            yield
-        finally:
-            _of_half.reset(token)
-
     def route(
         self, router: Any, logits: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return a half's probabilities and routing map, ``[tokens, experts]``.
+        """Return the probabilities and routing map of half 0, then half 1, ``[tokens, experts]``.
 
         Args:
             router: Megatron's router.
@@ -84,11 +73,11 @@ def route_halves(original: Callable[..., Any], context: Context[Options]) -> Cal
     """Wrap ``TopKRouter.routing`` for layers whose attention runs in halves."""
     if context.options.attention is False:
         return original
+    state = context.state(State)
 
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        halves = _of_half.get()
-        if halves is None:
+        if state.half is None:
             return original(self, logits, *args, **kwargs)
-        return halves.route(self, logits, lambda both: original(self, both, *args, **kwargs))
+        return state.half.routing.route(self, logits, lambda both: original(self, both, *args, **kwargs))
 
     return routing

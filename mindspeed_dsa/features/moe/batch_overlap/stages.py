@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from mindspeed_dsa.feature import Megatron
+from mindspeed_dsa.feature import Context
+from mindspeed_dsa.features.moe.batch_overlap.choice import State
+from mindspeed_dsa.features.moe.batch_overlap.feature import Options
 from mindspeed_dsa.features.moe.batch_overlap.keys import Keys
 from mindspeed_dsa.features.moe.batch_overlap.routing import Routing
 from mindspeed_dsa.megatron.attribute_override import switched_off
@@ -25,13 +26,6 @@ from mindspeed_dsa.megatron.shared_expert import SharedOutput
 from mindspeed_dsa.megatron.split_layers import Passes
 from mindspeed_dsa.parallel.all_to_all import InFlight, launching, returning
 from mindspeed_dsa.parallel.names import named, of_half
-
-_running: ContextVar[Stages | None] = ContextVar("half whose stage runs", default=None)
-
-
-def running() -> Stages | None:
-    """Return the half whose stage is running, or ``None``."""
-    return _running.get()
 
 
 class Stages:
@@ -42,11 +36,13 @@ class Stages:
         number: index of the half, 0 or 1.
         hidden: hidden states of the half, ``[sequence, batch, hidden]``.
         arguments: remaining arguments of the layer's forward.
-        routing: router state of both halves.
         keys: attention state of both halves, if these are rows of the same sequence.
         share: the half's fraction of the microbatch.
-        megatron: the session's accessor of Megatron's modules.
+        context: context of the feature.
         waits: whether to wait for each transfer right after its start.
+
+    Attributes:
+        routing: router state of both halves.
     """
 
     def __init__(
@@ -58,17 +54,18 @@ class Stages:
         routing: Routing,
         keys: Keys | None,
         share: float,
-        megatron: Megatron,
+        context: Context[Options],
         *,
         waits: bool,
     ) -> None:
-        self._layer, self._moe, self._routing, self._waits = layer, layer.mlp, routing, waits
-        self._number = number
+        self._layer, self._moe, self.routing, self._waits = layer, layer.mlp, routing, waits
+        self._number, self._state = number, context.state(State)
         self._hidden: Any = hidden
         self._keys, self._share = keys, share
         self._dispatcher = copy.copy(layer.mlp.token_dispatcher)
         self._node = _Node(arguments)
-        steps = megatron("core.models.gpt.fine_grained_callables").build_transformer_layer_callables(layer)[0]
+        callables = context.megatron("core.models.gpt.fine_grained_callables")
+        steps = callables.build_transformer_layer_callables(layer)[0]
         # Before 0.16, router and attention are two separate steps.
         # Skipped: the dispatch, since it must not wait here, and the step for MTP.
         *self._before, _, self._experts, self._combine, _ = steps
@@ -85,7 +82,6 @@ class Stages:
         layer, hidden = self._layer, self._hidden
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._stage())
-            stack.enter_context(self._routing.of_half())
             stack.enter_context(part_of_loss(layer.config, self._share))
             if self._keys is not None:
                 stack.enter_context(self._keys.of_half())
@@ -162,14 +158,14 @@ class Stages:
     @contextlib.contextmanager
     def _stage(self) -> Iterator[None]:
         moe = self._moe
-        token, dispatcher = _running.set(self), moe.token_dispatcher
+        before, dispatcher, self._state.half = self._state.half, moe.token_dispatcher, self
         moe.token_dispatcher = self._dispatcher  # each half has its own; a dispatcher serves one forward
         try:
             with self._passes.piece(), of_half(self._number):
                 yield
         finally:
             moe.token_dispatcher = dispatcher
-            _running.reset(token)
+            self._state.half = before
 
     def _wait_now(self, flights: list[InFlight]) -> None:
         for flight in flights:
