@@ -19,8 +19,10 @@ import torch
 from benchmarks.registry import Metrics
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face import saving, shard_files
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.config import arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.features.checkpoints.hugging_face.pieces import pieces_of
 from mindspeed_dsa.runs.files import sync_tree
 from mindspeed_dsa.tools.weights import importing, job
@@ -72,12 +74,14 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     values, shapes = arguments_of(config, "benchmark"), {}
+    shape = Shape.of(Namespace(**values), find(config, "benchmark"))
     with built(values, config["vocab_size"], torch.bfloat16) as model:
         for _, pieces in pieces_of(model.sharded_state_dict(), Megatron()):
             for piece in pieces:
-                names = piece.place.theirs(config["num_hidden_layers"])
                 rows, *rest = piece.whole
-                shapes |= {each: (rows // len(names), *rest) for each in names}
+                shapes |= {
+                    name: (last - first, *rest) for name, first, last in shape.segments(piece.place, rows)
+                }
     bias = "e_score_correction_bias"
     dtypes = {each: torch.float32 if each.endswith(bias) else torch.bfloat16 for each in shapes}
     announced = (

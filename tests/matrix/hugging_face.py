@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import loading
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import of_class
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, Shape
 from tests.matrix import model as tiny
 from tests.matrix.sharing_steps import communication
@@ -111,7 +112,8 @@ class Model:
     def shape(self) -> Shape:
         """Return which tensors it has."""
         fields = {"experimental_attention_variant": "dsa", "q_lora_rank": 24} | self.ours()
-        return Shape.of(SimpleNamespace(**fields, moe_shared_expert_intermediate_size=16))
+        table = of_class({"architectures": [f"{self.kind}ForCausalLM"]})
+        return Shape.of(SimpleNamespace(**fields, moe_shared_expert_intermediate_size=16), table)
 
     def ours(self) -> dict[str, Any]:
         """Return what Megatron's configuration has to say for the same."""
@@ -190,7 +192,7 @@ def of_transformers(model: Model, folder: Path | None = None) -> dict[str, Any]:
     tensors = {name: tensor.detach() for name, tensor in theirs.named_parameters()}
     tensors |= {name: tensor for name, tensor in theirs.named_buffers() if name.endswith("correction_bias")}
     shape = model.shape()
-    names = {megatron_name(place): place.theirs(shape.layers) for place in shape.places()}
+    names = {megatron_name(place): shape.names(place) for place in shape.places()}
     filled = 0
     for name, parts in names.items():
         pieces = [rows_in(part, tensors) for part in parts]

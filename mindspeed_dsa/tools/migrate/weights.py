@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import ARCHITECTURES
 from mindspeed_dsa.tools.migrate.job import Given, Job, made
 
 LOAD, SAVE, INTERVAL = "--load-hf", "--save-hf", "--save-hf-interval"
 """This library's flags."""
 _IMPORT, _EXPORT = "--enable-hf2mg-convert", "--enable-mg2hf-convert"
 _KIND, _LAST = "--model-type-hf", "--only-convert-last-checkpoint"
-MODELS = {"deepseek3": "deepseek_v3", "deepseek32": "deepseek_v32", "glm5": "glm_moe_dsa"}
+MODELS = {each.mindspeed_llm: each.types[0] for each in ARCHITECTURES if each.mindspeed_llm}
 """Dict from MindSpeed-LLM's name of a supported model to ``model_type`` in its ``config.json``."""
 _READ_BY_CONVERSION = ("--mg-save-dir", "--hf-cfg-dir", "--save-layer-by-layer", _KIND)
 

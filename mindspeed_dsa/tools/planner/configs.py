@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_dsa.features.checkpoints.hugging_face import config
 from mindspeed_dsa.features.checkpoints.hugging_face import flags as hugging_face
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, of_class
 from mindspeed_dsa.patches.errors import SettingsError
 from mindspeed_dsa.tools.planner.job import Job
 
@@ -113,13 +114,6 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
 }
 """Dict from a name that ``--config`` accepts to the model's configuration."""
-_ARCHITECTURES = {
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "DeepseekV32ForCausalLM": "deepseek_v32",
-    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
-}
-_SAME = {"kimi_k2": "deepseek_v3"}
-"""Dict from a ``model_type`` to the type with the same architecture."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -135,11 +129,10 @@ def read(path: Path) -> dict[str, Any]:
         configuration, _ = config.read_model(path, _WHO)
     except SettingsError as error:
         raise SettingsError(f"{error}; --config knows by name {', '.join(KNOWN)}") from error
-    kind, built = str(configuration.get("model_type")), configuration.get("architectures")
-    if kind in config.KINDS:
-        return configuration
-    of_class = _ARCHITECTURES.get(str(built[0])) if isinstance(built, list) and built else None
-    return {**configuration, "model_type": _SAME.get(kind) or of_class or configuration.get("model_type")}
+    # A model type of its own may name a class that is known.
+    if configuration.get("model_type") not in BY_TYPE and (architecture := of_class(configuration)):
+        configuration = {**configuration, "model_type": architecture.types[0]}
+    return configuration
 
 
 def flags_of(path: Path, given: set[str], job: Job, release: str) -> list[str]:

@@ -90,16 +90,16 @@ def run(wanted: Import, progress: Progress) -> None:
     Raises:
         RunError: the files do not match the model, the target exists, or another process writes it.
     """
-    shape = Shape.of(argparse.Namespace(**wanted.values))
+    shape = Shape.of(argparse.Namespace(**wanted.values), wanted.files.architecture)
     together(lambda: _check(wanted, shape), WHO)
     with _alone(wanted), built(wanted.values, wanted.vocabulary, wanted.dtype) as model:
         megatron = Megatron()
         state = model.sharded_state_dict()
         pieces = (piece for _, each in pieces_of(state, megatron) for piece in each)
-        together(lambda: _require_none(wanted, wrong_shapes(pieces, wanted.files, shape.layers)), WHO)
+        together(lambda: _require_none(wanted, wrong_shapes(pieces, wanted.files, shape)), WHO)
         together(lambda: _begin(wanted) if is_first() else None, WHO)
         common = {"args": wanted.saved, "iteration": 0, "checkpoint_version": 3.0}
-        strategy = _strategy(megatron, wanted, shape.layers, progress)
+        strategy = _strategy(megatron, wanted, shape, progress)
         megatron("core.dist_checkpointing").save({**state, **common}, str(wanted.partial), strategy)
         together(lambda: _publish(wanted) if is_first() else None, WHO)
 
@@ -160,20 +160,20 @@ def _publish(wanted: Import) -> None:
 # -- files of the checkpoint ---------------------------------------------------------------------
 
 
-def _strategy(megatron: Megatron, wanted: Import, layers: int, progress: Progress) -> Any:
+def _strategy(megatron: Megatron, wanted: Import, shape: Shape, progress: Progress) -> Any:
     """Return a save strategy for Megatron that creates each tensor only when it is written."""
     torch_dist: Any = megatron("core.dist_checkpointing.strategies.torch")
 
     # Since 0.17 Megatron ignores strategies that are not derived from its own class.
     class Streaming(torch_dist.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-            items = together(lambda: list(_items(sharded_state_dict, megatron, wanted, layers)), WHO)
+            items = together(lambda: list(_items(sharded_state_dict, megatron, wanted, shape)), WHO)
             save(Path(checkpoint_dir), items, progress)
 
     return Streaming("torch_dist", 1)
 
 
-def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> Iterator[Item]:
+def _items(state: Any, megatron: Megatron, wanted: Import, shape: Shape) -> Iterator[Item]:
     """Yield the checkpoint's tensors and objects, in the same order on every rank."""
     mapping: Any = megatron("core.dist_checkpointing.mapping")
     for entry in _entries(state, mapping.ShardedObject, mapping.ShardedTensor):
@@ -182,12 +182,12 @@ def _items(state: Any, megatron: Megatron, wanted: Import, layers: int) -> Itera
             yield entry.unique_key, partial(list, [entry.data])
             continue
         ((_, (piece,)),) = pieces_of({"": entry}, megatron)
-        if any(name not in wanted.files.names for name in piece.place.theirs(layers)):
+        if any(name not in wanted.files.names for name in shape.names(piece.place)):
             raise RunError(
                 f"{WHO}: this release of Megatron builds {piece.place}, which the files of such a model do "
                 "not have; report it, with config.json"
             )
-        yield piece, partial(_read, piece, wanted.files, layers)
+        yield piece, partial(_read, piece, wanted.files, shape)
 
 
 def _entries(state: Any, *kinds: type) -> list[Any]:
@@ -197,8 +197,8 @@ def _entries(state: Any, *kinds: type) -> list[Any]:
     return [entry for child in children if not isinstance(child, str) for entry in _entries(child, *kinds)]
 
 
-def _read(piece: Piece, files: Reader, layers: int) -> Tensor:
-    return read_piece(piece, files, layers).view(piece.shape)
+def _read(piece: Piece, files: Reader, shape: Shape) -> Tensor:
+    return read_piece(piece, files, shape).view(piece.shape)
 
 
 def save(folder: Path, items: Sequence[Item], progress: Progress) -> None:

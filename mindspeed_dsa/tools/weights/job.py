@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from mindspeed_dsa import session
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, mismatch, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.files import weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
@@ -154,7 +155,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         checkpoint=checkpoint,
         target=options.target,
         config=described,
-        shape=Shape.of(args),
+        shape=Shape.of(args, find(described, WHO)),
         vocabulary=described["vocab_size"],
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         shard_bytes=options.shard_size,

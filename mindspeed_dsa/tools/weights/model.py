@@ -7,7 +7,7 @@ import dataclasses
 import io
 import socket
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from mindspeed_dsa import session
 from mindspeed_dsa.feature import Megatron
-from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.patches import versions
 from mindspeed_dsa.patches.errors import SettingsError
 
@@ -156,7 +155,7 @@ def _gpt_model(
         vocab_size=vocabulary,
         max_sequence_length=8,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=Shape.of(SimpleNamespace(**values)).tied,
+        share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
         **mtp,
     )
 

@@ -146,6 +146,20 @@ def test_a_model_that_transformers_wrote_has_no_layers_of_prediction(tmp_path: P
     assert "--mtp-num-layers 1" in done("flags", theirs).splitlines()
 
 
+def test_files_of_kimi_k2_are_of_deepseeks_architecture(tmp_path: Path) -> None:
+    """Their buffers of frequencies carry no weights: they are neither read nor written."""
+    theirs = models.write("deepseek_v3", tmp_path / "model")
+    config, weights = json.loads((theirs / "config.json").read_text()), load_file(theirs / FILE)
+    (theirs / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(4)}
+    save_file({**weights, **buffers}, theirs / FILE, {"format": "pt"})
+    done("import", theirs, tmp_path / "checkpoints")
+    done("export", tmp_path / "checkpoints", tmp_path / "out", "--like", theirs)
+    assert same(tensors_of(tmp_path / "out"), weights)
+    assert loaded("deepseek_v3", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
 def test_fp8_of_a_model_whose_files_have_none(tmp_path: Path) -> None:
     """Which weights are in FP8 is the rule's to say, and code is not copied."""
     theirs = models.write("deepseek_v3", tmp_path / "model")

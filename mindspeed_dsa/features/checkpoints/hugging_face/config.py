@@ -1,7 +1,7 @@
 """Conversion of a Hugging Face ``config.json`` to Megatron's arguments.
 
-Supported models are DeepSeek-V3 with dense attention, DeepSeek-V3.2 and GLM-5.x. Arguments have the names of
-Megatron-LM 0.19 and of this library's flags. Names in other releases are in
+Architectures are tables in the folder ``architectures``. Arguments have the names of Megatron-LM 0.19 and of
+this library's flags. Names in other releases are in
 :mod:`~mindspeed_dsa.features.checkpoints.hugging_face.flags`. A number that a file leaves out has the default
 of transformers' class.
 
@@ -16,56 +16,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
+    COMMON,
+    LAYERS,
+    PREDICTIONS,
+    Architecture,
+)
 from mindspeed_dsa.megatron.dsa import MODELS
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 
-KINDS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 FILE = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "num_experts": "n_routed_experts",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-    "moe_router_topk": "num_experts_per_tok",
-}
-"""Dict from Megatron's argument to the name in ``config.json``."""
 INDEXER = {
     "dsa_indexer_n_heads": "index_n_heads",
     "dsa_indexer_head_dim": "index_head_dim",
     "dsa_indexer_topk": "index_topk",
 }
-LAYERS, PREDICTIONS = "num_hidden_layers", "num_nextn_predict_layers"
 MOST_LAYERS = 10_000
 """Maximum number of layers in a credible file: several lists have one entry per layer."""
 _LARGEST = 2**31 - 1
-_NUMBERS = ("first_k_dense_replace", "n_shared_experts", PREDICTIONS)
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
-    "deepseek_v32": {"n_group": 8, "topk_group": 4, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
-    "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5},
-}
-"""Defaults of transformers' class for each model type; defaults common to all are in :data:`_ALIKE`."""
-_ALIKE: dict[str, Any] = {
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "rope_interleave": True,
-    "attention_bias": False,
-}
-_POSITIVE = ("rms_norm_eps", "routed_scaling_factor", "max_position_embeddings", "n_group", "topk_group")
 _OF_ROPE = (
     "rope_theta",
     "factor",
@@ -82,8 +54,6 @@ _LENGTH = 8
 _LARGEST_HEADER = 100_000_000
 """Maximum header size of the safetensors library, in bytes."""
 _NAME_A_FOLDER = "name a model's folder, with config.json and safetensors files"
-_INDEXER_OF = {"deepseek_v3": "deepseek-v3.2", "deepseek_v32": "deepseek-v3.2", "glm_moe_dsa": "glm-5"}
-"""Dict from model type to the model in :data:`mindspeed_dsa.megatron.dsa.MODELS` with the same indexer."""
 
 
 def read_config(path: Path, who: str) -> dict[str, Any]:
@@ -163,18 +133,15 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         SettingsError: the model type is not supported, or sizes are invalid.
     """
-    kind = config.get("model_type")
-    if kind not in KINDS:
-        raise SettingsError(
-            f"{where} is the configuration of model_type {kind!r}; what can be read is {', '.join(KINDS)}; "
-            "other models are given by Megatron's flags"
-        )
-    sparse = kind != "deepseek_v3" or "index_topk" in config
-    wanted = {**SIZES, **(INDEXER if sparse else {})}
+    architecture = find(config, where)
+    sparse = architecture.marks.get("experimental_attention_variant") or "index_topk" in config
+    wanted = {**architecture.sizes, **(INDEXER if sparse else {})}
+    counts = architecture.counts
     missing = [name for name in wanted.values() if name not in config]
     if missing:
         raise SettingsError(f"{where} lacks {', '.join(missing)}")
-    wrong = [name for name in (*wanted.values(), *_NUMBERS) if not _is_size(name, config.get(name, 0))]
+    read = (*wanted.values(), *counts)
+    wrong = [name for name in read if not _is_size(name, config.get(name, 0), name in counts)]
     if wrong:
         found = ", ".join(f"{name} is {config[name]!r}" for name in wrong)
         raise SettingsError(
@@ -188,7 +155,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {
         **{flag: config[name] for flag, name in wanted.items()},
         **_sharing(config, where),
-        "moe_layer_freq": _experts(config, where),
+        "moe_layer_freq": _experts(config, where, architecture),
         # Megatron computes n shared experts as one MLP of n times the width.
         "moe_shared_expert_intermediate_size": (
             (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"] or None
@@ -196,25 +163,18 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
         "experimental_attention_variant": "dsa" if sparse else None,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "moe_router_enable_expert_bias": True,
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "swiglu": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        **COMMON,
+        **architecture.arguments,
     }
 
 
-def _experts(config: Mapping[str, Any], where: str) -> list[int]:
+def _experts(config: Mapping[str, Any], where: str, architecture: Architecture) -> list[int]:
     """Return 1 for each layer with experts and 0 for dense layers, from a list of types or a count."""
-    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
-    if types is None:
+    layers, name = config[LAYERS], "mlp_layer_types"
+    if name not in architecture.lists or config.get(name) is None:
         dense = min(config.get("first_k_dense_replace") or 0, layers)
         return [0] * dense + [1] * (layers - dense)
-    return [int(each == "sparse") for each in _types(config, where, "mlp_layer_types", ("dense", "sparse"))]
+    return [int(each == "sparse") for each in _types(config, where, name, ("dense", "sparse"))]
 
 
 def _sharing(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -263,10 +223,10 @@ def _types(config: Mapping[str, Any], where: str, name: str, allowed: tuple[str,
     return types
 
 
-def _is_size(name: str, value: Any) -> bool:
+def _is_size(name: str, value: Any, is_count: bool) -> bool:
     if value is None:  # no latent queries, dense layers, shared experts or prediction layers
-        return name in ("q_lora_rank", *_NUMBERS)
-    least = 0 if name in _NUMBERS else 1
+        return is_count or name == "q_lora_rank"
+    least = 0 if is_count else 1
     return _is_count(value) and least <= value <= (MOST_LAYERS if name in (LAYERS, PREDICTIONS) else _LARGEST)
 
 
@@ -293,42 +253,39 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         SettingsError: the model type is not supported, sizes are invalid, or Megatron cannot run the model.
     """
     sizes = sizes_of(config, where)
-    problems = list(_no_numbers(config)) or [*_without_megatron(config), *_rotary_problems(config)]
+    architecture = find(config, where)
+    problems = list(_no_numbers(config, architecture)) or [
+        *_without_megatron(config, architecture),
+        *_rotary_problems(config, architecture),
+    ]
     if problems:
         raise SettingsError(f"{where} is a model that Megatron cannot compute: {'; '.join(problems)}")
-    groups, group_topk = _groups(config)
+    groups, group_topk = _groups(config, architecture)
     indexer = {}
     if sizes["experimental_attention_variant"] == "dsa":
-        indexer = dict(MODELS[_INDEXER_OF[config["model_type"]]])
+        indexer = dict(MODELS[architecture.indexer])
     if (sizes["mtp_num_layers"] or 0) > 1 and config.get("index_share_for_mtp_iteration"):
         indexer["dsa_indexer_share_for_mtp"] = True
     return {
         **sizes,
-        **rotary_of(config),
-        "norm_epsilon": float(said(config, "rms_norm_eps")),
-        "max_position_embeddings": said(config, "max_position_embeddings"),
-        "moe_router_score_function": "sigmoid",
+        **rotary_of(config, architecture),
+        "norm_epsilon": float(architecture.said(config, "rms_norm_eps")),
+        "max_position_embeddings": architecture.said(config, "max_position_embeddings"),
         "moe_router_num_groups": groups,
         "moe_router_group_topk": group_topk,
-        "moe_router_topk_scaling_factor": float(said(config, "routed_scaling_factor")),
-        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": float(architecture.said(config, "routed_scaling_factor")),
         **{name: value for name, value in indexer.items() if name not in sizes},
     }
 
 
-def said(config: Mapping[str, Any], name: str) -> Any:
-    """Return a value of the file, or transformers' default if the file has none."""
-    value = config.get(name)
-    return {**_ALIKE, **_DEFAULTS[config["model_type"]]}[name] if value is None else value
-
-
-def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
+def _no_numbers(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield an error for each value that should be a positive number."""
     rope = _rope_parameters(config)
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield "its rope parameters are not one table of numbers"
         return
-    read = [(name, said(config, name)) for name in _POSITIVE]
+    numbers = (name for name, usual in architecture.defaults.items() if not isinstance(usual, bool))
+    read = [(name, architecture.said(config, name)) for name in numbers]
     read += [(name, table.get(name)) for table in (rope, config) for name in _OF_ROPE]
     for name, value in read:
         if value is None:
@@ -337,34 +294,27 @@ def _no_numbers(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {value!r}, and a number is read"
 
 
-def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _groups(config: Mapping[str, Any], architecture: Architecture) -> tuple[int | None, int | None]:
     """Return the number of expert groups and of groups to route to; ``None`` if no group is excluded."""
-    groups, chosen = said(config, "n_group"), said(config, "topk_group")
+    groups, chosen = (architecture.said(config, name) for name in ("n_group", "topk_group"))
     return (groups, chosen) if 0 < chosen < groups else (None, None)
 
 
-def _without_megatron(config: Mapping[str, Any]) -> Iterator[str]:
+def _without_megatron(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield model properties that Megatron's layers or router do not support."""
     # With sigmoid scores, Megatron normalizes the weights of selected experts iff topk > 1.
-    only = {
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "hidden_act": ("silu", "swish"),
-        "rope_interleave": (True,),
-        "attention_bias": (False,),
-        "norm_topk_prob": (config["num_experts_per_tok"] > 1,),
-    }
+    only = {**architecture.only, "norm_topk_prob": (config["num_experts_per_tok"] > 1,)}
     for name, allowed in only.items():
-        if said(config, name) not in allowed:
-            yield f"{name} is {said(config, name)!r}, and it has {' or '.join(map(repr, allowed))} only"
+        if (value := architecture.said(config, name)) not in allowed:
+            yield f"{name} is {value!r}, and it has {' or '.join(map(repr, allowed))} only"
     heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if key_heads not in (None, heads):
         yield f"num_key_value_heads is {key_heads!r}, and latent attention has one for each of {heads} heads"
     if config["q_lora_rank"] is None and "index_topk" in config:
         yield "q_lora_rank is None, and the indexer's queries are made of that latent"
-    if not said(config, "routed_scaling_factor"):
+    if not architecture.said(config, "routed_scaling_factor"):
         yield "routed_scaling_factor is 0, which it reads as 1"
-    groups, group_topk = _groups(config)
+    groups, group_topk = _groups(config, architecture)
     # Megatron ranks groups by their topk // group_topk best experts, transformers always by two.
     if groups and group_topk:
         topk, experts = config["num_experts_per_tok"], config["n_routed_experts"]
@@ -380,7 +330,7 @@ def _without_megatron(config: Mapping[str, Any]) -> Iterator[str]:
 # -- rotary embeddings --------------------------------------------------------------------------
 
 
-def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def rotary_of(config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Return Megatron's arguments for rotary embeddings.
 
     Files of transformers < 5 have ``rope_theta`` and ``rope_scaling``, later files ``rope_parameters``. If
@@ -392,7 +342,7 @@ def rotary_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if _rope_kind(rope) != "yarn":
         # Megatron-LM before 0.14 always applies YaRN; with a factor of 1 that is plain RoPE.
         return arguments | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    longest = said(config, "max_position_embeddings")
+    longest = architecture.said(config, "max_position_embeddings")
     original = (
         config.get("original_max_position_embeddings")
         or rope.get("original_max_position_embeddings")
@@ -424,7 +374,7 @@ def _rope_kind(given: Mapping[str, Any]) -> Any:
     return given.get("rope_type") or given.get("type") or "default"
 
 
-def _rotary_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _rotary_problems(config: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield rotary embedding properties that Megatron's latent attention does not support."""
     rope = _rope_parameters(config)
     kind = _rope_kind(rope)
@@ -439,7 +389,7 @@ def _rotary_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield "truncate is False, and it rounds YaRN's range of dimensions"
     if rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield "mscale_all_dim is given without mscale"
-    rotary = rotary_of(config)
+    rotary = rotary_of(config, architecture)
     factor, scale, all_dims = (rotary[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"))
     magnitude = yarn_scale(factor, scale) / yarn_scale(factor, all_dims)
     stated = rope.get("attention_factor")

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mindspeed_dsa import log
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, fp8
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL
 from mindspeed_dsa.features.checkpoints.hugging_face.config import FILE
 from mindspeed_dsa.features.checkpoints.hugging_face.files import FACTORS, weights_of
 from mindspeed_dsa.features.checkpoints.hugging_face.names import (
     PADDED,
-    REPEATED,
     Place,
     Shape,
     UnknownName,
@@ -118,11 +118,9 @@ class Plan:
             )
         pieces = {name: piece for place in wanted for name, piece in self._split(place, *stacks[place])}
         # Multi-token prediction layers repeat some tensors of the model, as in released files.
-        for layer in range(len(self.shape.prediction_indexers)):
-            for name, original in REPEATED.items():
-                repeated = f"model.layers.{self.shape.layers + layer}.{name}"
-                if original in pieces and (self._like is None or repeated in self._like.names):
-                    pieces[repeated] = pieces[original]
+        for repeated, original in self.shape.repeated():
+            if original in pieces and (self._like is None or repeated in self._like.names):
+                pieces[repeated] = pieces[original]
         others = [
             f"{name} {list(piece.data.shape)} and not {list(self._like.shape(name))}"
             for name, piece in pieces.items()
@@ -154,7 +152,6 @@ class Plan:
         """Yield the Hugging Face tensors whose rows, concatenated, are one tensor of the checkpoint."""
         stored = self._reader.tensors[key]
         rows, *rest = stored.size[len(offset) :]
-        names = place.theirs(self.shape.layers)
         if place.name in PADDED:
             if rows < self.vocabulary:
                 raise RunError(
@@ -162,13 +159,13 @@ class Plan:
                     "name the config.json of this model"
                 )
             rows = self.vocabulary
-        # A gated projection is gate_proj and up_proj one above the other: two names share the rows.
-        height = rows // len(names)
-        data = torch.empty(height, *rest, dtype=stored.properties.dtype, device="meta")
-        shape = (*[1] * len(offset), *data.shape)
-        for part, name in enumerate(names):
-            begin = (*offset, part * height, *[0] * len(rest))
+        height = 0
+        for name, first, last in self.shape.segments(place, rows):
+            data = torch.empty(last - first, *rest, dtype=stored.properties.dtype, device="meta")
+            begin = (*offset, height, *[0] * len(rest))
+            shape = (*[1] * len(offset), *data.shape)
             yield name, Piece(place, key, tuple(stored.size), begin, shape, len(offset), data)
+            height += last - first
 
     def _described(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of the exported files, on the meta device."""
@@ -264,7 +261,7 @@ class Plan:
         config = dict(self.config)
         write_index(self.partial, self.shards)
         # Loaders take this dtype for all weights. The embedding is never in FP8, so its dtype is used.
-        embedding = Place("", -1, -1, "embedding.word_embeddings.weight").theirs(0)[0]
+        (embedding,) = MODEL["embedding.word_embeddings.weight"]
         config["dtype"] = str(self._dtype(embedding)).removeprefix("torch.")
         config.pop("quantization_config", None)
         if self.fp8_blocks:

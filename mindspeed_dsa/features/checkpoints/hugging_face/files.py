@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mindspeed_dsa.features.checkpoints.hugging_face import config, fp8
-from mindspeed_dsa.features.checkpoints.hugging_face.config import (
-    INDEX,
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import (
     LAYERS,
-    MOST_LAYERS,
     PREDICTIONS,
-    SINGLE,
+    Architecture,
 )
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEX, MOST_LAYERS, SINGLE
 from mindspeed_dsa.features.checkpoints.hugging_face.names import listed
 from mindspeed_dsa.runs.files import RunError
 
@@ -65,6 +65,7 @@ class Reader:
 
     def __init__(self, folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.folder = folder
+        self._described = described
         problems: list[str] = []
         quantised = described.get("quantization_config") or {}
         self.quantised: Mapping[str, Any] = quantised if isinstance(quantised, dict) else {}
@@ -83,6 +84,15 @@ class Reader:
         problems += self._wrong_factors()
         if problems:
             raise self._error(problems)
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture of the configuration.
+
+        Raises:
+            SettingsError: the model type is not supported.
+        """
+        return find(self._described, f"mindspeed_dsa: {self.folder / config.FILE}")
 
     @property
     def names(self) -> KeysView[str]:

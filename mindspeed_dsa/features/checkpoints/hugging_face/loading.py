@@ -96,8 +96,8 @@ def load(
     """
     log, megatron = log or package_log.get(), megatron or Megatron()
     began = time.perf_counter()
-    shape = Shape.of(job)
     files = together(lambda: weights_of(folder), _WHO)
+    shape = together(lambda: Shape.of(job, files.architecture), _WHO)
     gaps = Mismatch.of(shape, files)
     # A dense model's files lack all indexers, which are then initialised. If only some are missing, the files
     # are damaged.
@@ -111,8 +111,8 @@ def load(
     states = [state_of(model, megatron) for model in models]
     pieces = (piece for state in states for _, parts in pieces_of(state, megatron) for piece in parts)
     with torch.no_grad():
-        together(lambda: _require_none(wrong_shapes(pieces, files, shape.layers), folder), _WHO)
-        filled = together(lambda: sum(fill(state, files, shape.layers, megatron) for state in states), _WHO)
+        together(lambda: _require_none(wrong_shapes(pieces, files, shape), folder), _WHO)
+        filled = together(lambda: sum(fill(state, files, shape, megatron) for state in states), _WHO)
     if gaps.indexers:
         log.info("%s has no indexers: those of %d layers are initialised", folder, len(gaps.indexers))
     if gaps.predictions:

@@ -29,7 +29,7 @@ from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     rotates_first_here,
     value_of,
 )
-from mindspeed_dsa.features.checkpoints.hugging_face.names import PADDED, REPEATED, Place, Shape, listed
+from mindspeed_dsa.features.checkpoints.hugging_face.names import PADDED, Place, Shape, listed
 from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
@@ -128,7 +128,8 @@ def problems(args: Any, folder: Path, release: str) -> Iterator[str]:
         yield str(error)
         return
     if hasattr(args, "num_layers"):
-        yield from Mismatch.of(Shape.of(args), files).problems(dense=adds_indexers(arguments, args))
+        shape = Shape.of(args, files.architecture)
+        yield from Mismatch.of(shape, files).problems(dense=adds_indexers(arguments, args))
 
 
 def adds_indexers(arguments: Mapping[str, Any], args: Any) -> bool:
@@ -374,22 +375,21 @@ class Mismatch:
         """Compare the tensor names of a model with its files."""
         wanted, missing, indexers = set[str](), list[str](), set[int]()
         for place in shape.places():
-            names = place.theirs(shape.layers)
+            names = shape.names(place)
             wanted.update(names)
             lacking = [name for name in names if name not in files.names]
             if lacking and place.indexer:
                 indexers.add(place.layer + 1 + (shape.layers if place.inner else 0))
             else:
                 missing += lacking
-        layers, predictions = shape.layers, len(shape.prediction_indexers)
-        wanted |= {
-            f"model.layers.{layers + layer}.{name}" for layer in range(predictions) for name in REPEATED
-        }
+        first_left_out = shape.layers + len(shape.prediction_indexers)
+        wanted |= {name for name, _ in shape.repeated()}
         if shape.tied:
             wanted.add("lm_head.weight")  # some files repeat the tied weight
-        beyond = [number for number in files.predictions if number >= layers + predictions]
+        beyond = [number for number in files.predictions if number >= first_left_out]
         left_out = tuple(f"model.layers.{number}." for number in beyond)
-        unexpected = [name for name in files.names - wanted if not name.startswith(left_out)]
+        others = (name for name in files.names - wanted if not name.startswith(left_out))
+        unexpected = [name for name in others if not name.endswith(shape.architecture.tensors.buffers)]
         return cls(tuple(missing), tuple(sorted(unexpected)), tuple(sorted(indexers)), len(beyond))
 
     def problems(self, dense: bool) -> Iterator[str]:
@@ -406,18 +406,24 @@ class Mismatch:
             yield f"the files lack the indexers of layers {listed([str(layer) for layer in self.indexers])}"
 
 
-def wrong_shapes(pieces: Iterable[Piece], files: Reader, layers: int) -> Iterator[str]:
+def wrong_shapes(pieces: Iterable[Piece], files: Reader, shape: Shape) -> Iterator[str]:
     """Yield a message for each tensor that has another shape in the files."""
     seen = set[Place]()
     for piece in pieces:
-        names = piece.place.theirs(layers)
+        names = shape.names(piece.place)
         if piece.place in seen or any(name not in files.names for name in names):
             continue
         seen.add(piece.place)
-        shapes = [files.shape(name) for name in names]
-        rows, rest = sum(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+        rows, *rest = piece.whole
+        expected = dict.fromkeys(names, 0)
+        for name, first, last in shape.segments(piece.place, rows):
+            expected[name] += last - first
+        found = {name: files.shape(name) for name in names}
         # Megatron pads the rows of the embedding, so the files may have fewer.
-        enough = rows <= piece.whole[0] if piece.place.name in PADDED else rows == piece.whole[0]
-        if rest != {piece.whole[1:]} or not enough:
-            found = " and ".join(f"{name} {list(shape)}" for name, shape in zip(names, shapes, strict=True))
-            yield f"{piece.place} is {list(piece.whole)} here, and the files have {found}"
+        least = 0 if piece.place.name in PADDED else rows
+        if any(
+            list(stored[1:]) != rest or not min(least, expected[name]) <= stored[0] <= expected[name]
+            for name, stored in found.items()
+        ):
+            stored_shapes = " and ".join(f"{name} {list(stored)}" for name, stored in found.items())
+            yield f"{piece.place} is {list(piece.whole)} here, and the files have {stored_shapes}"

@@ -1,4 +1,4 @@
-"""Names of weights in Megatron's checkpoints and in Hugging Face's files, in one table for both directions.
+"""Names of weights in Megatron's checkpoints and in Hugging Face's files, from an architecture's table.
 
 A distributed checkpoint names a tensor independently of the layout of the job that wrote it. A tensor,
 pipeline or expert parallel rank holds a region of it. If all layers are alike, a checkpoint stacks them along
@@ -9,10 +9,17 @@ front of some projections have two names: a separate one, and one as part of the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import (
+    BY_TYPE,
+    LAYER_TENSORS,
+    MODEL_TENSORS,
+    PREDICTION_TENSORS,
+)
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL, Architecture
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import prediction_layers
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.runs.files import RunError
@@ -20,78 +27,6 @@ from mindspeed_dsa.runs.files import RunError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MODEL = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
-    "decoder.final_layernorm.weight": ("model.norm.weight",),
-    "output_layer.weight": ("lm_head.weight",),
-}
-"""Tensors outside of layers: dict from Megatron's name to Hugging Face's, whose rows are concatenated."""
-INDEXER = {
-    "self_attention.core_attention.indexer.linear_wq_b.weight": ("self_attn.indexer.wq_b.weight",),
-    "self_attention.core_attention.indexer.linear_wk.weight": ("self_attn.indexer.wk.weight",),
-    "self_attention.core_attention.indexer.k_norm.weight": ("self_attn.indexer.k_norm.weight",),
-    "self_attention.core_attention.indexer.k_norm.bias": ("self_attn.indexer.k_norm.bias",),
-    "self_attention.core_attention.indexer.linear_weights_proj.weight": (
-        "self_attn.indexer.weights_proj.weight",
-    ),
-}
-QUERY = {"self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight",)}
-LATENT_QUERY = {
-    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight",),
-    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
-    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight",),
-}
-ATTENTION = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
-    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
-    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight",),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-}
-DENSE = {
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
-}
-ROUTED = {
-    "mlp.router.weight": ("mlp.gate.weight",),
-    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
-}
-SHARED_EXPERTS = {
-    "mlp.shared_experts.linear_fc1.weight": (
-        "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.up_proj.weight",
-    ),
-    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
-}
-EXPERTS = {
-    "mlp.experts.experts.linear_fc1.weight": (
-        "mlp.experts.{expert}.gate_proj.weight",
-        "mlp.experts.{expert}.up_proj.weight",
-    ),
-    "mlp.experts.experts.linear_fc2.weight": ("mlp.experts.{expert}.down_proj.weight",),
-}
-LAYER: Mapping[str, tuple[str, ...]] = {
-    **QUERY,
-    **LATENT_QUERY,
-    **ATTENTION,
-    **INDEXER,
-    **DENSE,
-    **ROUTED,
-    **SHARED_EXPERTS,
-    **EXPERTS,
-}
-"""Tensors of a transformer layer, in the decoder or inside a multi-token prediction layer."""
-PREDICTION = {
-    "enorm.weight": ("enorm.weight",),
-    "hnorm.weight": ("hnorm.weight",),
-    "eh_proj.weight": ("eh_proj.weight",),
-    "final_layernorm.weight": ("shared_head.norm.weight",),
-}
-"""Tensors of a multi-token prediction layer outside of its transformer layer. Hugging Face numbers these
-layers after the decoder's."""
-REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Tensors of a multi-token prediction layer that repeat the model's; Megatron stores them once."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows Megatron pads so that tensor parallel ranks can divide them."""
 
@@ -101,6 +36,7 @@ _OTHER_NAMES = (
     ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
 )
 _LAYERS = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?:(?P<layer>\d+)\.)?(?P<rest>.+)")
+_EXPERTS = "mlp.experts."
 _INNER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.")
 """Prefix of the transformer layer inside a multi-token prediction layer, in older and newer releases."""
 
@@ -121,7 +57,7 @@ class Place:
         block: ``""`` outside of layers, ``"decoder"``, or ``"mtp"``.
         layer: index in the block from 0; -1 outside of layers.
         expert: index among all experts of the layer; -1 for other tensors.
-        name: key in the table.
+        name: Megatron's name of the tensor in the block.
         inner: whether the tensor is in the transformer layer of a multi-token prediction layer.
     """
 
@@ -134,20 +70,7 @@ class Place:
     @property
     def indexer(self) -> bool:
         """Return whether the tensor belongs to an indexer."""
-        return self.name in INDEXER
-
-    def theirs(self, layers: int) -> tuple[str, ...]:
-        """Return the names of the Hugging Face tensors whose concatenated rows are this tensor.
-
-        Args:
-            layers: number of decoder layers.
-        """
-        if not self.block:
-            return MODEL[self.name]
-        # Hugging Face numbers prediction layers after the decoder: with 61 layers, the first one is 61.
-        number = self.layer + (layers if self.block == "mtp" else 0)
-        names = LAYER[self.name] if self.block == "decoder" or self.inner else PREDICTION[self.name]
-        return tuple(f"model.layers.{number}.{name}".format(expert=self.expert) for name in names)
+        return ".indexer." in self.name
 
     def __str__(self) -> str:
         """Return the tensor's name in messages."""
@@ -174,7 +97,7 @@ def place_of(key: str, offset: Sequence[int] = ()) -> tuple[Place, int]:
     Raises:
         UnknownName: the table lacks the name.
     """
-    if key in MODEL:
+    if key in MODEL_TENSORS:
         return Place("", -1, -1, key), 0
     matched = _LAYERS.fullmatch(key)
     if matched is None:
@@ -189,10 +112,10 @@ def place_of(key: str, offset: Sequence[int] = ()) -> tuple[Place, int]:
     rest = _INNER.sub("", rest, count=1) if inner else rest
     for other, name in _OTHER_NAMES:
         rest = name if rest == other else rest
-    if rest not in (LAYER if block == "decoder" or inner else PREDICTION):
+    if rest not in (LAYER_TENSORS if block == "decoder" or inner else PREDICTION_TENSORS):
         raise _unknown(key)
     expert = -1
-    if rest in EXPERTS and (inner or block == "decoder"):
+    if rest.startswith(_EXPERTS):
         expert, used = _number(key, offset, used)
     return Place(block, layer, expert, rest, inner), used
 
@@ -207,9 +130,23 @@ def _number(key: str, offset: Sequence[int], used: int) -> tuple[int, int]:
 
 def _unknown(key: str) -> UnknownName:
     return UnknownName(
-        f"mindspeed_dsa weights: {key} has no counterpart in DeepSeek-V3, DeepSeek-V3.2 or GLM-5; the model "
+        f"mindspeed_dsa weights: {key} has no counterpart in the files of {', '.join(BY_TYPE)}; the model "
         "has a module that their files do not have, or a name that this release of Megatron has changed"
     )
+
+
+class Segment(NamedTuple):
+    """Rows of a Hugging Face tensor.
+
+    Attributes:
+        name: name of the tensor.
+        first: first row.
+        last: row after the last one.
+    """
+
+    name: str
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -217,6 +154,7 @@ class Shape:
     """Layers of a model, as far as they determine its tensors.
 
     Attributes:
+        architecture: names of the tensors.
         experts: number of experts per decoder layer; 0 for a dense layer.
         indexers: for each decoder layer, whether it owns an indexer.
         latent_query: whether queries are computed from a latent.
@@ -226,6 +164,7 @@ class Shape:
         tied: whether the output layer shares the embedding's weight.
     """
 
+    architecture: Architecture
     experts: tuple[int, ...]
     indexers: tuple[bool, ...]
     latent_query: bool = True
@@ -234,7 +173,7 @@ class Shape:
     tied: bool = False
 
     @classmethod
-    def of(cls, args: Any) -> Self:
+    def of(cls, args: Any, architecture: Architecture) -> Self:
         """Build from a job's arguments or a model configuration with Megatron's names."""
         layers = args.num_layers
         experts = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None) or 0
@@ -244,6 +183,7 @@ class Shape:
         uses_dsa = getattr(args, "experimental_attention_variant", None) == "dsa"
         sharing, predictions = Sharing.of(args), prediction_layers(args) or 0
         return cls(
+            architecture=architecture,
             experts=tuple(experts * bool(has) for has in frequency),
             indexers=tuple(uses_dsa and sharing.computes(layer) for layer in range(1, layers + 1)),
             latent_query=bool(getattr(args, "q_lora_rank", None)),
@@ -268,15 +208,50 @@ class Shape:
         if not self.tied:
             yield Place("", -1, -1, "output_layer.weight")
         for layer, indexer in enumerate(self.prediction_indexers):
-            yield from (Place("mtp", layer, -1, name) for name in PREDICTION)
+            yield from (Place("mtp", layer, -1, name) for name in self.architecture.tensors.prediction)
             yield from self._layer("mtp", layer, self.experts[-1], indexer)
 
     def _layer(self, block: str, layer: int, experts: int, indexer: bool) -> Iterator[Place]:
-        inner = block == "mtp"
-        parts: list[Mapping[str, tuple[str, ...]]] = [LATENT_QUERY if self.latent_query else QUERY, ATTENTION]
-        parts += [INDEXER] if indexer else []
-        parts += [ROUTED] if experts else [DENSE]
-        parts += [SHARED_EXPERTS] if experts and self.shared_expert else []
+        inner, tensors = block == "mtp", self.architecture.tensors
+        parts = [tensors.latent_query if self.latent_query else tensors.query, tensors.attention]
+        parts += [tensors.indexer] if indexer else []
+        parts += [tensors.routed] if experts else [tensors.dense]
+        parts += [tensors.shared] if experts and self.shared_expert else []
         yield from (Place(block, layer, -1, name, inner) for part in parts for name in part)
         for expert in range(experts):
-            yield from (Place(block, layer, expert, name, inner) for name in EXPERTS)
+            yield from (Place(block, layer, expert, name, inner) for name in tensors.experts)
+
+    def names(self, place: Place) -> tuple[str, ...]:
+        """Return the names of the Hugging Face tensors whose rows are a tensor's.
+
+        Raises:
+            UnknownName: the architecture has no such tensor.
+        """
+        tensors = self.architecture.tensors
+        if not place.block:
+            return MODEL[place.name]
+        # Hugging Face numbers prediction layers after the decoder: with 61 layers, the first one is 61.
+        number = place.layer + (self.layers if place.block == "mtp" else 0)
+        table = tensors.layer if place.block == "decoder" or place.inner else tensors.prediction
+        if place.name not in table:
+            raise _unknown(str(place))
+        layer = f"model.layers.{number}."
+        return tuple(layer + name.format(expert=place.expert) for name in table[place.name])
+
+    def segments(self, place: Place, rows: int) -> list[Segment]:
+        """Return the rows of Hugging Face's tensors that are a tensor's, in its order.
+
+        Args:
+            place: position of the tensor.
+            rows: number of its rows.
+        """
+        names = self.names(place)
+        # A gated projection is gate_proj and up_proj one above the other: two names share the rows.
+        height = rows // len(names)
+        return [Segment(name, 0, height) for name in names]
+
+    def repeated(self) -> Iterator[tuple[str, str]]:
+        """Yield tensors of multi-token prediction layers that repeat the model's, and the model's tensors."""
+        for layer in range(len(self.prediction_indexers)):
+            for name, original in self.architecture.tensors.repeated.items():
+                yield f"model.layers.{self.layers + layer}.{name}", original

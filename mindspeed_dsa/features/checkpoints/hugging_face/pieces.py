@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindspeed_dsa.feature import Megatron
 from mindspeed_dsa.features.checkpoints.hugging_face.files import Reader
-from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, place_of
+from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, Shape, place_of
 from mindspeed_dsa.runs.files import RunError
 
 THREADS = 2
@@ -102,17 +102,17 @@ def _piece(shard: Any) -> Piece:
     return Piece(place, shard.key, shard.global_shape, shard.global_offset, shape, stacked, shard.data)
 
 
-def read_piece(piece: Piece, files: Reader, layers: int, out: Tensor | None = None) -> Tensor:
+def read_piece(piece: Piece, files: Reader, shape: Shape, out: Tensor | None = None) -> Tensor:
     """Read a region from Hugging Face's files.
 
     Args:
         piece: region to read.
         files: weights of the whole model.
-        layers: number of decoder layers.
+        shape: layers of the model.
         out: tensor of the region's shape to fill. By default the file's mapped memory is returned if it holds
             the region contiguously in the right dtype, else a new tensor.
     """
-    parts = list(_parts(piece, files, layers))
+    parts = list(_parts(piece, files, shape))
     rows = piece.data.size(0)
     columns = (piece.begin[1], piece.begin[1] + piece.data.size(1)) if piece.data.dim() > 1 else None
     if out is None:
@@ -129,25 +129,26 @@ def read_piece(piece: Piece, files: Reader, layers: int, out: Tensor | None = No
     return out
 
 
-def _parts(piece: Piece, files: Reader, layers: int) -> Iterator[tuple[str, int, int]]:
+def _parts(piece: Piece, files: Reader, shape: Shape) -> Iterator[tuple[str, int, int]]:
     """Yield the Hugging Face tensors that overlap the region, each with its first row and end row."""
     # Rows of gate and up, one above the other: with 8 rows each, region 6:10 is gate 6:8 and up 0:2.
     first, last, start = piece.begin[0], piece.begin[0] + piece.data.size(0), 0
-    for name in piece.place.theirs(layers):
-        rows = files.shape(name)[0]
+    for segment in shape.segments(piece.place, piece.whole[0]):
+        # Files have fewer rows than a padded embedding.
+        rows = min(segment.last, files.shape(segment.name)[0]) - segment.first
         begin, end = max(first - start, 0), min(last - start, rows)
         if begin < end:
-            yield name, begin, end
-        start += rows
+            yield segment.name, segment.first + begin, segment.first + end
+        start += segment.last - segment.first
 
 
-def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatron) -> int:
+def fill(state: Mapping[str, Any], files: Reader, shape: Shape, megatron: Megatron) -> int:
     """Fill this rank's parameters of a model from files.
 
     Args:
         state: sharded state dict of the model, which shares memory with the parameters.
         files: weights of the whole model.
-        layers: number of decoder layers.
+        shape: layers of the model.
         megatron: Megatron package of the model.
 
     Returns:
@@ -155,7 +156,7 @@ def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatro
     """
     filled = 0
     for entry, pieces in pieces_of(state, megatron):
-        if any(name not in files.names for piece in pieces for name in piece.place.theirs(layers)):
+        if any(name not in files.names for piece in pieces for name in shape.names(piece.place)):
             continue  # indexers that a dense model's files lack; other missing names were refused earlier
         for piece in pieces:
             if not _within(piece.data, entry.data):
@@ -165,9 +166,9 @@ def fill(state: Mapping[str, Any], files: Reader, layers: int, megatron: Megatro
                 )
             # To a device, copy the whole piece at once instead of part by part.
             if piece.data.device.type == "cpu":
-                read_piece(piece, files, layers, piece.data)
+                read_piece(piece, files, shape, piece.data)
             else:
-                piece.data.copy_(read_piece(piece, files, layers))
+                piece.data.copy_(read_piece(piece, files, shape))
             filled += piece.data.nbytes
     return filled
 

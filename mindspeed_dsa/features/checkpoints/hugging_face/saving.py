@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mindspeed_dsa.feature import Context
 from mindspeed_dsa.features.checkpoints.agreement import decided, is_first, together
 from mindspeed_dsa.features.checkpoints.hugging_face import companions, config, written_config
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import find
 from mindspeed_dsa.features.checkpoints.hugging_face.exporting import Plan
 from mindspeed_dsa.features.checkpoints.hugging_face.feature import Save
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
@@ -95,11 +96,12 @@ def _plan(job: Any, checkpoint: Path, target: Path, options: Save, replaces: boo
     like = None if options.like is None else config.read_config(options.like, _WHO)
     vocabulary = None if like is None else like["vocab_size"]
     described = written_config.config_of(job, options.release, _WHO, vocabulary=vocabulary, like=like)
+    architecture = find(described, _WHO)
     return Plan(
         checkpoint=checkpoint,
         target=target,
         config=described,
-        shape=Shape.of(job),
+        shape=Shape.of(job, architecture),
         vocabulary=described["vocab_size"],
         fp8_blocks=options.fp8_blocks,
         like=options.like,

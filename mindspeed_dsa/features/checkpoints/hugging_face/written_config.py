@@ -1,7 +1,7 @@
 """``config.json`` of a model trained with Megatron, as transformers 5 writes it.
 
-The arguments determine the model type: DeepSeek-V3 without DSA, and with DSA GLM if the indexer's RoPE is
-interleaved, otherwise DeepSeek-V3.2.
+The arguments determine the architecture, see
+:func:`~mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry.of_job`.
 
 Imports neither torch nor Megatron nor transformers.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, SIZES, arguments_of
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE, of_job
+from mindspeed_dsa.features.checkpoints.hugging_face.config import INDEXER, arguments_of
 from mindspeed_dsa.features.checkpoints.hugging_face.flags import (
     MISSING,
     Rotary,
@@ -25,11 +26,6 @@ from mindspeed_dsa.megatron.dsa import uses_dsa
 from mindspeed_dsa.megatron.selections import Sharing
 from mindspeed_dsa.patches.errors import SettingsError
 
-_ARCHITECTURES = {
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-}
 _REPLACED = (
     "auto_map",
     "dtype",
@@ -51,7 +47,7 @@ _REPLACED = (
     *INDEXER.values(),
 )
 """Keys of a reference configuration that are dropped: they refer to code, or conflict with written keys."""
-_NEEDED = (*SIZES, "norm_epsilon", "rotary_base", "rotary_scaling_factor", "moe_layer_freq")
+_NEEDED = ("norm_epsilon", "rotary_base", "rotary_scaling_factor", "moe_layer_freq")
 
 
 def config_of(
@@ -77,11 +73,12 @@ def config_of(
     Raises:
         SettingsError: the configuration has no key for a property of the model.
     """
-    missing = [name for name in _NEEDED if value_of(args, name) is MISSING]
+    architecture = of_job(args)
+    missing = [name for name in (*architecture.sizes, *_NEEDED) if value_of(args, name) is MISSING]
     if missing:
         raise SettingsError(
             f"{who}: the arguments of the checkpoint lack {', '.join(missing)}; use a checkpoint of "
-            "DeepSeek-V3, DeepSeek-V3.2 or GLM-5"
+            f"{', '.join(BY_TYPE)}"
         )
     if not value_of(args, "num_experts"):
         raise SettingsError(f"{who}: none of the kinds of models is without experts: give --num-experts")
@@ -92,22 +89,17 @@ def config_of(
             f"{vocabulary}; name the model that it was trained from, or none"
         )
     described = {key: value for key, value in (like or {}).items() if key not in _REPLACED}
-    kind = "deepseek_v3"
-    if uses_dsa(args):
-        paired = getattr(args, "dsa_indexer_rope_interleaved", False)
-        kind = "glm_moe_dsa" if paired else "deepseek_v32"
     described |= {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [architecture.class_name],
+        "model_type": architecture.types[0],
         "dtype": dtype,
-        **{theirs: value_of(args, ours) for ours, theirs in SIZES.items()},
+        **{theirs: value_of(args, ours) for ours, theirs in architecture.sizes.items()},
+        **{key: allowed[0] for key, allowed in architecture.only.items()},
         "vocab_size": vocabulary or _rows(args),
         "num_key_value_heads": value_of(args, "num_attention_heads"),
         "num_nextn_predict_layers": prediction_layers(args) or 0,
         "tie_word_embeddings": not getattr(args, "untie_embeddings_and_output_weights", True),
         "rms_norm_eps": value_of(args, "norm_epsilon"),
-        "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
         **_routing(args),
         **_rope(args, release, described),
@@ -117,15 +109,14 @@ def config_of(
     described["first_k_dense_replace"] = next(
         (layer for layer, sparse in enumerate(layers) if sparse), len(layers)
     )
-    if kind == "deepseek_v3":
-        described["rope_interleave"] = True
-    else:
+    if "mlp_layer_types" in architecture.lists:
         described["mlp_layer_types"] = ["sparse" if sparse else "dense" for sparse in layers]
+    if uses_dsa(args):
         described |= {theirs: value_of(args, ours) for ours, theirs in INDEXER.items()}
-    if kind == "glm_moe_dsa":
+    if "indexer_types" in architecture.lists:
         described |= _selections(args, described["num_hidden_layers"])
     # Check by converting back: a property without a key shows up as a mismatch.
-    where = f"{who}: the trained model as {kind}"
+    where = f"{who}: the trained model as {architecture.types[0]}"
     problems = mismatches(arguments_of(described, where), args, release)
     if problems:
         raise SettingsError(

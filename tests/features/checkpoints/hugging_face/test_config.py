@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE
 from mindspeed_dsa.features.checkpoints.hugging_face.config import (
-    _ALIKE,
-    _DEFAULTS,
     arguments_of,
     read_config,
     read_model,
     rotary_of,
-    said,
     sizes_of,
     yarn_scale,
 )
@@ -30,10 +28,10 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
     """A config with only ``model_type`` gets the defaults of transformers' class."""
     whole = json.loads(getattr(transformers, KINDS[kind])().to_json_string())
-    bare = {"model_type": kind}
-    written = [name for name in (*_DEFAULTS[kind], *_ALIKE) if name in whole]
+    table = BY_TYPE[kind]
+    written = [name for name in (*table.defaults, *table.only) if name in whole]
     assert {"n_group", "rms_norm_eps", "routed_scaling_factor", "norm_topk_prob", "hidden_act"} <= {*written}
-    assert {name: said(bare, name) for name in written} == {name: whole[name] for name in written}
+    assert {name: table.said({}, name) for name in written} == {name: whole[name] for name in written}
     theirs = {name: whole[name] for name in whole if name not in {*written, "rope_parameters"}}
     assert arguments_of(theirs, WHERE) == arguments_of(whole, WHERE)
 
@@ -126,6 +124,7 @@ def test_an_iterated_prediction_layer_shares_where_there_are_several():
 
 # -- rotary embeddings --------------------------------------------------------------------------
 
+TABLE = BY_TYPE["deepseek_v32"]
 _OLD = {key: value for key, value in YARN.items() if key not in ("rope_type", "rope_theta")}
 
 
@@ -136,8 +135,8 @@ def _without_rope(file: dict[str, Any]) -> dict[str, Any]:
 def test_older_files_have_rotary_embeddings_of_other_names():
     file = config("deepseek_v32", rope_parameters=dict(YARN))
     old = {**_without_rope(file), "rope_theta": 10000, "rope_scaling": {"type": "yarn", **_OLD}}
-    assert rotary_of(old) == rotary_of(file)
-    assert rotary_of(file) == {
+    assert rotary_of(old, TABLE) == rotary_of(file, TABLE)
+    assert rotary_of(file, TABLE) == {
         "rotary_base": 10000,
         "rope_type": "yarn",
         "rotary_scaling_factor": 40.0,
@@ -148,7 +147,11 @@ def test_older_files_have_rotary_embeddings_of_other_names():
         "mscale_all_dim": 1.0,
     }
     plain = {**_without_rope(file), "rope_theta": 8000000, "rope_scaling": None}
-    assert rotary_of(plain) == {"rotary_base": 8000000, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    assert rotary_of(plain, TABLE) == {
+        "rotary_base": 8000000,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_frequencies_and_magnitudes_are_those_of_transformers(changed):
     file = config("deepseek_v3", max_position_embeddings=65536, rope_parameters=rope)
     made = theirs.DeepseekV3Config(**file)
     frequencies, magnitude = theirs.ROPE_INIT_FUNCTIONS["yarn"](made)
-    ours = rotary_of(file)
+    ours = rotary_of(file, TABLE)
     factor, length = ours["rotary_scaling_factor"], ours["original_max_position_embeddings"]
     exponents = torch.arange(0, 8, 2, dtype=torch.float32) / 8
     whole = 1.0 / ours["rotary_base"] ** exponents
@@ -282,7 +285,7 @@ def test_all_problems_are_in_one_message():
 
 def test_a_kind_is_refused_by_name():
     with pytest.raises(
-        SettingsError, match="model_type 'llama'; what can be read is deepseek_v3, deepseek_v32"
+        SettingsError, match="model_type 'llama'; what can be read is deepseek_v3, kimi_k2, deepseek_v32"
     ):
         sizes_of({**config("deepseek_v3"), "model_type": "llama"}, WHERE)
     bare = {key: value for key, value in config("deepseek_v32").items() if key != "index_topk"}

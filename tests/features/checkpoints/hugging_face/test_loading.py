@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_dsa import log, weights
 from mindspeed_dsa.features.checkpoints.hugging_face import loading
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import BY_TYPE
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Shape
 from mindspeed_dsa.runs.files import RunError
 from mindspeed_dsa.runs.whole_checkpoints import TRACKER
@@ -27,14 +28,16 @@ JOB = SimpleNamespace(
     moe_shared_expert_intermediate_size=16,
     experimental_attention_variant="dsa",
 )
+KIND = {"model_type": "deepseek_v32"}
+SHAPE = Shape.of(JOB, BY_TYPE["deepseek_v32"])
 
 
 def write(folder: Path, *without: str) -> None:
     """Write a model's files without the tensors whose names contain one of these parts."""
-    names = [name for place in Shape.of(JOB).places() for name in place.theirs(JOB.num_layers)]
+    names = [name for place in SHAPE.places() for name in SHAPE.names(place)]
     kept = [name for name in names if not any(part in name for part in without)]
     save_file({name: torch.zeros(1) for name in kept}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(KIND))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def with_a_layer_more(folder: Path, config: dict[str, int]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name.replace(".2.", ".3."): each.clone() for name, each in tensors.items() if ".2." in name}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(KIND | config))
 
 
 def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_dsa.features.checkpoints.hugging_face import names
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.registry import ARCHITECTURES, of_class
 from mindspeed_dsa.features.checkpoints.hugging_face.names import Place, Shape, UnknownName, place_of
 
 KINDS = ("DeepseekV3", "DeepseekV32", "GlmMoeDsa")
@@ -28,6 +28,12 @@ def arguments(kind: str, **more: object) -> SimpleNamespace:
     )
 
 
+def shape_of(kind: str, **more: object) -> Shape:
+    table = of_class({"architectures": [f"{kind}ForCausalLM"]})
+    assert table is not None
+    return Shape.of(arguments(kind, **more), table)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_writes_these_names(kind: str, tmp_path) -> None:
     transformers = pytest.importorskip("transformers", "5.20")
@@ -45,7 +51,8 @@ def test_transformers_writes_these_names(kind: str, tmp_path) -> None:
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         written = set(file.keys())
-    ours = [name for place in Shape.of(arguments(kind)).places() for name in place.theirs(8)]
+    shape = shape_of(kind)
+    ours = [name for place in shape.places() for name in shape.names(place)]
     assert set(ours) == written
     assert len(ours) == len(set(ours))
 
@@ -64,18 +71,18 @@ def key_of(place: Place, inner: str, stacked: bool) -> tuple[str, tuple[int, ...
 @pytest.mark.parametrize("inner", ["transformer_layer.", "mtp_model_layer."])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_keys_are_told_from_each_other(inner: str, stacked: bool) -> None:
-    shape = Shape.of(arguments("GlmMoeDsa", mtp_num_layers=2))
+    shape = shape_of("GlmMoeDsa", mtp_num_layers=2)
     places = list(shape.places())
     assert {place.layer for place in places if place.block == "mtp"} == {0, 1}
     for place in places:
         key, offset = key_of(place, inner, stacked)
         assert place_of(key, (*offset, 5, 7)) == (place, len(offset))
-    theirs = [name for place in places for name in place.theirs(8)]
+    theirs = [name for place in places for name in shape.names(place)]
     assert len(theirs) == len(set(theirs))
 
 
 def test_only_computing_layers_own_an_indexer() -> None:
-    places = list(Shape.of(arguments("GlmMoeDsa", mtp_num_layers=2)).places())
+    places = list(shape_of("GlmMoeDsa", mtp_num_layers=2).places())
     owners = {(place.block, place.layer) for place in places if place.indexer}
     # Counted from 1, layers 1, 2, 3 and 7 of the decoder and both multi-token prediction layers own an
     # indexer.
@@ -83,8 +90,8 @@ def test_only_computing_layers_own_an_indexer() -> None:
 
 
 def test_a_repeated_layer_of_multi_token_prediction_has_weights_once() -> None:
-    repeated = arguments("GlmMoeDsa", mtp_num_layers=3, mtp_use_repeated_layer=True)
-    assert Shape.of(repeated) == Shape.of(arguments("GlmMoeDsa", mtp_num_layers=1))
+    repeated = shape_of("GlmMoeDsa", mtp_num_layers=3, mtp_use_repeated_layer=True)
+    assert repeated == shape_of("GlmMoeDsa", mtp_num_layers=1)
 
 
 def test_norms_that_are_part_of_projections_are_the_same() -> None:
@@ -93,7 +100,7 @@ def test_norms_that_are_part_of_projections_are_the_same() -> None:
         ("decoder.layers.3.self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm"),
         ("decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm"),
     ):
-        assert place_of(other)[0].theirs(8) == (f"model.layers.3.{name}.weight",)
+        assert shape_of("DeepseekV3").names(place_of(other)[0]) == (f"model.layers.3.{name}.weight",)
 
 
 def test_an_unknown_tensor_is_named() -> None:
@@ -102,8 +109,8 @@ def test_an_unknown_tensor_is_named() -> None:
 
 
 def test_gate_comes_before_up() -> None:
-    for table in (names.DENSE, names.SHARED_EXPERTS, names.EXPERTS):
-        for parts in table.values():
+    for tensors in (each.tensors for each in ARCHITECTURES):
+        for parts in (*tensors.dense.values(), *tensors.shared.values(), *tensors.experts.values()):
             for first, second in pairwise(parts):
                 assert "gate_proj" in first
                 assert "up_proj" in second

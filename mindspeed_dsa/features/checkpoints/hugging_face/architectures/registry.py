@@ -1,0 +1,54 @@
+"""Known architectures, and functions that find one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.deepseek import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
+)
+from mindspeed_dsa.features.checkpoints.hugging_face.architectures.table import MODEL, Architecture
+from mindspeed_dsa.patches.errors import SettingsError
+
+ARCHITECTURES = (DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA)
+BY_TYPE = {name: architecture for architecture in ARCHITECTURES for name in architecture.types}
+"""Dict from ``model_type`` to the architecture."""
+LAYER_TENSORS = frozenset(name for each in ARCHITECTURES for name in each.tensors.layer)
+PREDICTION_TENSORS = frozenset(name for each in ARCHITECTURES for name in each.tensors.prediction)
+MODEL_TENSORS = frozenset(MODEL)
+"""Megatron's names of tensors in layers, in multi-token prediction layers, and outside of layers."""
+
+
+def find(config: Mapping[str, Any], where: str) -> Architecture:
+    """Return the architecture of a ``config.json``.
+
+    Raises:
+        SettingsError: the model type is not supported.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in BY_TYPE:
+        raise SettingsError(
+            f"{where} is the configuration of model_type {kind!r}; what can be read is {', '.join(BY_TYPE)}; "
+            "other models are given by Megatron's flags"
+        )
+    return BY_TYPE[kind]
+
+
+def of_class(config: Mapping[str, Any]) -> Architecture | None:
+    """Return the architecture with the class in ``architectures``, for a model type that is not known."""
+    classes = config.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else None
+    return next((each for each in ARCHITECTURES if each.class_name == first), None)
+
+
+def of_job(args: Any) -> Architecture:
+    """Return the architecture that a job trains: of its marks in the table, most are the job's."""
+
+    def matching(architecture: Architecture) -> float:
+        marks = architecture.marks.items()
+        return sum(bool(getattr(args, name, None)) == value for name, value in marks) / len(marks)
+
+    return max(ARCHITECTURES, key=matching)

@@ -1,0 +1,144 @@
+"""Table of a Hugging Face architecture: keys of ``config.json``, Megatron's arguments, names of weights.
+
+Code that reads and writes models knows architectures only by these tables.
+
+Imports neither torch nor Megatron nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Parts = Mapping[str, tuple[str, ...]]
+"""Dict from Megatron's name of a tensor to Hugging Face's tensors whose rows it has."""
+LAYERS, PREDICTIONS = "num_hidden_layers", "num_nextn_predict_layers"
+SIZES = {
+    "num_layers": LAYERS,
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+"""Sizes of every architecture: dict from Megatron's argument to the key."""
+COMMON: dict[str, Any] = {
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""Megatron's arguments that have the same value for every architecture."""
+MODEL: Parts = {
+    "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
+    "decoder.final_layernorm.weight": ("model.norm.weight",),
+    "output_layer.weight": ("lm_head.weight",),
+}
+"""Tensors outside of layers."""
+NORMS: Parts = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+}
+
+
+def mlp(ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Parts:
+    """Return the two tensors of a gated MLP.
+
+    Args:
+        ours: Megatron's name of the module.
+        theirs: Hugging Face's name of the module.
+        names: names of the gate's, the upper and the lower projection.
+    """
+    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
+    return {f"{ours}.linear_fc1.weight": (gate, up), f"{ours}.linear_fc2.weight": (down,)}
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Names of the weights in a layer, by the part of the layer.
+
+    Attributes:
+        attention: norms and attention, without the next three.
+        query: projection of queries without a latent.
+        latent_query: projections of queries from a latent.
+        indexer: indexer of DSA.
+        dense: MLP of a layer without experts.
+        routed: router of a layer with experts.
+        shared: shared experts.
+        experts: an expert; ``{expert}`` stands for its number.
+        prediction: multi-token prediction layer outside of its transformer layer. Hugging Face numbers these
+            layers after the decoder's.
+        repeated: dict from tensors of a multi-token prediction layer that repeat the model's to the model's;
+            Megatron stores them once.
+        buffers: suffixes of names in files that carry no weights.
+    """
+
+    attention: Parts
+    query: Parts = field(default_factory=dict)
+    latent_query: Parts = field(default_factory=dict)
+    indexer: Parts = field(default_factory=dict)
+    dense: Parts = field(default_factory=dict)
+    routed: Parts = field(default_factory=dict)
+    shared: Parts = field(default_factory=dict)
+    experts: Parts = field(default_factory=dict)
+    prediction: Parts = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    @property
+    def layer(self) -> Parts:
+        """Tensors of a transformer layer, whatever its parts."""
+        return {
+            **self.query,
+            **self.latent_query,
+            **self.attention,
+            **self.indexer,
+            **self.dense,
+            **self.routed,
+            **self.shared,
+            **self.experts,
+        }
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that distinguishes an architecture.
+
+    Attributes:
+        types: values of ``model_type``; the first one is written.
+        class_name: class of transformers, for ``architectures``.
+        tensors: names of weights.
+        sizes: dict from Megatron's argument to the key with its value, a positive number.
+        counts: keys with a number that may be 0 or absent.
+        lists: keys with a word for each layer.
+        defaults: values of transformers' class for keys that a file may leave out.
+        only: dict from key to the values that Megatron can compute; the first one is the class's default, and
+            is written.
+        arguments: Megatron's arguments that are the same for every model, beyond :data:`COMMON`.
+        marks: dict from Megatron's argument to whether a job of this architecture sets it, for arguments that
+            tell architectures apart.
+        indexer: model in :data:`mindspeed_dsa.megatron.dsa.MODELS` with the same indexer; empty: none.
+        mindspeed_llm: MindSpeed-LLM's name of the architecture, in ``--model-type-hf``.
+    """
+
+    types: tuple[str, ...]
+    class_name: str
+    tensors: Tensors
+    sizes: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    only: Mapping[str, tuple[Any, ...]]
+    arguments: Mapping[str, Any]
+    marks: Mapping[str, bool]
+    counts: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    indexer: str = ""
+    mindspeed_llm: str = ""
+
+    def said(self, config: Mapping[str, Any], name: str) -> Any:
+        """Return a value of the file, or transformers' default if the file has none."""
+        value = config.get(name)
+        if value is None:
+            return self.only[name][0] if name in self.only else self.defaults[name]
+        return value
